@@ -14,7 +14,7 @@ from cli.test_plan import needs_native, planned
 from forerun import LLM, SamplingParams
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, outlines, plan_of, refuse_what_does_not_fit
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, refuse_what_does_not_fit
 from forerun.errors import BadOption, CapacityError
 from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.ops.cpu_model import CpuModel
@@ -137,19 +137,19 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
     """Between the two plans there is memory for int4 and none for bfloat16."""
     dense = EngineConfig.make(target="shipped", draft="none", max_seq_len=64, max_batch_size=1, ops="native")
     rounded = dataclasses.replace(dense, quantization="int4")
-    needed, least = (plan_of(c, outlines(c), "cpu", None).total_bytes for c in (dense, rounded))
+    needed, least = (plan_of(c, Outlines.of(c), "cpu", None).total_bytes for c in (dense, rounded))
     assert least < needed - 10**7
     monkeypatch.setattr("forerun.engine.factory.available_bytes", lambda device: (needed + least) // 2)
-    refuse_what_does_not_fit(rounded)
+    refuse_what_does_not_fit(Outlines.of(rounded))
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
-        refuse_what_does_not_fit(dense)
+        refuse_what_does_not_fit(Outlines.of(dense))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
     """Under float32 as well: the rounded weights are packed beside the dense ones, with a cache in bfloat16."""
     config = EngineConfig(target="shipped", draft="self", dtype=dtype, max_seq_len=64)
-    llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
+    llm, plan = LLM.from_config(config), plan_of(config, Outlines.of(config), "cpu", None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
     assert plan.bytes_of("draft weights") == weight_bytes(llm, draft=True)
@@ -159,15 +159,15 @@ def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
 
 def test_layers_that_draft_are_counted_without_weights():
     config = EngineConfig(target="shipped", draft="early_exit:layers=2", max_seq_len=64)
-    models = outlines(config)
-    plan, num_layers = plan_of(config, models, "cpu", None), models["target"].config.num_layers
+    found = Outlines.of(config)
+    plan, num_layers = plan_of(config, found, "cpu", None), found.target.config.num_layers
     assert plan.bytes_of("draft weights") == 0
     assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
 
 
 def test_a_target_that_is_quantised_cannot_be_rounded_again():
     with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
-        outlines(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16"))
+        _ = Outlines.of(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16")).models
 
 
 @pytest.mark.parametrize("draft", ["early_exit", "self", "model"])
@@ -176,7 +176,7 @@ def test_rows_of_the_head_that_are_packed_twice_are_counted(draft):
     config = EngineConfig(
         target="shipped", draft=f"{draft}:draft_vocab=1000", max_seq_len=64, spec_length=2, dtype="bfloat16"
     )
-    llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
+    llm, plan = LLM.from_config(config), plan_of(config, Outlines.of(config), "cpu", None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
     heads = runner.model._short_heads  # type: ignore[attr-defined]

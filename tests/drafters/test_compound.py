@@ -62,16 +62,16 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
 
 
 def test_models_inside_are_planned_for() -> None:
-    found = factory.outlines(EngineConfig.make(draft="mixed:of=lookup+(cascade:inner=model)"))
-    assert list(found) == ["target", "draft", "draft, model 2"]
+    found = factory.Outlines.of(EngineConfig.make(draft="mixed:of=lookup+(cascade:inner=model)"))
+    assert list(found.models) == ["target", "draft", "draft, model 2"]
 
 
 def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     config = EngineConfig.make(draft="mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self", dtype="float32")
-    found = factory.outlines(config)
-    assert set(found) == {"target", "draft", "draft, model 2", "draft, model 3"}
-    assert [found[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
-    assert factory.head_rows(config) == {"draft, model 2": 100}
+    found = factory.Outlines.of(config)
+    assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
+    assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
+    assert found.head_rows == {"draft, model 2": 100}
 
 
 def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> None:
@@ -80,7 +80,7 @@ def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> 
     same = f"several:of=model+(model:path={path}/.,draft_temperature=0.5)+(self:quantization=int4)"
     options = {"max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
     config = EngineConfig.make(draft=same, extra_drafts=f"cascade;self;model:path={path},quantization=int8", **options)
-    plan = factory.plan_of(config, factory.outlines(config), "cpu", None)
+    plan = factory.plan_of(config, factory.Outlines.of(config), "cpu", None)
     llm = LLM.from_config(config)
     members = llm.engine.drafter.members
     first, second, rounded = (

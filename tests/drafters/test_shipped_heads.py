@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import head_files, methods
+from forerun.drafters import Known, head_files, wanted
 from forerun.models.named import find, named_models
 
+SMOLLM2 = Known(num_layers=30, vocab_size=49152, hidden_size=576)
 QUESTIONS = ["What is a good way to learn a language?", "Tell me about the history of Rome."]
 
 
@@ -27,7 +28,7 @@ def test_a_head_and_its_card_take_at_most_16_mb() -> None:
 def test_what_a_named_model_states_ships_with_the_package() -> None:
     stated = [auto for model in named_models().values() for auto in (model.auto, model.hub_auto) if auto]
     assert stated
-    paths = {getattr(options, "path", None) for spec in stated for _, options in methods(spec)}
+    paths = {getattr(own.options, "path", None) for spec in stated for own in wanted(spec, SMOLLM2)}
     assert paths == {None, *head_files.shipped_names()}
 
 

@@ -174,7 +174,8 @@ def test_a_draft_model_that_is_the_target_has_all_shares_at_the_first_child() ->
 
 
 def test_shares_that_cannot_be_used_are_refused_before_any_weight_is_read(tmp_path: Path) -> None:
-    llm_tokenizer = factory.refuse_early(EngineConfig(target="shipped"))
+    llm_tokenizer = factory.refuse_early(EngineConfig(target="shipped")).tokenizer
+    assert llm_tokenizer is not None
     own = fingerprint(llm_tokenizer, llm_tokenizer.num_ids)
     for name, arrays, tokenizer, error in (
         ("other", np.full((2, 3), 0.5), "other", BadOption),

@@ -27,8 +27,8 @@ from engine.memory_cases import (
 )
 from forerun.blocks import Spec, resized
 from forerun.config import EngineConfig
-from forerun.drafters import lookup, model
-from forerun.engine.factory import num_taps
+from forerun.drafters import Needs, lookup, model
+from forerun.engine.factory import Outlines
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
@@ -194,10 +194,13 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "hidden_layers", lambda options, num_layers: (0, num_layers), raising=False)
-    monkeypatch.setattr(lookup, "hidden_layers", lambda options, num_layers: [1, 2], raising=False)
-    assert [num_taps(EngineConfig(draft=draft), 2) for draft in ("none", "lookup", "model")] == [0, 2, 2]
-    assert num_taps(EngineConfig(draft="model", extra_drafts="lookup"), 2) == 3
+    def num_taps(draft: str, extra: str | None = None) -> int:
+        return Outlines.of(EngineConfig(draft=draft, extra_drafts=extra)).num_taps
+
+    monkeypatch.setattr(model, "needs", lambda options, target: Needs((0, target.num_layers)))
+    monkeypatch.setattr(lookup, "needs", lambda options, target: Needs((0, 1)), raising=False)
+    assert [num_taps(draft) for draft in ("none", "lookup", "model")] == [0, 2, 2]
+    assert num_taps("model", "lookup") == 3
 
 
 def test_scores_are_counted_where_torch_writes_them_out() -> None:
@@ -325,7 +328,7 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 CHILD = """
 import ctypes, gc, json, os, sys
 from forerun import LLM, SamplingParams
-from forerun.engine.factory import outlines, plan_of
+from forerun.engine.factory import Outlines, plan_of
 from forerun.models.loading import small_files
 from forerun.text.tokenizer import Tokenizer
 
@@ -355,7 +358,7 @@ def measure(max_seq_len, small, **options):
         file.write("5")  # the peak counts from here
     llm, num_drafted = run(max_seq_len - 40, max_seq_len=max_seq_len, prefill_chunk_tokens=256, **options)
     peak = status("VmHWM") - before
-    plan = plan_of(llm.config, outlines(llm.config), "cpu", None)
+    plan = plan_of(llm.config, Outlines.of(llm.config), "cpu", None)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}
 

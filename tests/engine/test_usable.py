@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forerun import LLM, BadOption, EngineConfig
-from forerun.drafters import has_a_model, methods
+from forerun.drafters import Known, wanted
 from forerun.engine import factory
 from forerun.engine.factory import usable_drafts
 from forerun.registry import names
@@ -34,4 +34,5 @@ def test_without_memory_they_have_no_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(factory, "available_bytes", lambda device: 1)
     left = usable_drafts(CONFIG)
     assert {"lookup", "suffix", "recycle"} <= set(left) < set(everything)
-    assert not any(has_a_model(part) for method in left for part, _ in methods(method, True))
+    shape = Known(num_layers=4, vocab_size=100, hidden_size=16)
+    assert not any(own.needs.has_model for method in left for own in wanted(method, shape))

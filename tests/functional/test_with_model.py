@@ -22,11 +22,12 @@ from tiny import byte_tokenizer
 NUM = 20
 GREEDY = SamplingParams(max_tokens=NUM, temperature=0.0, ignore_eos=True)
 PREDICTION = dataclasses.replace(GREEDY, prediction=PROMPT)
+SHAPE = drafters.Known(num_layers=2, vocab_size=100, hidden_size=16)
 WITHOUT_MODEL = [
     name
     for name in registry.names(drafters.__name__)
-    if not any(drafters.has_a_model(method) for method, _ in drafters.methods(name))
-    and name not in NEEDS  # such as a file
+    if name not in NEEDS  # such as a file
+    and not any(own.needs.has_model for own in drafters.wanted(name, SHAPE))
 ]
 
 

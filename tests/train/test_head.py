@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from forerun import LLM, SamplingParams, registry
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
-from forerun.drafters import eagle, head_files
+from forerun.drafters import head_files
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -462,7 +462,6 @@ def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
     for name in ("eagle", "medusa", "hydra", "dflash", "blockwise", "pass"):
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
-    assert eagle.hidden_layers(eagle.Options(), 2) == ()
 
 
 def test_numbers_count_what_is_not_drafted_and_what_was_not_reached() -> None:

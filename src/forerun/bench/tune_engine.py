@@ -16,7 +16,7 @@ from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import PLAIN, Way
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import auto_draft, auto_of, is_shipped, outlines, refuse_early
+from forerun.engine.factory import auto_draft, auto_of, is_shipped, refuse_early
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
@@ -52,8 +52,7 @@ def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
     for spec in usual:
         try:
             alone = replace(config, draft=spec, extra_drafts=None)
-            refuse_early(alone)
-            outlines(alone)
+            _ = refuse_early(alone).models
         except UserError:
             continue
         found[spec] = None
@@ -160,8 +159,10 @@ class TuningEngine:
 
     def runs_model(self, spec: str) -> bool:
         """Whether a drafter runs a model of its own, or one of those that it is made of does."""
-        methods = drafters.methods(spec, auto_of(self.llm.checkpoint, self.llm.config))
-        return any(drafters.has_a_model(method) for method, _ in methods)
+        shape = self.llm.checkpoint.model.config
+        known = drafters.Known(shape.num_layers, shape.vocab_size, shape.hidden_size)
+        wanted = drafters.wanted(spec, known, auto_of(self.llm.checkpoint, self.llm.config))
+        return any(own.needs.has_model for own in wanted)
 
 
 def _short(params: SamplingParams) -> SamplingParams:

@@ -22,6 +22,7 @@ from forerun.errors import BadOption, shown
 from forerun.models.named import PAIR
 
 if TYPE_CHECKING:
+    from forerun.engine.factory import Outlines
     from forerun.memory.parts import MemoryPart
     from forerun.memory.plan import MemoryPlan
     from forerun.models.outline import Outline
@@ -61,7 +62,7 @@ def plan(
     from forerun.engine.factory import refuse_drafters
 
     models = Models.of(config, shape, draft_shape)
-    unchecked = refuse_drafters(config)
+    unchecked = refuse_drafters(models.outlines)
     made = models.plan(config, None if memory is None else parse_bytes(memory))
     if as_json:
         typer.echo(json.dumps({**models.settings(config), **plan_dict(made), "unchecked": unchecked}))
@@ -80,17 +81,19 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a configuration (factory.outlines), and their device, "cpu" or "cuda"."""
+    """The models of a configuration, and their device, "cpu" or "cuda". outlines: what drafters need of the target."""
 
+    outlines: Outlines
     found: Mapping[str, Outline]
     device: str
 
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read the outline of each model of a configuration. Raises UserError for a model that LLM refuses."""
-        from forerun.engine.factory import device_of, made_outlines, outlines
+        from forerun.engine.factory import Outlines, device_of
 
-        found = outlines(config)
+        outlines = Outlines.of(config)
+        found = dict(outlines.models)
         if draft_shape is not None and "draft" not in found:
             raise BadOption(
                 f"draft_shape={shown(draft_shape)} needs a draft model, and draft={shown(config.draft)} has none"
@@ -100,10 +103,12 @@ class Models:
                 f"draft_shape={shown(draft_shape)} is not possible: draft={shown(config.draft)} is made of "
                 "the target, so give shape instead"
             )
-        for name, wanted in (("target", shape), ("draft", draft_shape)):
-            if wanted is not None:
-                found[name] = _widened(found[name], wanted, config.max_seq_len)
-        return cls(found | made_outlines(config, found["target"]), device_of(config))
+        if shape is not None:  # of which other models may be made
+            outlines = Outlines.of(config, _widened(found["target"], shape, config.max_seq_len))
+            found = dict(outlines.models)
+        if draft_shape is not None:
+            found["draft"] = _widened(found["draft"], draft_shape, config.max_seq_len)
+        return cls(outlines, found, device_of(config))
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
         """Return the memory plan. available: bytes, None = what this machine has."""
@@ -114,7 +119,7 @@ class Models:
             if self.device == "cuda" and device_of(EngineConfig()) != "cuda":
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(self.device)
-        return plan_of(config, self.found, self.device, available)
+        return plan_of(config, self.outlines, self.device, available, self.found)
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
         """Return the settings that the plan is for, by name."""

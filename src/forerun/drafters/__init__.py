@@ -1,16 +1,10 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. It may hold, for what must be known before any weight is read:
+`build(options, target) -> Drafter`. One that is more than a search in the text also holds
 
-    check(options, tokenizer, ignore_config_keys)   refuses what can be seen in the options and in small files
-    hidden_layers(options, num_layers)              the inner layers that its drafter will declare, of so many, for the
-                                                    memory plan
-    own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
-    own_weights(options, config, is_packed)         the weights that it keeps Beside a target of this Spec,
-                                                    which has weights of 4 or 8 bits in memory, or not
-    checkpoint(options)                             the OwnCheckpoint that it loads
-    parts(options)                                  the specs of the drafters that it is made of
+    needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known` one. Raises
+                                        UserError for what the options and small files show to be impossible
 
 Nothing else has to change for a new method.
 """
@@ -195,7 +189,7 @@ class OwnModel:
 
     quantization: what its own copy of the weights is rounded to; None = it reads the target's. num_layers: how many of
     the target's layers it runs, which have a cache of their own; None = all. config: of layers that are not the
-    target's, whose weights `own_weights` counts.
+    target's, whose weights `Needs.weights` counts.
     """
 
     quantization: str | None = None
@@ -218,6 +212,58 @@ class OwnCheckpoint:
         path = self.path or shipped or ""
         place = os.path.realpath(path) if path and os.path.exists(path) else path
         return place, None if self.quantization is None else Quantization.parse(self.quantization)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter will need, for the memory plan and for the engine.
+
+    layers: the inner layers of the target whose rows it reads (`Drafter.hidden_layers`). loads: the draft model that it
+    loads. makes: the one that it makes of the target. head_rows: how many ids that model drafts, the first ones; None =
+    all. weights: those that it keeps beside a model's. parts: the specs of the drafters that it is made of.
+    """
+
+    layers: tuple[int, ...] = ()
+    loads: OwnCheckpoint | None = None
+    makes: OwnModel | None = None
+    head_rows: int | None = None
+    weights: Beside | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it runs a draft model, which it loads or makes of the target."""
+        return self.loads is not None or self.makes is not None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a target before its weights are read.
+
+    is_packed: whether they will be integers of 4 or 8 bits in memory. tokenizer: None where ids are all there is, or
+    are not to be compared. ignore_config_keys: keys of every config.json.
+    """
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    is_packed: bool = False
+    tokenizer: Any = None  # forerun.text.tokenizer.Tokenizer
+    ignore_config_keys: frozenset[str] = frozenset()
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What files that hold ids must name; None = not compared."""
+        return None if self.tokenizer is None else str(self.tokenizer.fingerprint)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A method that a spec asks for, its Options, and what it needs of a target."""
+
+    method: str
+    options: Any
+    needs: Needs
 
 
 @dataclass(frozen=True)
@@ -268,72 +314,22 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
-def methods(spec: str, auto: str = WITHOUT_MODEL) -> list[tuple[str, Any]]:
-    """Return the method and Options of a spec, and of those that it is made of, all the way down.
+def wanted(spec: str, target: Known, auto: str = WITHOUT_MODEL) -> list[Wanted]:
+    """Return what a spec asks for, and what that is made of, all the way down.
 
-    Raises BadOption as `resolve` does, for each of them.
+    Raises BadOption as `resolve` does, and whatever the methods raise for this target.
     """
     name, options = resolve(spec, auto)
     module = load(__name__, name, "drafter")
-    parts = module.parts(options) if hasattr(module, "parts") else ()
-    return [(name, options), *(found for part in parts for found in methods(part, auto))]
-
-
-def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:
-    """Let a method refuse its options before any weight is read: its file may define a `check` of its own.
-
-    Where the target has no tokenizer, `build` alone refuses.
-    """
-    module = load(__name__, name, "drafter")
-    if tokenizer is not None and hasattr(module, "check"):
-        module.check(options, tokenizer, ignore_config_keys)
-
-
-def hidden_layers(name: str, options: Any, num_layers: int) -> tuple[int, ...]:
-    """Return the `hidden_layers` of the drafter that a method would build for a target of so many layers.
-
-    () where its file names none.
-    """
-    module = load(__name__, name, "drafter")
-    return tuple(module.hidden_layers(options, num_layers)) if hasattr(module, "hidden_layers") else ()
-
-
-def has_a_model(name: str) -> bool:
-    """Return whether a method makes a draft model of the target or loads one."""
-    module = load(__name__, name, "drafter")
-    return hasattr(module, "own_model") or hasattr(module, "checkpoint")
-
-
-def checkpoint(name: str, options: Any) -> OwnCheckpoint | None:
-    """Return the draft model that a method loads; None where its file names none."""
-    module = load(__name__, name, "drafter")
-    found: OwnCheckpoint | None = module.checkpoint(options) if hasattr(module, "checkpoint") else None
-    return found
+    needs = module.needs(options, target) if hasattr(module, "needs") else Needs()
+    own = Wanted(name, options, needs)
+    return [own, *(found for part in needs.parts for found in wanted(part, target, auto))]
 
 
 def needs_a_model(name: str) -> str:
     """Return the sentence that refuses a method without its draft model."""
     example = "path/to/draft" if name == "model" else f"{name}:path=path/to/draft"
     return f"the drafter {name!r} needs a draft model: give its folder or hub id, as in draft={example!r}"
-
-
-def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:
-    """Return the model that a method makes of a target of so many layers; None where its file names none."""
-    module = load(__name__, name, "drafter")
-    found: OwnModel | None = module.own_model(options, num_layers) if hasattr(module, "own_model") else None
-    return found
-
-
-def own_weights(name: str, options: Any, config: Spec, is_packed: bool) -> Beside | None:
-    """Return the weights that a method keeps beside a target; None where its file names none, or there are none yet.
-
-    config: the target's. is_packed: whether it has weights of 4 or 8 bits in memory.
-    """
-    module = load(__name__, name, "drafter")
-    if not hasattr(module, "own_weights"):
-        return None
-    found: Beside | None = module.own_weights(options, config, is_packed)
-    return found
 
 
 def make(spec: str, target: Target) -> Drafter:

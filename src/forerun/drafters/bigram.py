@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Target, tables
-from forerun.drafters.tables import TableOptions, check as check
+from forerun.drafters.tables import TableOptions, needs as needs
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.blocks import Spec
-from forerun.drafters import Drafter, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
 from forerun.models.configs import size
-from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 
@@ -50,15 +47,11 @@ class FeedForward:
         return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that has no such layer, or that of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return what the layer's weights take. Refuses a folder without such a layer, or that of another tokenizer."""
     path = head_files.located(options.path, "blockwise")
-    head_files.read_config(path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the layer's weights."""
-    return head_files.own_weights(options.path, "blockwise", config, all_rows=True)
+    head_files.read_config(path, "blockwise", target.fingerprint)
+    return Needs(weights=head_files.own_weights(path, target, all_rows=True))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from forerun import drafters, verify
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.compound import Compound, made, of_model
 from forerun.drafters.model import Chain, Feeds, ModelDrafter, Row
 from forerun.errors import BadOption, shown
@@ -192,14 +192,14 @@ class CascadeDrafter(Compound):
         return bool(emitted) and len(chain.tokens) < limit
 
 
-def parts(options: Options) -> list[str]:
+def needs(options: Options, target: Known) -> Needs:
     """Return the specs of the model and of what drafts for it."""
-    return [options.of, options.inner]
+    return Needs(parts=(options.of, options.inner))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Load the model. Raises BadOption where the inner drafter makes trees."""
-    model, inner = made(parts(options), target)
+    model, inner = made([options.of, options.inner], target)
     assert isinstance(model, ModelDrafter)
     if inner.shape != "chain":
         raise BadOption(f"cascade:inner={shown(options.inner)} is not possible: it drafts trees; name one of chains")

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.drafters import Drafter, Target, artifacts, stores
+from forerun.drafters import Drafter, Known, Needs, Target, artifacts, stores
 from forerun.drafters.continuations import SHAPE_HELP, SHAPES, Guess, check_shape, grow
 from forerun.drafters.stores import Datastore
 from forerun.errors import BadOption
-from forerun.text.tokenizer import Tokenizer
 from forerun.types import Budget, Coins, Draft, Sequence
 
 
@@ -62,9 +61,11 @@ class DatastoreDrafter(Drafter):
         return grow(rows, most, self.shape == "tree", end_ids=seq.end_ids)
 
 
-def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a missing file, or one of another tokenizer, before any weight is read."""
-    _load(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids), tokenizer.num_ids)
+def needs(options: Options, target: Known) -> Needs:
+    """Need nothing that is counted. Refuses a missing file, or one of another tokenizer."""
+    if target.tokenizer is not None:
+        _load(options, target.tokenizer.fingerprint, target.tokenizer.num_ids)
+    return Needs()
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from forerun.blocks import Spec
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
-from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -194,28 +192,16 @@ def _config(path: str, tokenizer: str | None) -> DFlashConfig:
     return DFlashConfig.from_json(raw or head_files.read_config(path, "dflash", tokenizer), path)
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that holds no such layers, or those of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return the layers that it reads, the cache of its own, and what their weights take.
+
+    Refuses a folder without such layers, or with those of another tokenizer.
+    """
     path = head_files.located(options.path, "dflash")
-    _config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers behind which the context is read."""
-    return () if options.path is None else _config(head_files.located(options.path, "dflash"), None).layers
-
-
-def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: the cache of its layers."""
-    if options.path is None:
-        return OwnModel(num_layers=1)
-    return OwnModel(config=_config(head_files.located(options.path, "dflash"), None).decoder)
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the layers' weights."""
-    rounded = quantization_of(options.quantization, is_packed)
-    return head_files.own_weights(options.path, "dflash", config, rounded, all_rows=False)
+    config = _config(path, target.fingerprint)
+    rounded = quantization_of(options.quantization, target.is_packed)
+    weights = head_files.own_weights(path, target, rounded, all_rows=False)
+    return Needs(config.layers, makes=OwnModel(config=config.decoder), weights=weights)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from forerun.blocks import Spec
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
-from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
+from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
-from forerun.models.outline import Beside
 from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -254,47 +252,24 @@ def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
     return EagleConfig.from_json(head_files.read_config(path, "eagle", tokenizer))
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that is no head, or one of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return the layers that the head reads, the cache of its own, and what its weights take.
+
+    Refuses a folder that is no head, or one of another tokenizer.
+    """
     path = head_files.located(options.path, "eagle")
-    if (found := head_layouts.find(path, "eagle", ignore_config_keys)) is not None:
-        head_layouts.eagle_config(found)
+    found = head_layouts.find(path, "eagle", target.ignore_config_keys)
+    if found is None:
+        config = _own_config(path, target.fingerprint)
+        layers, rounded = config.layers, _rounded(options, config, target.is_packed)
+        # The rows of the LM head as those of a model's, see models/quantising.py.
+        rows = None if rounded is None else replace(rounded, bits=max(8, rounded.bits))
     else:
-        _own_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers behind which the head reads."""
-    if options.path is None:
-        return ()
-    path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle")
-    return _own_config(path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
-
-
-def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: the cache of its layers."""
-    if options.path is None:
-        return OwnModel(num_layers=1)
-    path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle")
-    try:
-        config = _own_config(path, None) if found is None else head_layouts.eagle_config(found)
-    except UnsupportedModel:  # unless for a key that is ignored, `check` refuses it
-        return OwnModel(num_layers=1)
-    return OwnModel(config=config.decoder)
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the head's weights."""
-    if options.path is None:
-        return None
-    path = head_files.located(options.path, "eagle")
-    own = _own_config(path, None) if head_layouts.find(path, "eagle") is None else None
-    rounded = rows = _rounded(options, own, is_packed)
-    if rounded is not None and own is not None:
-        rows = replace(rounded, bits=max(8, rounded.bits))  # as those of a model's LM head, see models/quantising.py
-    return head_files.own_weights(path, "eagle", config, rounded, rows, all_rows=False)
+        config = head_layouts.eagle_config(found)
+        layers = head_layouts.eagle_layers(found, target.num_layers)
+        rounded = rows = _rounded(options, None, target.is_packed)
+    weights = head_files.own_weights(path, target, rounded, rows, all_rows=False)
+    return Needs(layers, makes=OwnModel(config=config.decoder), weights=weights)
 
 
 def build(options: Options, target: Target) -> Drafter:

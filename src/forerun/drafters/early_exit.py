@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
-from forerun.drafters import Drafter, OwnModel, Target, artifacts
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, artifacts
 from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
@@ -56,12 +55,6 @@ def _skipped(text: str) -> set[int]:
     return set(numbers)
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a file that is missing, broken or another tokenizer's before any weight is read."""
-    if options.path is not None:
-        artifacts.load(options.path, KIND, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
     """Return the layers of a target of `num_layers` that draft, ascending.
 
@@ -91,9 +84,10 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
     return [int(i) for i in arrays["layers"]]
 
 
-def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: the target's layers that draft, without weights of their own."""
-    return OwnModel(num_layers=len(chosen(options, num_layers)))
+def needs(options: Options, target: Known) -> Needs:
+    """Return the model that it makes: the layers that draft, without weights of their own. Raises as `chosen`."""
+    layers = chosen(options, target.num_layers, target.fingerprint)
+    return Needs(makes=OwnModel(num_layers=len(layers)), head_rows=options.draft_vocab)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.blocks import Spec
 from forerun.config import Quantization
+from forerun.drafters import Known
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.models import hub, named
 from forerun.models.outline import Beside
@@ -188,31 +188,28 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(
-    name: str | None,
-    method: str,
-    config: Spec,
+    path: str,
+    target: Known,
     rounded: Quantization | None = None,
     rows: Quantization | None = None,
     *,
     all_rows: bool,
-) -> Beside | None:
-    """What a head keeps in memory, by the headers of its files; None where none is named. config: of its target.
+) -> Beside:
+    """What a head in a folder keeps in memory beside its target, by the headers of its files.
 
-    name: as `located` takes it. rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of
-    the target's LM head of the ids that it drafts, where it has none of its own; rows: what these are rounded to; None
-    = as the others. all_rows: whether it copies all of them where it drafts every id. Embeddings that turn out to be
-    the target's are counted, for only their numbers tell it.
+    rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of the target's LM head of the
+    ids that it drafts, where it has none of its own; rows: what these are rounded to; None = as the others. all_rows:
+    whether it copies all of them where it drafts every id. Embeddings that turn out to be the target's are counted, for
+    only their numbers tell it.
     """
-    if name is None:
-        return None
-    folder = Path(located(name, method))
+    folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
     found = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
-    num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), config.vocab_size if all_rows else 0)
+    num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), target.vocab_size if all_rows else 0)
     kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
     matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]
     if num_rows and not any(map(LM_HEAD.match, kept)):
-        matrices.append(((num_rows, config.hidden_size), _scheme(rows or rounded)))
+        matrices.append(((num_rows, target.hidden_size), _scheme(rows or rounded)))
     floats = [shape for tensor, shape in kept.items() if len(shape) != 2 or tensor == LOOK_AHEAD]
     return Beside(tuple(matrices), math.prod(kept.get(EMBEDDINGS, (0,))), sum(map(math.prod, floats)))
 

@@ -17,13 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.blocks import Spec
-from forerun.drafters import Drafter, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
 from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import size
-from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
@@ -108,15 +106,11 @@ def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
     return published
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return what the heads' weights take. Refuses a folder without heads, or with those of another tokenizer."""
     path = head_files.located(options.path, "hydra")
-    _read_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the heads' weights."""
-    return head_files.own_weights(options.path, "hydra", config, all_rows=True)
+    _read_config(path, target.fingerprint)
+    return Needs(weights=head_files.own_weights(path, target, all_rows=True))
 
 
 def build(options: Options, target: Target) -> Drafter:

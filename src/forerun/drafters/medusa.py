@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from forerun.blocks import Spec
-from forerun.drafters import Drafter, Seen, Target, artifacts, head_files, head_layouts
+from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
-from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -213,16 +211,12 @@ class MedusaDrafter(Drafter):
         return trees
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return what the heads' weights take. Refuses a folder without heads, or with those of another tokenizer."""
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
-        head_files.read_config(path, "medusa", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the heads' weights."""
-    return head_files.own_weights(options.path, "medusa", config, all_rows=True)
+        head_files.read_config(path, "medusa", target.fingerprint)
+    return Needs(weights=head_files.own_weights(path, target, all_rows=True))
 
 
 def build(options: Options, target: Target) -> Drafter:

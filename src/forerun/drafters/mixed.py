@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.compound import Compound, made, specs
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -46,11 +46,11 @@ class MixedDrafter(Compound):
         return next((guess for guess in guesses if guess), ())
 
 
-def parts(options: Options) -> list[str]:
+def needs(options: Options, target: Known) -> Needs:
     """Return the specs of the members."""
-    return specs("mixed", options.of)
+    return Needs(parts=tuple(specs("mixed", options.of)))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Build all members; one with a model loads it."""
-    return MixedDrafter(made(parts(options), target))
+    return MixedDrafter(made(specs("mixed", options.of), target))

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnCheckpoint, Seen, Target, needs_a_model
+from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target, needs_a_model
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
@@ -456,15 +456,12 @@ class ModelDrafter(Drafter):
         return dataclasses.replace(params, **changed) if changed else params
 
 
-def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse what the small files of the draft model show, before any weight of either model is fetched or read."""
-    if options.path is not None:
-        compare(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)), str(options.path))
-
-
-def checkpoint(options: Options) -> OwnCheckpoint:
-    """Return what the memory plan counts: the draft model."""
-    return OwnCheckpoint(options.path, options.quantization)
+def needs(options: Options, target: Known) -> Needs:
+    """Return the draft model. Refuses one whose tokenizer is another than the target's."""
+    if options.path is not None and target.tokenizer is not None:
+        own = Tokenizer.load(small_files(options.path, target.ignore_config_keys))
+        compare(target.tokenizer, own, str(options.path))
+    return Needs(loads=OwnCheckpoint(options.path, options.quantization), head_rows=options.draft_vocab)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -18,15 +18,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 from torch import Tensor
 
-from forerun.blocks import Spec
-from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files
 from forerun.drafters.model import Chain, Row, next_of
 from forerun.models.configs import size
-from forerun.models.outline import Beside
 from forerun.types import Budget, Coins, Draft, Extra, Sequence
 
 # P(a guess is accepted), given that those before it were; the last one for all that follow. Held-out agreement with
@@ -134,15 +131,11 @@ class PassDrafter(Drafter):
         return replace(extra, vectors=vectors), places
 
 
-def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a folder that has no vectors, or those of another tokenizer, before any weight is read."""
+def needs(options: Options, target: Known) -> Needs:
+    """Return what the vectors take. Refuses a folder without such vectors, or with those of another tokenizer."""
     path = head_files.located(options.path, "pass")
-    head_files.read_config(path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
-
-
-def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
-    """Return what the memory plan counts of the vectors' weights."""
-    return head_files.own_weights(options.path, "pass", config, all_rows=False)
+    head_files.read_config(path, "pass", target.fingerprint)
+    return Needs(weights=head_files.own_weights(path, target, all_rows=False))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnModel, Target
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
 
 
@@ -31,9 +31,9 @@ class Options:
         check_temperature("self", self.draft_temperature)
 
 
-def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: the target once more, rounded."""
-    return OwnModel(options.quantization)
+def needs(options: Options, target: Known) -> Needs:
+    """Return the model that it makes: the target once more, rounded."""
+    return Needs(makes=OwnModel(options.quantization), head_rows=options.draft_vocab)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.compound import Compound, made, specs
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Sequence
@@ -66,15 +66,15 @@ def _side_by_side(chains: Seq[Draft]) -> Draft:
     return made
 
 
-def parts(options: Options) -> list[str]:
+def needs(options: Options, target: Known) -> Needs:
     """Return the specs of the members."""
-    return specs("several", options.of, least=2)
+    return Needs(parts=tuple(specs("several", options.of, least=2)))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Build all members; one with a model loads it. Raises BadOption for one that drafts trees."""
-    members = made(parts(options), target)
-    for member, spec in zip(members, parts(options), strict=True):
+    members = made(specs("several", options.of), target)
+    for member, spec in zip(members, specs("several", options.of), strict=True):
         if member.shape != "chain":
             raise BadOption(f"several:of has {shown(spec)}, which drafts trees: name drafters of chains")
     return SeveralDrafter(members)

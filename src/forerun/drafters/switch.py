@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.compound import Compound, made, specs
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -287,11 +287,11 @@ def _score(known: _Known, text: Seq[int]) -> None:
         path.append(node)
 
 
-def parts(options: Options) -> list[str]:
+def needs(options: Options, target: Known) -> Needs:
     """Return the specs of the members."""
-    return specs("switch", options.of)
+    return Needs(parts=tuple(specs("switch", options.of)))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Build all members; one with a model loads it."""
-    return SwitchDrafter(made(parts(options), target), options.hysteresis)
+    return SwitchDrafter(made(specs("switch", options.of), target), options.hysteresis)

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forerun.drafters import Drafter, Target, artifacts
+from forerun.drafters import Drafter, Known, Needs, Target, artifacts
 from forerun.drafters.chains import TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
-from forerun.text.tokenizer import Tokenizer
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
@@ -172,10 +171,11 @@ class FittedTable:
         return int(ids[counts.argmax()]) if len(ids) else None
 
 
-def check(options: TableOptions, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a file of another tokenizer, or one that is not whole, before any weight is read."""
+def needs(options: TableOptions, target: Known) -> Needs:
+    """Need nothing that is counted. Refuses a file of another tokenizer, or one that is not whole."""
     if options.path is not None:
-        artifacts.load(options.path, KIND, tokenizer.fingerprint)
+        artifacts.load(options.path, KIND, target.fingerprint)
+    return Needs()
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:

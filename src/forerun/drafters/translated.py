@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnCheckpoint, Seen, Target
+from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.model import (
     PATH,
@@ -213,15 +213,11 @@ class TranslatedText(Translated):
         return Detokenizer(self._draft, self._mirrors[seq.id].tokens, skip_special_ids=()).push(drafted[:end]).text
 
 
-def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a pair that shares no token before any weight of either model is fetched or read."""
-    if options.path is not None and options.how == "tokens":
-        shared_ids(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)))
-
-
-def checkpoint(options: Options) -> OwnCheckpoint:
-    """Return what the memory plan counts: the draft model."""
-    return OwnCheckpoint(options.path, options.quantization)
+def needs(options: Options, target: Known) -> Needs:
+    """Return the draft model. Refuses one that shares no token with the target."""
+    if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
+        shared_ids(target.tokenizer, Tokenizer.load(small_files(options.path, target.ignore_config_keys)))
+    return Needs(loads=OwnCheckpoint(options.path, options.quantization))
 
 
 def build(options: Options, target: Target) -> Drafter:

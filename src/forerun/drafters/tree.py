@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from forerun.drafters import Drafter, Seen, Target, artifacts
+from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts
 from forerun.drafters.compound import Compound, made, of_model
 from forerun.drafters.model import Feeds, ModelDrafter
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
 from forerun.sampling import History, probs
-from forerun.text.tokenizer import Tokenizer
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
@@ -310,25 +309,21 @@ def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
         yield tree.nodes[at].row
 
 
-def parts(options: Options) -> list[str]:
-    """Return the spec of the model."""
-    return [options.of]
-
-
-def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
-    """Refuse a file of shares that cannot be used, before any weight is read."""
-    _shares(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+def needs(options: Options, target: Known) -> Needs:
+    """Return the spec of the model. Refuses a file of shares that cannot be used."""
+    _shares(options, target.fingerprint)
+    return Needs(parts=(options.of,))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Load the model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
     shares = _shares(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
-    (model,) = made(parts(options), target)
+    (model,) = made([options.of], target)
     assert isinstance(model, ModelDrafter)
     return TreeDrafter(model, options, shares)
 
 
-def _shares(options: Options, fingerprint: str) -> tuple[list[float], list[float]]:
+def _shares(options: Options, fingerprint: str | None) -> tuple[list[float], list[float]]:
     """Return the shares of a file, for greedy requests and for the others; the usual ones without a file."""
     if options.file is None:
         return list(USUAL_SHARES), list(USUAL_SHARES)

@@ -7,9 +7,9 @@ Three questions in the order of their price: do the small files allow it (`refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence as Seq
-from dataclasses import replace
-from functools import partial
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,16 @@ def make_ops(config: EngineConfig) -> ReferenceOps:
     return ops.make(config.ops, torch_device(config.device).type)
 
 
-def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer | None:
-    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer, if any."""
+def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlines:
+    """Raise UserError for whatever the small files of both models show; returns what they show beside that.
+
+    has_loaded_draft: whether the caller has loaded the draft model, which is then what `auto` is.
+    """
     ops.resolve(config.ops, torch_device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
-    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, auto)]
+    for spec in (config.draft, *config.extra_draft_specs):
+        drafters.resolve(spec, auto)
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -173,25 +177,18 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
         sampling_defaults(folder)
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
-    _check(methods, tokenizer, config)
-    return tokenizer
+    return Outlines.of(config, tokenizer=tokenizer, auto=auto)
 
 
-def _check(methods: Seq[tuple[str, Any]], tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-    for method, options in methods:
-        drafters.check(method, options, tokenizer, config.ignored_config_keys)
-
-
-def refuse_drafters(config: EngineConfig) -> str | None:
+def refuse_drafters(found: Outlines) -> str | None:
     """Raise UserError for drafters that do not suit the target, as its small files and those of draft models show.
 
     Where such a file is missing, of which a plan needs config.json alone, returns why nothing was compared.
     """
-    methods = _methods(config)
     try:
-        _check(methods, Tokenizer.find(target_files(config)), config)
+        Outlines.of(found.config, found.target, tokenizer=Tokenizer.find(target_files(found.config)))
     except NotFound as error:
-        return str(error) if any(drafters.has_a_model(name) for name, _ in methods) else None
+        return str(error) if any(own.needs.has_model for own in found.drafts) else None
     return None
 
 
@@ -202,23 +199,19 @@ def usable_drafts(config: EngineConfig) -> list[str]:
     """
     auto = auto_draft(config.target)
     named_already = {drafters.resolve(spec, auto)[0] for spec in (config.draft, *config.extra_draft_specs)}
-    tokenizer, found = Tokenizer.find(target_files(config)), list[str]()
+    tokenizer, found = Tokenizer.find(target_files(config)), dict[str, bool]()
     for method in names(drafters.__name__):
         try:
-            parts = drafters.methods(method, auto)
-            for part, options in parts:
-                drafters.check(part, options, tokenizer, config.ignored_config_keys)
-            if any(drafters.has_a_model(part) for part, _ in parts):
-                outlines(replace(config, draft=method, extra_drafts=None))
+            alone = Outlines.of(replace(config, draft=method, extra_drafts=None), tokenizer=tokenizer)
+            _ = alone.models  # those that it needs are there
         except UserError:
             continue
         if method not in named_already:
-            found.append(method)
+            found[method] = any(own.needs.has_model for own in alone.drafts)
     whole = replace(config, extra_drafts=";".join((*config.extra_draft_specs, *found)))
     device = device_of(config)
-    if plan_of(whole, outlines(whole), device, available_bytes(device)).fits:
-        return found
-    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, auto))]
+    fits = plan_of(whole, Outlines.of(whole), device, available_bytes(device)).fits
+    return [method for method, has_model in found.items() if fits or not has_model]
 
 
 def target_files(config: EngineConfig) -> Path:
@@ -250,44 +243,134 @@ def torch_device(name: str) -> torch.device:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def refuse_what_does_not_fit(config: EngineConfig) -> None:
+def refuse_what_does_not_fit(found: Outlines) -> None:
     """Raise CapacityError, with numbers and with what would fit, where this machine has no memory for an engine.
 
     A draft model that the caller has loaded is not named by the configuration and not counted.
     """
-    device = device_of(config)
-    plan = plan_of(config, outlines(config), device, available_bytes(device))
+    device = device_of(found.config)
+    plan = plan_of(found.config, found, device, available_bytes(device))
     if not plan.fits:
         raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
 
 
-def outlines(config: EngineConfig) -> dict[str, Outline]:
-    """The models that LLM would load: "target", "draft", and those of `extra_drafts` by what each is called there.
+@dataclass(frozen=True)
+class OwnDraft(drafters.Wanted):
+    """A method of a configuration. label: what its model is called in `Outlines.models`; None = it has none."""
 
-    Raises UserError for a model that LLM refuses, BadOption where a drafter needs a model and none is named.
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Outlines:
+    """The models that LLM would load and make, and what their drafters need, before any weight is read.
+
+    drafts: every method, those of which others are made included. tokenizer: the target's, where it was read.
     """
-    read = partial(Outline.of, ignore=config.ignored_config_keys)
-    found = {"target": read(target_of(config), config.quantization)}
-    for name, method, options in _with_models(config):
-        if (own := drafters.checkpoint(method, options)) is not None:
-            found[name] = read(_path_of(own, method, config), own.quantization)
-    return found | made_outlines(config, found["target"])
 
+    config: EngineConfig
+    target: Outline
+    drafts: tuple[OwnDraft, ...]
+    tokenizer: Tokenizer | None = None
 
-def made_outlines(config: EngineConfig, target: Outline) -> dict[str, Outline]:
-    """The models that drafters make of the target, named as in `outlines`. Raises BadOption where LLM would."""
-    made = {}
-    for name, method, options in _with_models(config):
-        own = drafters.own_model(method, options, target.config.num_layers)
-        if own is None:
-            continue
-        if own.quantization is not None and _are_packed(target, config):
-            raise BadOption(
-                f"the drafter {method!r} is not possible: the target's weights are quantised already; use an "
-                "unquantised target, or dtype='float32'"
-            )
-        made[name] = target.made(own.quantization, own.num_layers, own.config)
-    return made
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        target: Outline | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        auto: str | None = None,
+    ) -> Outlines:
+        """Read the outline of the target, and ask each drafter once what it needs.
+
+        target: None = what the configuration names. tokenizer: what drafters compare their files with; None = they do
+        not. auto: what `auto` stands for; None = what the target says. Raises UserError for what LLM refuses.
+        """
+        target = target or Outline.of(target_of(config), config.quantization, config.ignored_config_keys)
+        shape = target.config
+        known = drafters.Known(
+            shape.num_layers,
+            shape.vocab_size,
+            shape.hidden_size,
+            is_packed=_are_packed(target, config),
+            tokenizer=tokenizer,
+            ignore_config_keys=config.ignored_config_keys,
+        )
+        drafts = list[OwnDraft]()
+        for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
+            number = 0
+            for own in drafters.wanted(spec, known, auto or auto_draft(config.target)):
+                number += own.needs.has_model
+                called = label if number == 1 else f"{label}, model {number}"
+                drafts.append(OwnDraft(own.method, own.options, own.needs, called if own.needs.has_model else None))
+        return cls(config, target, tuple(drafts), tokenizer)
+
+    @cached_property
+    def models(self) -> Mapping[str, Outline]:
+        """By name: "target", "draft", those of `extra_drafts`; the ones that are made of the target come last.
+
+        Raises UserError for a draft model that LLM refuses, BadOption where a drafter needs one and none is named.
+        """
+        found = {"target": self.target}
+        for name, method, needs in self._with_models():
+            if needs.loads is not None:
+                path = self._path_of(needs.loads, method)
+                found[name] = Outline.of(path, needs.loads.quantization, self.config.ignored_config_keys)
+        for name, method, needs in self._with_models():
+            if (made := needs.makes) is not None:
+                if made.quantization is not None and _are_packed(self.target, self.config):
+                    raise BadOption(
+                        f"the drafter {method!r} is not possible: the target's weights are quantised already; use an "
+                        "unquantised target, or dtype='float32'"
+                    )
+                found[name] = self.target.made(made.quantization, made.num_layers, made.config)
+        return found
+
+    @property
+    def num_taps(self) -> int:
+        """How many inner layers of the target show their rows to drafters, in each pass."""
+        return len({layer for own in self.drafts for layer in own.needs.layers})
+
+    @property
+    def head_rows(self) -> Mapping[str, int]:
+        """How many ids models draft that do not draft all, by their names."""
+        return {name: needs.head_rows for name, _, needs in self._with_models() if needs.head_rows is not None}
+
+    @property
+    def beside(self) -> Mapping[str, Beside]:
+        """The weights of trained heads, by the names of their models, else by their methods."""
+        found = dict[str, Beside]()
+        for own in sorted(self.drafts, key=lambda own: own.label is None):
+            if own.needs.weights is not None:
+                name = own.label or own.method
+                number = 1 + sum(other.partition(" ")[0] == name for other in found)
+                found[name if number == 1 else f"{name} {number}"] = own.needs.weights
+        return found
+
+    def shared(self, models: Mapping[str, Outline]) -> Mapping[str, str]:
+        """Those of these models whose weights another one has in memory: by the name of each, that of the other."""
+        first, found = dict[Hashable, str](), dict[str, str]()
+        for name, _, needs in self._with_models():
+            weights: Hashable = None
+            if needs.loads is not None:
+                weights = needs.loads.weights(str(SHIPPED_DRAFT))
+            elif needs.makes is not None and needs.makes.quantization is not None:
+                weights = Quantization.parse(needs.makes.quantization)
+            other = first.setdefault(weights, name) if weights else name
+            if other != name and models[other].config == models[name].config:
+                found[name] = other
+        return found
+
+    def _with_models(self) -> list[tuple[str, str, drafters.Needs]]:
+        """Name of the model, method and needs of each drafter that has a model."""
+        return [(own.label, own.method, own.needs) for own in self.drafts if own.label is not None]
+
+    def _path_of(self, own: drafters.OwnCheckpoint, method: str) -> str:
+        path = own.path or (str(SHIPPED_DRAFT) if is_shipped(self.config.target) else None)
+        if path is None:
+            raise BadOption(drafters.needs_a_model(method))
+        return path
 
 
 def _are_packed(target: Outline, config: EngineConfig) -> bool:
@@ -297,25 +380,15 @@ def _are_packed(target: Outline, config: EngineConfig) -> bool:
     return any(map(packs, target.schemes.values()))
 
 
-def _methods(config: EngineConfig) -> list[tuple[str, Any]]:
-    """All methods of a configuration, those of which others are made included, with their options."""
-    specs = (config.draft, *config.extra_draft_specs)
-    return [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
-
-
-def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
-    """The methods that run a model of their own, with their options, by what that is called in `outlines`."""
-    found = []
-    for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
-        methods = drafters.methods(spec, auto_draft(config.target))
-        own = [method for method in methods if drafters.has_a_model(method[0])]
-        for number, (method, options) in enumerate(own, 1):
-            found.append((label if number == 1 else f"{label}, model {number}", method, options))
-    return found
-
-
-def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, available: int | None) -> MemoryPlan:
-    """The memory plan of a configuration with the models that `outlines` found. available: bytes, None = unknown."""
+def plan_of(
+    config: EngineConfig,
+    found: Outlines,
+    device: str,
+    available: int | None,
+    models: Mapping[str, Outline] | None = None,
+) -> MemoryPlan:
+    """The memory plan of a configuration. available: bytes, None = unknown. models: None = those that were found."""
+    models = found.models if models is None else models
     draft = models.get("draft")
     return memory_plan(
         models["target"].config,
@@ -326,56 +399,12 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         dtype=dtype_of(config, device, models["target"].raw),
         device=device,
         available_bytes=available,
-        num_taps=num_taps(config, models["target"].config.num_layers),
+        num_taps=found.num_taps,
         made_of_target=[name for name, model in models.items() if model.is_made],
-        shared=_shared(config, models),
-        head_rows=head_rows(config),
-        beside=_beside(config, models["target"]),
+        shared=found.shared(models),
+        head_rows=found.head_rows,
+        beside=found.beside,
     )
-
-
-def _beside(config: EngineConfig, target: Outline) -> dict[str, Beside]:
-    """The weights of trained heads, by what their models are called in `outlines`, or by their methods."""
-    without = [(name, name, options) for name, options in _methods(config) if not drafters.has_a_model(name)]
-    found = dict[str, Beside]()
-    for name, method, options in (*_with_models(config), *without):
-        if (own := drafters.own_weights(method, options, target.config, _are_packed(target, config))) is not None:
-            number = 1 + sum(other.partition(" ")[0] == name for other in found)
-            found[name if number == 1 else f"{name} {number}"] = own
-    return found
-
-
-def _shared(config: EngineConfig, models: Mapping[str, Outline]) -> dict[str, str]:
-    """The models whose weights another one in `models` has in memory: by the name of each, that of the other."""
-    first, found = dict[Hashable, str](), dict[str, str]()
-    for name, method, options in _with_models(config):
-        loaded = drafters.checkpoint(method, options)
-        made = drafters.own_model(method, options, models["target"].config.num_layers)
-        rounded = Quantization.parse(made.quantization) if made and made.quantization else None
-        weights = loaded.weights(str(SHIPPED_DRAFT)) if loaded else rounded
-        other = first.setdefault(weights, name) if weights else name
-        if other != name and models[other].config == models[name].config:
-            found[name] = other
-    return found
-
-
-def head_rows(config: EngineConfig) -> dict[str, int]:
-    """How many ids drafters with an option `draft_vocab` draft, by what their models are called in `outlines`."""
-    found = {name: getattr(options, "draft_vocab", None) for name, _, options in _with_models(config)}
-    return {name: num for name, num in found.items() if num is not None}
-
-
-def num_taps(config: EngineConfig, num_layers: int) -> int:
-    """How many inner layers of a target of so many show their rows to drafters, in each pass."""
-    return len({k for method, options in _methods(config) for k in drafters.hidden_layers(method, options, num_layers)})
-
-
-def _path_of(own: drafters.OwnCheckpoint, method: str, config: EngineConfig) -> str:
-    """The draft model that LLM would load. Raises BadOption where none is named."""
-    path = own.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
-    if path is None:
-        raise BadOption(drafters.needs_a_model(method))
-    return path
 
 
 def device_of(config: EngineConfig) -> str:

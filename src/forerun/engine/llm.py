@@ -75,9 +75,10 @@ class LLM:
         tokenizer: Tokenizer | None = None
         if loaded is None:
             self.config = dataclasses.replace(self.config, target=target_of(self.config))
-            tokenizer = refuse_early(self.config, self._loaded_draft is not None)
+            found = refuse_early(self.config, self._loaded_draft is not None)
+            tokenizer = found.tokenizer
             if self._loaded_draft is None:
-                refuse_what_does_not_fit(self.config)
+                refuse_what_does_not_fit(found)
         else:
             _check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)

@@ -89,8 +89,10 @@ def assembled(
     """
     _check_pair(target, draft)
     auto = drafters.WITHOUT_MODEL if draft is None else drafters.BY_MODEL
-    methods = drafters.methods(spec, auto)
-    if draft is None and (method := next((m for m, _ in methods if drafters.has_a_model(m)), None)) is not None:
+    known = drafters.Known(num_layers=1, vocab_size=target.vocab_size, hidden_size=1)  # of a module nothing else
+    wanted = drafters.wanted(spec, known, auto)
+    method = next((own.method for own in wanted if own.needs.has_model), None)
+    if draft is None and method is not None:
         raise BadOption(
             f"the drafter {method!r} needs a model of its own: give a module as draft, or a drafter without one, "
             "such as suffix, lookup or ngram"
