@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from forerun.errors import InternalError, shown
@@ -258,7 +258,7 @@ class Extra:
     vectors: Mapping[int, Tensor] = field(default_factory=dict)
 
 
-class Packed(NamedTuple):
+class SharedRows(NamedTuple):
     """The rows that score the nodes of one sequence: tokens [M], parents [M] (-1 = the last committed token).
 
     places [nodes]: the row of each node.
@@ -277,8 +277,12 @@ class Draft:
     committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
     from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
     then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
-    extra: by sequence, rows that are scored as well. known: by sequence, how many of its first nodes are no guesses,
-    but the open ends of a beam search.
+    extra: by sequence, rows that are scored as well. shared: by sequence, how its nodes share rows (`packed`).
+
+    Three numberings meet in a step. A *node* is a place in `tokens`, over all sequences. A *row of a run* is a place
+    among what one sequence contributes to a pass: row 0 is its last committed token, then come its nodes, and extra
+    rows last (`row`). A *row of the pass* is a place among the runs of all sequences, one behind the other
+    (models.runner.Scores.rows).
     """
 
     tokens: list[int]
@@ -286,7 +290,7 @@ class Draft:
     node_starts: list[int]
     probs: list[Probs]
     extra: Mapping[int, Extra] = field(default_factory=dict)
-    known: Mapping[int, int] = field(default_factory=dict)
+    shared: Mapping[int, SharedRows] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_sequences: int) -> Draft:
@@ -309,16 +313,16 @@ class Draft:
         parents: list[int] = []
         starts, probs = [0], list[Probs]()
         extra: dict[int, Extra] = {}
-        known: dict[int, int] = {}
+        shared: dict[int, SharedRows] = {}
         for draft in drafts:
             first = len(tokens)
             extra |= {len(starts) - 1 + b: rows for b, rows in draft.extra.items()}
-            known |= {len(starts) - 1 + b: num for b, num in draft.known.items()}
+            shared |= {len(starts) - 1 + b: rows for b, rows in draft.shared.items()}
             tokens += draft.tokens
             parents += [p if p < 0 else first + p for p in draft.parents]
             starts += [first + start for start in draft.node_starts[1:]]
             probs += draft.probs
-        return Draft(tokens, parents, starts, probs, extra, known)
+        return Draft(tokens, parents, starts, probs, extra, shared)
 
     def only(self, b: int) -> Draft:
         """Return the draft of sequence b as a draft of one sequence, its nodes numbered from 0."""
@@ -326,27 +330,46 @@ class Draft:
         parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
         cut = slice(own.start, own.stop)
         extra = {0: self.extra[b]} if b in self.extra else {}
-        known = {0: self.known[b]} if b in self.known else {}
-        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, known)
+        shared = {0: self.shared[b]} if b in self.shared else {}
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, shared)
 
     @property
     def num_sequences(self) -> int:
         return len(self.node_starts) - 1
 
-    @property
-    def num_guesses(self) -> int:
-        """The nodes that were drafted."""
-        return len(self.tokens) - sum(self.known.values())
-
     def nodes(self, b: int) -> range:
         """Return the flat indices of sequence b's nodes."""
         return range(self.node_starts[b], self.node_starts[b + 1])
 
-    def num_rows(self, b: int) -> int:
-        """Return how many rows of the target pass sequence b's nodes and extra rows take."""
+    def num_asked(self, b: int) -> int:
+        """Return how many nodes and extra rows sequence b has, which are what its budget counts."""
         return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
-    def packed(self, b: int) -> Packed:
+    def num_rows(self, b: int) -> int:
+        """Return how many rows of sequence b's run score its nodes."""
+        return len(self.shared[b].tokens) if b in self.shared else len(self.nodes(b))
+
+    def row(self, b: int, node: int) -> int:
+        """Return the row of sequence b's run that scores one of its nodes."""
+        place = node - self.node_starts[b]
+        return 1 + (self.shared[b].places[place] if b in self.shared else place)
+
+    def packed(self) -> Draft:
+        """Return the draft with `shared` set for each sequence whose nodes need fewer rows than there are of them.
+
+        A sequence with extra rows, which hang from rows of nodes, is left as it is, and so are chains.
+        """
+        shared: dict[int, SharedRows] = {}
+        for b in range(self.num_sequences):
+            nodes = self.nodes(b)
+            is_chain = self.parents[nodes.start + 1 : nodes.stop] == list(nodes[:-1])
+            if len(nodes) > 1 and not is_chain and b not in self.extra:
+                rows = self.shared_rows(b)
+                if len(rows.tokens) < len(nodes):
+                    shared[b] = rows
+        return replace(self, shared=shared) if shared else self
+
+    def shared_rows(self, b: int) -> SharedRows:
         """Merge sequence b's equal siblings, and what hangs below them, into one row each, as a prefix tree.
 
         The nodes stay: each was drawn by itself, and is judged by itself with its own probs. So K drafts of a sequence
@@ -359,7 +382,7 @@ class Draft:
             parent = self.parents[node]
             key = (places[parent - nodes.start] if parent >= 0 else -1, self.tokens[node])
             places.append(rows.setdefault(key, len(rows)))
-        return Packed([token for _, token in rows], [parent for parent, _ in rows], places)
+        return SharedRows([token for _, token in rows], [parent for parent, _ in rows], places)
 
     def check(self, b: int) -> None:
         """Raise InternalError where a node or an extra row of sequence b has a parent that does not come before it."""

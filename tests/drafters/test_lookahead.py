@@ -193,7 +193,7 @@ def test_one_guess_makes_chains(guesses: int, shape: str) -> None:
 def test_how_a_budget_is_shared(num_ngrams: int, most: int, num_nodes: int, num_extra: int) -> None:
     made, seq = begun([(9, 1, 2), (9, 3, 4)][:num_ngrams], window=4, ngram=3, guesses=2)
     draft = made.propose([seq], Budget([most], 0), [])
-    assert (len(draft.tokens), draft.num_rows(0) - len(draft.tokens)) == (num_nodes, num_extra)
+    assert (len(draft.tokens), draft.num_asked(0) - len(draft.tokens)) == (num_nodes, num_extra)
     draft.check(0)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.types import SamplingParams, Sequence
+from forerun.verify import ratio
 from support import VOCAB, engine_for, random_decoder
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -241,6 +244,22 @@ def test_a_request_that_may_emit_nothing_fails_alone(draft):
     assert bad.seq.finish_reason == "abort"
     assert "no token is left" in str(bad.error)
     assert not engine.scheduler.running
+
+
+@pytest.mark.once("about one rule and one draft")
+def test_a_rule_that_raises_fails_its_own_request(monkeypatch):
+    right = ratio.rule
+
+    def rule(draft, b, rows, coins, options):
+        return right(draft, b, rows, coins) if coins._seed == 1 else 1 // 0
+
+    (alone,) = serve(engine := engine_for(random_decoder(1), "model"), engine.add([1, 2], GREEDY))
+    monkeypatch.setattr(ratio, "rule", rule)
+    engine = engine_for(random_decoder(1), "model")
+    bad, good = (engine.add([1, 2], dataclasses.replace(GREEDY, seed=seed)) for seed in (2, 1))
+    assert serve(engine, bad, good)[1] == alone
+    assert (bad.seq.finish_reason, good.error) == ("abort", None)
+    assert "ZeroDivisionError" in str(bad.error)
 
 
 @pytest.mark.speculation("fixed", "auto")

@@ -18,7 +18,7 @@ def test_the_known_answer() -> None:
     """Drafts (c,e) (c,f) (d,g) (d,h) need the rows c, e, f, d, g, h: 6 for 8 drafted tokens."""
     any_probs = Probs.of_point(0)
     draft = Draft([C, E, C, F, D, G, D, H], [-1, 0, -1, 2, -1, 4, -1, 6], [0, 8], [any_probs] * 8)
-    packed = draft.packed(0)
+    packed = draft.shared_rows(0)
     assert packed.tokens == [C, E, F, D, G, H]
     assert packed.parents == [-1, 0, 0, -1, 3, 3]
     assert packed.places == [0, 1, 0, 2, 3, 4, 3, 5]
@@ -28,7 +28,7 @@ def test_only_what_is_equal_from_the_root_on_is_merged() -> None:
     """Equal tokens below different tokens have different rows; a second sequence is numbered from 0."""
     any_probs = Probs.of_point(0)
     draft = Draft([A, A, C, E, D, E, C], [-1, -1, -1, 2, -1, 4, -1], [0, 1, 7], [any_probs] * 7)
-    packed = draft.packed(1)
+    packed = draft.shared_rows(1)
     assert packed.tokens == [A, C, E, D, E]
     assert packed.parents == [-1, -1, 1, -1, 3]
     assert packed.places == [0, 1, 2, 3, 4, 1]
@@ -42,7 +42,7 @@ def test_packed_and_unpacked_say_the_same(rule: str) -> None:
         model = random_decoder(1, row_by_row=True)
         drafter = drafter_for("tree", model, of="model", shape="4x1x1", draws="independent")
         engine = Engine(runner_for(model), drafter, make("fixed", 12), max_seq_len=256, max_batch_size=3)
-        engine.stepper.packs_siblings = packs
+        engine.drafter.packs_siblings = packs
         reports: list[StepReport] = []
         engine.listen(reports.append)
         params = [

@@ -132,18 +132,6 @@ def test_options_of_a_rule_that_has_none():
         verify.find("ratio:eps=0.1")
 
 
-def test_what_a_rule_raises_belongs_to_its_sequence(monkeypatch):
-    def rule(draft, b, rows, coins, options):
-        return 1 // b, 0, []
-
-    monkeypatch.setattr(ratio, "rule", rule)
-    draft = Draft.chains([[1], [1]], [[Probs(point=1)]] * 2)
-    with pytest.raises(verify.RulingFailed) as failed:
-        verify.judge(draft, [[Probs(point=0)] * 2] * 2, [PhiloxCoins(0, 0, 0)] * 2, ["ratio"] * 2)
-    assert failed.value.b == 0
-    assert isinstance(failed.value.error, ZeroDivisionError)
-
-
 @pytest.mark.parametrize(
     ("parents", "extra"),
     [

@@ -204,16 +204,19 @@ def test_rows_behind_a_rejection_are_not_read():
         assert module.verify(draft, [UpTo()], [PhiloxCoins(0, 0, 0)]).next_tokens == [9]
 
 
-# ------------------------------------------------------------------------------------------------------------- judge
+# ------------------------------------------------------------------------------------------------------------ ruling
 
 
-def test_judge_rules_each_sequence_by_its_own_rule():
+def test_each_sequence_is_ruled_by_its_own_rule():
     p, q = dist(0.5, 0.3, 0.2), dist(0.2, 0.6, 0.2)
     draft = Draft.chains([[1], [], [1]], [[q], [], [q]])
     target_probs = [[p, p], [p], [p, p]]
     for seed in range(40):
         coins = [PhiloxCoins(seed, 3 + b, 0) for b in range(3)]
-        verdict = verify.judge(draft, target_probs, coins, ["match", "ratio", "ratio"])
+        specs = ["match", "ratio", "ratio"]
+        verdict = verify.collected(
+            [verify.ruling(draft, b, target_probs[b], coins[b], spec) for b, spec in enumerate(specs)]
+        )
         for b, rule in ((0, match.rule), (2, ratio.rule)):
             path, token, tests = rule(draft, b, target_probs[b], coins[b])
             assert (verdict.paths[b], verdict.next_tokens[b], verdict.tests[b]) == (path, token, tests)
@@ -225,7 +228,7 @@ def test_judge_rules_each_sequence_by_its_own_rule():
 def test_unknown_rules_are_refused_with_those_that_exist():
     assert {"match", "ratio"} <= set(verify.rules())
     with pytest.raises(BadOption, match=r"no acceptance rule 'likely'.*match.*ratio"):
-        verify.judge(Draft.chains([[0]], [[point(0)]]), [[point(0)] * 2], [PhiloxCoins(0, 0, 0)], ["likely"])
+        verify.ruling(Draft.chains([[0]], [[point(0)]]), 0, [point(0)] * 2, PhiloxCoins(0, 0, 0), "likely")
 
 
 # ------------------------------------------------------------------------------------------------------- match = plain

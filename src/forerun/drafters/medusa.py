@@ -65,8 +65,8 @@ class TreeHeads(Protocol):
 class Heads:
     """The heads of one target. ids [n]: those that are drafted.
 
-    weights: of the residual blocks by head and block, and where a head does not take the target's LM head, its own
-    `lm_head.{head}.weight` [n, H], or one for all, `lm_head.weight`.
+    weights: by name. Each head has residual blocks. A head may have an LM head of its own, `lm_head.{head}.weight`
+    [n, H]; all may share another one, `lm_head.weight`; without either they use the target's.
     """
 
     def __init__(

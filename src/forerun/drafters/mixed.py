@@ -36,7 +36,7 @@ class MixedDrafter(Compound):
         left = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
         for member in self.members:
             for b, draft in zip(left, self.ask(member, left, seqs, budget, coins), strict=True):
-                if draft.num_rows(0):  # extra rows alone cost something, too: a later member's nodes replace them
+                if draft.num_asked(0):  # extra rows alone cost something, too: a later member's nodes replace them
                     found[b] = draft
             left = [b for b in left if not found[b].tokens]
         return Draft.joined(found)

@@ -9,28 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from forerun import sampling
+from forerun.engine.request import Committed, Request
 from forerun.engine.router import NONE
 from forerun.kv import Held
 from forerun.models.branches import Branches
-from forerun.models.runner import Run
+from forerun.models.runner import Run, Scores
 from forerun.pacing import Pacing
-from forerun.types import NO_TOKEN, Coins, Draft, Hypotheses, Next, Origin, Probs, Sequence, SequenceStep
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import (
+    BEAM,
+    NO_TOKEN,
+    Coins,
+    Draft,
+    Hypotheses,
+    Next,
+    Origin,
+    Probs,
+    Sequence,
+    SequenceStep,
+    Verdict,
+)
 from forerun.verify import Ruling
 from forerun.verify.beams import Ends, Rules, Search
-
-if TYPE_CHECKING:
-    from forerun.engine.request import Request
 
 Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
 
 
 class BeamSearch:
-    """The search of one request, which is at the same time the rule that judges its drafts.
+    """The search of one request.
 
     seq: commits what the live texts share. outputs: the requests that get the best texts, in order. fed, guesses: the
     nodes of this pass, those that lacked a row and the drafted ones; num_levels: of the latter.
@@ -107,7 +118,7 @@ class BeamSearch:
         tokens = [self.tree.tokens[node] for node in self._nodes]
         parents = [places.get(self.tree.parents[node], -1) for node in self._nodes]
         points = [Probs.of_point(token) for token in tokens]
-        return Draft(tokens, parents, [0, len(tokens)], points, known={0: len(known)})
+        return Draft(tokens, parents, [0, len(tokens)], points)
 
     # ---------------------------------------------------------------------------------------------------------- score
 
@@ -121,7 +132,7 @@ class BeamSearch:
 
     # ---------------------------------------------------------------------------------------------------------- judge
 
-    def rule(self, draft: Draft, b: int, target_probs: object, coins: Coins) -> Ruling:
+    def rule(self, draft: Draft, b: int) -> Ruling:
         """Replay the steps of the search: (drafted or known nodes that all live texts share then, the token behind)."""
         self._after, self.num_steps = self.search.replayed(self._next)
         if self._after.is_over:
@@ -177,7 +188,83 @@ class BeamSearch:
                 continue
             tokens = self.tree.text(text.node)
             output.score, output.cumulative_logprob = text.penalised, text.score
-            output.commit(tokens, self.origins[: len(tokens)], ())
+            output.append(tokens, self.origins[: len(tokens)])
+
+
+class SearchRequest(Request):
+    """A request whose outputs a beam search finds. It commits what the live texts share, which nobody reads.
+
+    outputs: the requests that get the best texts, in order.
+    """
+
+    is_paced = False  # its levels are, together with those of the other searches
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, outputs: Seq[Request]) -> None:
+        super().__init__(seq, tokenizer, outputs=outputs)
+        self.search = BeamSearch(seq, outputs, self._ends if seq.params.stop else None)
+        self.report.acceptance = BEAM
+        for output in outputs:
+            output.searcher = self
+            output.report = self.report
+
+    @property
+    def num_rows(self) -> int:  # type: ignore[override]
+        return self.search.num_rows
+
+    @property
+    def num_unrun(self) -> int:  # type: ignore[override]
+        return self.search.num_unrun
+
+    @property
+    def num_places(self) -> int:  # type: ignore[override]
+        return self.seq.params.num_beams
+
+    def restart(self) -> None:
+        self.search.restart()
+
+    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+        return self.search.run()
+
+    def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
+        self.search.scored(scores.logits[b])
+        return self.search.rule(draft, b)
+
+    def next_token(self, verdict: Verdict, b: int) -> int:
+        """Return the end of the best text where the texts differ."""
+        if verdict.next_tokens[b] != NO_TOKEN:
+            return verdict.next_tokens[b]
+        tree = self.search.tree
+        return tree.tokens[tree.tips[0]] if tree.tips else self.seq.tokens[-1]
+
+    def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
+        search, shared = self.search, verdict.emitted(draft, b)
+        step, kept, held = search.settle()
+        num_rows = len(search.fed) + step.num_drafted
+        self.report.count(
+            step.num_drafted, search.num_levels, step.num_accepted, step.num_tested, num_rows, search.num_steps
+        )
+        self.append(shared, ["plain"] * len(shared))
+        self.seq.round += 1
+        if search.is_over:
+            search.conclude()
+        return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
+
+    def _ends(self, tokens: Seq[int]) -> bool:
+        """Whether a text, which has no stop text without its last token, has one with it.
+
+        So only as much of it is read as a stop text can be long, and the time does not grow with the text.
+        """
+        tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
+        if tokenizer is None:
+            return False
+        while start > 0 and num_chars < max(map(len, stops)):
+            start -= 1
+            if tokens[start] not in tokenizer.special_ids and tokenizer.is_solid(tokens[start]):
+                num_chars += len(tokenizer.own_text(tokens[start]))
+        prompt = self.seq.tokens[: self.seq.num_prompt_tokens]
+        reader = Detokenizer(tokenizer, [*prompt, *tokens[:start]], stops)
+        reader.push(tokens[start:])
+        return reader.stop is not None
 
 
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
@@ -190,10 +277,21 @@ def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, 
     return {seq.id: 0 if seq.draft == NONE else seq.params.spec_length or levels for seq in seqs}
 
 
-def propose(searches: Seq[BeamSearch], branch: Branch) -> list[Draft]:
-    """Draft level by level, one call of `branch` for all searches. Returns the draft of each, which was begun."""
-    while growing := [search for search in searches if search.level]:
+def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: Pacing, branch: Branch) -> Draft:
+    """Return the draft of a step with the trees of beam searches put in, level by level, by one call for all of them.
+
+    limits [B]: rows that each may have. branch: what drafters say may follow nodes of these sequences.
+    """
+    searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
+    if not searches:
+        return draft
+    seqs, num_rows = [search.seq for search in searches.values()], len(draft.tokens) + draft.num_sequences
+    wanted = num_levels(seqs, pacing, num_rows - len(searches))
+    for b, search in searches.items():
+        search.begin(limits[b], wanted[search.seq.id])
+    while growing := [search for search in searches.values() if search.level]:
         nexts = branch([search.seq for search in growing], [search.level for search in growing])
         for search, found in zip(growing, nexts, strict=True):
             search.grow(found)
-    return [search.draft() for search in searches]
+    parts = [searches[b].draft() if b in searches else draft.only(b) for b in range(draft.num_sequences)]
+    return Draft.joined(parts)

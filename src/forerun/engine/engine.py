@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from forerun import verify
 from forerun.drafters import Drafter
+from forerun.engine.beams import SearchRequest
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request, unheard
 from forerun.engine.router import NONE, Router
+from forerun.engine.sampled import SampledRequest
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong, shown
@@ -122,7 +124,7 @@ class Engine:
             seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), texts)
             if not made:
                 self._check(seq)
-            made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
+            made.append(SampledRequest(seq, self.tokenizer, index=index, leader=made[0] if made else None))
         return made
 
     def _searched(self, ids: list[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
@@ -131,7 +133,7 @@ class Engine:
         seq.hypotheses = Hypotheses()
         self._check(seq)
         outputs = [Request(other, self.tokenizer, index=index) for index, other in enumerate(others)]
-        Request(seq, self.tokenizer, outputs=outputs)
+        SearchRequest(seq, self.tokenizer, outputs)
         return outputs
 
     def queue(self, requests: Seq[Request]) -> None:

@@ -132,9 +132,9 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
 
 
 def load_unpacked(config: EngineConfig) -> Checkpoint:
-    """The same in the same type, but with weights that can be read: for a caller that makes another model of them.
+    """Load the target with weights that can be read, for a caller that makes another model of them.
 
-    They are not quantised, which is for the other model.
+    They have the type that `load_target` gives them. They are not quantised: the other model will be.
     """
     own = make_ops(config)
     if not own.packs:

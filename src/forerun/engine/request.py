@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from forerun import verify
-from forerun.engine.beams import BeamSearch
 from forerun.errors import ForerunError
 from forerun.registry import with_fields
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import BEAM, FinishReason, Origin, Sequence, TokenLogprob
+from forerun.types import (
+    Coins,
+    Draft,
+    FinishReason,
+    Origin,
+    Probs,
+    RoundDetail,
+    Sequence,
+    SequenceStep,
+    TokenLogprob,
+    Toss,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from forerun.kv import Held
+    from forerun.models.runner import Run, Scores
+    from forerun.verify import Ruling
 
 
 @dataclass(slots=True)
@@ -178,13 +196,34 @@ def unheard(request: Request) -> None:
     """Do nothing: the `hear` of requests that nothing waits for."""
 
 
+class Committed(NamedTuple):
+    """What one step did for one request.
+
+    kept: rows of its run whose tokens are committed and no longer last. held: of a beam search, rows that stay pending.
+    num_emitted: tokens, before stop conditions cut.
+    """
+
+    step: SequenceStep
+    kept: Seq[int]
+    num_emitted: int
+    held: Held | None = None
+
+
 class Request:
-    """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order.
+    """A sequence plus what surrounds it. `append` is where stop conditions cut, token by token, in order.
 
     hear(request) is called behind each step that brought the request on, and when it ends, by the thread that steps.
+
+    How a request decodes is behind `run`, `judge` and `commit`, which a step calls in this order: a SampledRequest has
+    one text, a SearchRequest those of a beam search. The others are outputs that a search fills. draft: of all
+    sequences of the step, of which this one is number b.
     """
 
     hear: Callable[[Request], None] = staticmethod(unheard)
+    num_rows = 1  # the least rows of its next decoding pass
+    num_unrun = 1  # tokens behind its prompt and output, the last one included, that the cache has no rows of
+    num_places = 1  # how many sequences of the batch it counts as
+    is_paced = True  # whether the pacing policy grants it nodes
 
     def __init__(
         self,
@@ -215,16 +254,56 @@ class Request:
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
         self.score: float | None = None
         self.cumulative_logprob: float | None = None
-        self.outputs, self.search = outputs, None
-        if outputs:
-            self.search = BeamSearch(seq, outputs, self._ends if seq.params.stop else None)
-            self.report.acceptance = BEAM
-            for output in outputs:
-                output.searcher, output.report = self, self.report
+        self.outputs = outputs  # that its beam search finds
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
-    def commit(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob]) -> int:
-        """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
+    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+        """Return its run of the next pass: the last committed token, then what is drafted.
+
+        best_only: whether the largest logits can be had alone, if it needs no others.
+        """
+        raise NotImplementedError
+
+    def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
+        """Decide which drafted tokens stay; nothing is committed. Its run is number b of those that were scored."""
+        raise NotImplementedError
+
+    def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
+        """Count the round, and append what was decided."""
+        raise NotImplementedError
+
+    def judged_rows(self) -> Seq[Probs | None]:
+        """Return the target's distributions that the last ruling looked at: row 0, then those behind its nodes."""
+        return ()
+
+    def next_token(self, verdict: Verdict, b: int) -> int:
+        """Return what a round added behind its accepted nodes, for people who watch."""
+        return verdict.next_tokens[b]
+
+    def detail(
+        self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
+    ) -> RoundDetail:
+        """Return the round that was judged and not committed yet; nodes are counted within the sequence."""
+        nodes, known = draft.nodes(b), self.judged_rows()
+        parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
+        judging = [known[parent + 1] if known else None for parent in parents]
+        return RoundDetail(
+            sequence_id=self.seq.id,
+            position=len(self.seq.tokens),
+            tokens=[draft.tokens[n] for n in nodes],
+            parents=parents,
+            draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
+            target_probs=[None if p is None else p.at(draft.tokens[n]) for n, p in zip(nodes, judging, strict=True)],
+            tests=[dataclasses.replace(test, node=test.node - nodes.start) for test in verdict.tests[b]],
+            accepted=[n - nodes.start for n in verdict.paths[b]],
+            next_token=self.next_token(verdict, b),
+            granted=granted,
+            tosses=tosses,
+            pacing=pacing,
+        )
+
+    def append(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob] = ()) -> int:
+        """Append tokens until one ends the output; the rest is discarded. Returns how many were appended."""
         seq = self.seq
         for i, token in enumerate(tokens):
             reason = seq.commit(token, origins[i])
@@ -249,25 +328,8 @@ class Request:
                 output.error = self.error
                 output.abort()
 
-    @property
-    def num_rows(self) -> int:
-        """The least rows of its next decoding pass."""
-        return 1 if self.search is None else self.search.num_rows
-
-    @property
-    def num_unrun(self) -> int:
-        """Tokens behind its prompt and output, the last one included, that the cache has no rows of."""
-        return 1 if self.search is None else self.search.num_unrun
-
-    @property
-    def num_places(self) -> int:
-        """How many sequences of the batch it counts as."""
-        return 1 if self.search is None else self.seq.params.num_beams
-
     def restart(self) -> None:
         """Take note that its cache was given up."""
-        if self.search is not None:
-            self.search.restart()
 
     def detokenizer(self) -> Detokenizer | None:
         """A new reader of the output's text, None where there is no tokenizer."""
@@ -324,23 +386,6 @@ class Request:
             self.score,
             self.cumulative_logprob,
         )
-
-    def _ends(self, tokens: Seq[int]) -> bool:
-        """Whether a text of a beam search, which has no stop text without its last token, has one with it.
-
-        So only as much of it is read as a stop text can be long, and the time does not grow with the text.
-        """
-        tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
-        if tokenizer is None:
-            return False
-        while start > 0 and num_chars < max(map(len, stops)):
-            start -= 1
-            if tokens[start] not in tokenizer.special_ids and tokenizer.is_solid(tokens[start]):
-                num_chars += len(tokenizer.own_text(tokens[start]))
-        prompt = self.seq.tokens[: self.seq.num_prompt_tokens]
-        reader = Detokenizer(tokenizer, [*prompt, *tokens[:start]], stops)
-        reader.push(tokens[start:])
-        return reader.stop is not None
 
     def _has_stop_text(self) -> bool:
         self._read()

@@ -49,10 +49,12 @@ class Router(Drafter):
     members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
     chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
     so far, what catching up took for each sequence. spares: whether a drafter that raises is left out; where it is
-    False, what it raises is raised.
+    False, what it raises is raised. packs_siblings: whether equal siblings of a draft share a row; off, each node has
+    one, which the tests compare.
     """
 
     spares = True
+    packs_siblings = True
 
     def __init__(
         self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None, is_auto: bool = False
@@ -122,6 +124,10 @@ class Router(Drafter):
         return min([free for free in found if free is not None], default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        draft = self._proposed(seqs, budget, coins)
+        return draft.packed() if self.packs_siblings else draft
+
+    def _proposed(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
@@ -160,7 +166,7 @@ class Router(Drafter):
             draft = self.members[name].propose(seqs, budget, coins)
             if draft.num_sequences != len(granted):
                 raise InternalError(f"it drafted for {draft.num_sequences} sequences and was asked for {len(granted)}")
-            if any(draft.num_rows(b) > most for b, most in enumerate(granted)):
+            if any(draft.num_asked(b) > most for b, most in enumerate(granted)):
                 raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
             for b in range(len(granted)):
                 draft.check(b)

@@ -185,13 +185,14 @@ def calibrated(
     widths: Seq[int] = WIDTHS,
     least_limit_s: float = LEAST_LIMIT_S,
 ) -> PassTime:
-    """Measure the curve: run passes of all widths, the first of which is one row, in turn, in several rounds.
+    """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
 
-    A ratio is the median over the rounds of the time of a width over that of one row in the same round, so that a
-    machine which slows down cancels out; then the running maximum is taken. Wide passes come behind the others, beside
-    the widest of those: while one computes, the last cache loses weights to other processes, and the passes of one row
-    behind it take up to twice as long as in plain decoding. At the time limit rounds are dropped, then widths; so is a
-    width that the cache has no room for. Where nothing could be measured the built-in curve is returned.
+    In each round the time of a width is divided by the time of one row, so that it does not matter if the machine slows
+    down from round to round. The ratio of a width is the median of its rounds, and at least that of the width before.
+    Wide passes are timed last, and against the widest of the narrow ones. While a wide pass computes, the processor's
+    last cache loses weights to other processes, and a pass of one row behind it takes up to twice as long as it does in
+    plain decoding. At the time limit rounds are dropped, then widths. A width for which the cache has no room is
+    dropped, too. Where nothing could be measured the built-in curve is returned.
     """
     rounds = _Rounds(run, clock, least_limit_s)
     try:

@@ -14,7 +14,7 @@ is read. Unless it needs all rows, a rule reads only those behind the last commi
 and no rule reads one behind a token of probability 0, where no token may be allowed any more.
 
 A row of which no distribution can be made is a point at an id below 0, as if there were one more token, which no
-drafter proposes. So rules stay exact, and need no case for it. Where a round ends there, `judge` leaves its last token
+drafter proposes. So rules stay exact, and need no case for it. Where a round ends there, `ruling` leaves its last token
 to be the next one: if the output goes on behind it, the next round fails as plain decoding would.
 """
 
@@ -24,28 +24,14 @@ import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from forerun.errors import BadOption, InternalError, shown
+from forerun.errors import BadOption, shown
 from forerun.registry import load, make_options, names, parse_spec
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 
 # On one sequence: path, next token, tests.
 Ruling = tuple[list[int], int, list[AcceptanceTest]]
-
-
-class Judge(Protocol):
-    """What judges one sequence of a draft; a Rule, or the beam search of a request."""
-
-    def rule(self, draft: Draft, b: int, target_probs: Any, coins: Coins) -> Ruling: ...
-
-
-class RulingFailed(Exception):
-    """Sequence b cannot be judged, because of `error`; that says nothing of the other sequences."""
-
-    def __init__(self, b: int, error: Exception) -> None:
-        super().__init__(str(error))
-        self.b, self.error = b, error
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Rule:
             )
 
     def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        """Judge sequence b; shapes as in `judge`."""
+        """Judge sequence b; shapes as in `ruling`."""
         ruling: Ruling = self.module.rule(draft, b, target_probs, coins, self.options)
         return ruling
 
@@ -99,35 +85,19 @@ def find(spec: str) -> Rule:
     return Rule(name, module, make_options(module.Options, options, name))
 
 
-def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs: Seq[str | Judge]) -> Verdict:
-    """Judge every sequence by its own rule.
+def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: str) -> Ruling:
+    """Judge sequence b of a draft by the rule that `spec` names: (accepted nodes, next token, acceptance tests).
 
-    target_probs[b][0] is the distribution after the last committed token, target_probs[b][1 + i] the one after node i
-    of sequence b (i counted within the sequence). specs [B] name rules, or are what judges. The next token of
-    a sequence without nodes is drawn with the match noise, whatever its rule: so plain decoding with a seed gives the
-    same text under each rule.
-    Raises BadOption for an unknown rule, and RulingFailed for what a rule or a row of target_probs raises, but for an
-    AssertionError.
+    target_probs[0] is the distribution after the last committed token, target_probs[1 + i] the one after node i of the
+    sequence (i counted within the sequence). The next token of a sequence without nodes is drawn with the match noise,
+    whatever its rule: so plain decoding with a seed gives the same text under each rule.
+    Raises BadOption for an unknown rule, and what the rule or a row of target_probs raises.
     """
-    if len(coins) != len(specs):
-        raise InternalError(f"{len(specs)} sequences are to be judged with the coins of {len(coins)}")
-    starts = draft.node_starts
-    rulings: list[Ruling] = []
-    for b, (rows, spec) in enumerate(zip(target_probs, specs, strict=True)):
-        rule = find(spec) if isinstance(spec, str) else spec
-        try:
-            if rule is spec:
-                rulings.append(rule.rule(draft, b, rows, coins[b]))
-            elif starts[b] < starts[b + 1]:
-                rulings.append(_ended(draft, rule.rule(draft, b, rows, coins[b])))
-            else:
-                row = rows[0]
-                rulings.append(([], coins[b].pick(row, 0) if row.point is None else row.point, []))  # which is no draw
-        except AssertionError:  # the program is wrong, not the sequence
-            raise
-        except Exception as error:
-            raise RulingFailed(b, error) from error
-    return collected(rulings)
+    rule = find(spec)
+    if draft.node_starts[b] < draft.node_starts[b + 1]:
+        return _ended(draft, rule.rule(draft, b, target_probs, coins))
+    row = target_probs[0]
+    return [], coins.pick(row, 0) if row.point is None else row.point, []  # a point is no draw
 
 
 def _ended(draft: Draft, ruling: Ruling) -> Ruling:

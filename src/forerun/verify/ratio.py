@@ -34,7 +34,7 @@ class Options:
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Judge every sequence of the draft; shapes as in `forerun.verify.judge`."""
+    """Judge every sequence of the draft; shapes as in `forerun.verify.ruling`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 

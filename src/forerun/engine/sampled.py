@@ -1,0 +1,110 @@
+"""A request with one text: how a step runs, judges and commits its round.
+
+Row i of its run decides the token behind it: row 0 is the last committed token, and each node has the row of
+`Draft.row`. The distribution of a row is computed when the rule asks for it, so rows behind a rejection cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from forerun import sampling, verify
+from forerun.engine.request import Committed, Request
+from forerun.errors import ForerunError
+from forerun.models.runner import Run, Scores
+from forerun.types import NO_TOKEN, Coins, Draft, Origin, Probs, Sequence, SequenceStep, TokenLogprob, Verdict
+from forerun.verify import Ruling
+
+
+class _LazyRows(Seq[Probs]):
+    """target_probs of one sequence, each computed when a rule asks for it.
+
+    Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence. Behind a
+    node a row may have none, as where a bad word would follow an end token: that fails nothing unless it is reached.
+    logits: of the rows of the run.
+    """
+
+    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
+        self._seq, self._draft, self._b, self._logits = seq, draft, b, logits
+        self._soft = verify.find(seq.acceptance).reads_soft_rows
+        self.known: list[Probs | None] = [None] * (1 + len(draft.nodes(b)))  # extra rows are not judged
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __getitem__(self, row):  # type: ignore[no-untyped-def]
+        probs = self.known[row]
+        if probs is None:
+            probs = self.known[row] = self._after(None if row == 0 else self._draft.nodes(self._b)[row - 1])
+        return probs
+
+    def _after(self, node: int | None) -> Probs:
+        """The distribution after a node; None = after the last committed token."""
+        draft = self._draft
+        path = [] if node is None else draft.path(node)
+        history = sampling.History.of(self._seq, [draft.tokens[n] for n in path])
+        logits = self._logits[0 if node is None else draft.row(self._b, node)]
+        try:
+            return sampling.probs(logits, self._seq.params, history, self._soft)
+        except ForerunError:
+            if node is None:
+                raise
+            return Probs.of_point(NO_TOKEN)
+
+
+class SampledRequest(Request):
+    """A request whose tokens are drawn, or the likeliest, one behind the other."""
+
+    _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
+
+    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+        seq, nodes, extra, shared = self.seq, draft.nodes(b), draft.extra.get(b), draft.shared.get(b)
+        only = best_only and self.takes_the_best
+        if not nodes and extra is None:
+            return Run(seq.id, (seq.tokens[-1],), "all", None, only)
+        if shared is not None:
+            parents = [-1, *(p + 1 for p in shared.parents)]
+            return Run(seq.id, [seq.tokens[-1], *shared.tokens], "all", parents, only)
+        tokens = [seq.tokens[-1], *draft.tokens[nodes.start : nodes.stop]]
+        parents = [-1, *[0 if p < 0 else p - nodes.start + 1 for p in draft.parents[nodes.start : nodes.stop]]]
+        if extra is None:
+            return Run(seq.id, tokens, "all", parents, only)
+        vectors = {len(tokens) + i: vector for i, vector in extra.vectors.items()}
+        parents += [p + 1 for p in extra.parents]
+        return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
+
+    def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
+        if best := scores.best[b]:  # where only the largest logits were asked for
+            points = [Probs.of_point(token) for token in best]
+            self._rows = [points[0], *(points[draft.row(b, node)] for node in draft.nodes(b))]
+        else:
+            self._rows = _LazyRows(self.seq, draft, b, scores.logits[b])
+        return verify.ruling(draft, b, self._rows, coins, self.seq.acceptance)
+
+    def judged_rows(self) -> Seq[Probs | None]:
+        rows = self._rows
+        return rows if isinstance(rows, list) else rows.known  # watching must not compute more
+
+    def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
+        seq, nodes, path, num_tested = self.seq, draft.nodes(b), verdict.paths[b], verdict.num_tested(b)
+        num_nodes, emitted = len(nodes), verdict.emitted(draft, b)
+        self.report.count(num_nodes, draft.depth(b) if nodes else 0, len(path), num_tested, 1 + draft.num_rows(b))
+        self.report.prices += [test.price for test in verdict.tests[b] if test.price is not None]
+        rows = [0, *[draft.row(b, node) for node in path]] if path else [0]  # rows[i] decided emitted[i]
+        logprobs: Seq[TokenLogprob] = ()
+        if (most := seq.params.logprobs) is not None:
+            logits = scores.logits[b]
+            logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
+        num = self.append(emitted, _origins(num_nodes, len(path), num_tested), logprobs)
+        seq.round += 1
+        ranks = tuple([node - nodes.start for node in path])
+        step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, ranks, num)
+        return Committed(step, rows[:num], len(emitted))
+
+
+def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]:
+    """Of each token that a round emits. A path that ended at a leaf, not at a rejection, emits a bonus token."""
+    last: Origin = "plain" if not num_nodes else "bonus" if num_accepted == num_tested else "correction"
+    return [*["accepted"] * num_accepted, last]  # type: ignore[list-item]
