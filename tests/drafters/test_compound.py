@@ -62,12 +62,13 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
 
 
 def test_models_inside_are_planned_for() -> None:
-    found = factory.Outlines.of(EngineConfig.make(draft="mixed:of=lookup+(cascade:inner=model)"))
+    found = factory.Outlines.of(EngineConfig.make(target="shipped", draft="mixed:of=lookup+(cascade:inner=model)"))
     assert list(found.models) == ["target", "draft", "draft, model 2"]
 
 
 def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
-    config = EngineConfig.make(draft="mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self", dtype="float32")
+    spec = "mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self"
+    config = EngineConfig.make(target="shipped", draft=spec, dtype="float32")
     found = factory.Outlines.of(config)
     assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
@@ -78,7 +79,7 @@ def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> 
     """Whatever the path is written like, and however they draw; other weights of the same file are others."""
     path = str(factory.SHIPPED_DRAFT)
     same = f"several:of=model+(model:path={path}/.,draft_temperature=0.5)+(self:quantization=int4)"
-    options = {"max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
+    options = {"target": "shipped", "max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
     config = EngineConfig.make(draft=same, extra_drafts=f"cascade;self;model:path={path},quantization=int8", **options)
     plan = factory.plan_of(config, factory.Outlines.of(config), "cpu", None)
     llm = LLM.from_config(config)

@@ -185,4 +185,4 @@ def test_shares_that_cannot_be_used_are_refused_before_any_weight_is_read(tmp_pa
         save(tmp_path / name, "tree", {"shares": arrays}, tokenizer)
         for spec in ("tree:shape=sequoia,file={}", "mixed:of=lookup+(tree:shape=sequoia,file={})"):
             with pytest.raises(error, match=name):
-                factory.refuse_early(EngineConfig(draft=spec.format(tmp_path / name)))
+                factory.refuse_early(EngineConfig(target="shipped", draft=spec.format(tmp_path / name)))

@@ -14,7 +14,7 @@ from forerun.registry import names
 
 pytestmark = pytest.mark.once("about what can be built, not about drafts")
 
-CONFIG = EngineConfig(max_batch_size=2, max_seq_len=256)
+CONFIG = EngineConfig(target="shipped", max_batch_size=2, max_seq_len=256)
 
 
 def test_all_of_them_can_be_had() -> None:
