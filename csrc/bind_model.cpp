@@ -6,11 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/unordered_map.h>
-#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -18,7 +16,6 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "bindings.h"
@@ -33,7 +30,7 @@ using namespace forerun;
 
 namespace {
 
-using Tables = std::variant<Address, std::vector<Address>>;  // one, or as many as a model has kinds of rotation
+using Addresses = std::vector<Address>;
 using Places = std::unordered_map<std::string, Address>;
 
 // ---------------------------------------------------------------------------------------------------------------- caches
@@ -43,7 +40,7 @@ struct Pools {
     int block_tokens;
     std::vector<size_t> row_bytes;  // by pool
 
-    Pools(const std::vector<Address>& k, const std::vector<Address>& v, int tokens, std::vector<size_t> bytes)
+    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<size_t> bytes)
         : block_tokens(tokens), row_bytes(std::move(bytes)) {
         for (Address a : k) keys.push_back(at<void>(a));
         for (Address a : v) values.push_back(at<void>(a));
@@ -73,34 +70,6 @@ std::unique_ptr<Model> make_model(Backend& b, nb::handle spec, bool bfloat16,
     return std::make_unique<Model>(b, std::move(parts), std::move(kept));
 }
 
-// A decoder like Llama's. norms: four addresses for each layer (input, mlp, q, k; the last two may be 0). matrices: qkv, o,
-// gate_up, down for each.
-std::unique_ptr<Model> make_decoder(Backend& b, const std::vector<int>& sizes, float eps, bool bfloat16,
-                                    const std::vector<Address>& norms, const std::vector<const Packed*>& matrices,
-                                    const std::vector<int>& windows, const Packed* packed_embedding, Address embedding,
-                                    Address final_norm, const Packed& head) {
-    const int hidden = sizes[0], heads = sizes[1], kv_heads = sizes[2], head_dim = sizes[3], vocab = sizes[5];
-    const auto norm = [&](Address weight, bool per_head) {
-        return weight ? std::optional<Norm>(Norm{false, eps, at<const float>(weight), nullptr, per_head}) : std::nullopt;
-    };
-    ModelParts parts{};
-    parts.vocab_size = vocab, parts.hidden_size = hidden, parts.type = bfloat16 ? Type::bfloat16 : Type::float32;
-    parts.rotations = {0}, parts.embed_scale = 1, parts.range = {1, 0};
-    for (size_t i = 0; i < windows.size(); ++i) {
-        const Address* n = &norms[4 * i];
-        const auto matrix = [&](size_t k) { return &matrices[4 * i + k]->matrix(); };
-        Block block{};
-        block.pre_attention = norm(n[0], false), block.pre_mlp = norm(n[1], false), block.branch_scale = 1;
-        block.attention = AttentionPart{heads, kv_heads, head_dim, hidden, 1.0f / std::sqrt(static_cast<float>(head_dim)), 0, windows[i],
-                                        0, head_dim, false, norm(n[2], true), norm(n[3], true), std::nullopt, matrix(0), matrix(1)};
-        block.mlp = MlpPart{sizes[4], Act::silu, true, matrix(2), matrix(3)};
-        parts.blocks.push_back(block);
-    }
-    parts.embedding = {packed_embedding ? &packed_embedding->matrix() : nullptr, at<const void>(embedding), vocab};
-    parts.final_norm = norm(final_norm, false), parts.head = &head.matrix();
-    return std::make_unique<Model>(b, std::move(parts), std::vector<std::vector<float>>());
-}
-
 size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, bool quantised, int num_rows, int context,
                      int num_threads) {
     const ModelParts parts = read_spec(spec, bfloat16 ? Type::bfloat16 : Type::float32, nullptr).first;
@@ -109,14 +78,12 @@ size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, boo
 
 // ---------------------------------------------------------------------------------------------------------------- passes
 
-Pass make_pass(const Ids& tokens, const int64_t* positions, const Tables& rotations, const Runs& runs, const Pools& pools,
+Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const Runs& runs, const Pools& pools,
                const std::vector<int>& layers) {
     Pass pass{};
     pass.num_rows = static_cast<int>(tokens.size());
     pass.tokens = tokens.data(), pass.positions = positions;
-    if (const Address* one = std::get_if<Address>(&rotations)) pass.rotations.push_back(at<const float>(*one));
-    else
-        for (Address table : std::get<std::vector<Address>>(rotations)) pass.rotations.push_back(at<const float>(table));
+    for (Address table : rotations) pass.rotations.push_back(at<const float>(table));
     pass.runs = runs.runs;
     pass.keys = pools.keys.data(), pass.values = pools.values.data();
     pass.layers = layers;
@@ -125,7 +92,7 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Tables& rotati
 }
 
 // input: 0 = embeddings of the tokens. taps: see Pass.
-void forward(Model& m, const Ids& tokens, const Ids& positions, const Tables& rotations, int num_runs, const Numbers& numbers,
+void forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs, const Numbers& numbers,
              const Pools& pools, const std::vector<int>& layers, Address input,
              const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
@@ -157,7 +124,7 @@ std::pair<Ids, std::vector<float>> argmax(Model& m, Address hidden, const std::v
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<std::vector<Ids>> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
-                                          const std::vector<int>& lengths, const Tables& rotations, const Numbers& numbers,
+                                          const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
                                           const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                           const Ahead* ahead) {
     if ((input != 0) != (ahead != nullptr)) throw std::invalid_argument("a head, and only a head, has an input");
@@ -191,9 +158,9 @@ void bind_model(nb::module_& m) {
     m.def("pass_bytes", &bytes_of_pass, "isa"_a, "spec"_a, "bfloat16"_a, "quantised"_a, "num_rows"_a, "context"_a, "num_threads"_a,
           "Counts the bytes of a model's buffers after a pass of so many rows behind so many tokens, an upper bound.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
-        .def(nb::init<const std::vector<Address>&, const std::vector<Address>&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
+        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
              "block_tokens"_a, "row_bytes"_a)
-        .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens,
+        .def("__init__", [](Pools* self, const Addresses& keys, const Addresses& values, int tokens,
                             size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}); },
              "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a)
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
@@ -239,6 +206,4 @@ void bind_model(nb::module_& m) {
           "\"embedding\". vectors: addresses of norms' weights and biases, float32, by name. "
           "tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. "
           "Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.");
-    m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
-          "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
 }

@@ -147,7 +147,7 @@ class Model:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        rotations: int | Sequence[int],
+        rotations: Sequence[int],
         num_runs: int,
         numbers: Sequence[int],
         pools: Pools,
@@ -189,7 +189,7 @@ class Model:
         positions: Sequence[int],
         counts: Sequence[int],
         lengths: Sequence[int],
-        rotations: int | Sequence[int],
+        rotations: Sequence[int],
         numbers: Sequence[int],
         pools: Pools,
         layers: Sequence[int],
@@ -223,20 +223,6 @@ def make_model(
 
     bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding". vectors: addresses of norms' weights and biases, float32, by name. tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
     """
-
-def make_decoder(
-    backend: Backend,
-    sizes: Sequence[int],
-    eps: float,
-    bfloat16: bool,
-    norms: Sequence[int],
-    matrices: Sequence[Packed],
-    windows: Sequence[int],
-    packed_embedding: Packed | None,
-    embedding: int,
-    final_norm: int,
-    head: Packed,
-) -> Model: ...
 
 class Sampler:
     def __init__(self, isa: str) -> None: ...

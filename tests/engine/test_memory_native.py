@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, ne
 from forerun import native, ops as operators
 from forerun.blocks import Spec, resized, weight_shapes
 from forerun.config import EngineConfig
-from forerun.memory.native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
+from forerun.memory.native import packed_bytes
 from forerun.memory.parts import KERNEL_BYTES
 from forerun.memory.plan import memory_plan
 from forerun.ops import load_model
@@ -24,7 +23,7 @@ from forerun.ops.cpu_model import CpuModel
 from forerun.ops.torch import empty_weights
 
 pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]
-CSRC = Path(__file__).parents[2] / "csrc"
+HUGE_PAGE_BYTES = 2 << 20
 ODD = {"vocab_size": 2011, "hidden_size": 99, "num_heads": 5, "num_kv_heads": 1, "head_dim": 18, "ffn_size": 131}
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
@@ -75,12 +74,6 @@ def test_ends_of_huge_pages(dtype: torch.dtype) -> None:
     assert parts["page rounding"] == sum(-n % HUGE_PAGE_BYTES for n in made if n >= HUGE_PAGE_BYTES) > 0
 
 
-def test_the_sizes_are_those_of_the_sources() -> None:
-    found = re.search(r"GIVE_BACK_BYTES = (\d+) << 20", (CSRC / "matrix.cpp").read_text(encoding="utf-8"))
-    assert found is not None
-    assert int(found[1]) << 20 == GIVE_BACK_BYTES
-
-
 # ------------------------------------------------------------------------------------------------ passes, measured
 
 
@@ -120,8 +113,9 @@ config = resized(SMALL, **sizes)
 options = EngineConfig(**{"draft": "lookup", "ops": "native", "max_batch_size": 4, "max_seq_len": 1024,
                           "prefill_chunk_tokens": 512} | more)
 one_pass(config, options, dtype, num_taps)()  # what runs for the first time is not this pass's
-native.widens_pairs = lambda: False  # what threads prepare inputs in is theirs since that pass: see the test below
+widens = native.extension().widen_pairs(False)  # what threads prepare inputs in is theirs by now: see the test below
 plan = memory_plan(config, None, options, dtype=dtype, num_taps=num_taps)
+native.extension().widen_pairs(widens)
 print(plan.bytes_of("pass buffers", "activations"))
 print(peak_resident(one_pass(config, options, dtype, num_taps)))
 """
@@ -161,8 +155,9 @@ options = EngineConfig(draft="lookup", ops="native", spec_length=3, max_batch_si
 config = resized(SMALL, ffn_size=3072, vocab_size=4000)
 schemes = schemes_of(config, 8) if sys.argv[1] == "rounded" else {}
 plan = memory_plan(config, None, options, dtype=BF16, schemes={"target": schemes})
-native.widens_pairs = lambda: False
+widens = native.extension().widen_pairs(False)
 unprepared = memory_plan(config, None, options, dtype=BF16)
+native.extension().widen_pairs(widens)
 one_pass(config, options, F32)()
 print(*[found.bytes_of("pass buffers", "activations") for found in (plan, unprepared)])
 print(peak_resident(one_pass(config, options, BF16, schemes=schemes)))

@@ -297,7 +297,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
     numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
-    rotations = session.model._rotations[0].table(16).data_ptr()
+    rotations = session.model._turns(16)
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0]) == 3
     with pytest.raises(ValueError, match=message):

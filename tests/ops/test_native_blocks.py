@@ -13,7 +13,10 @@ from torch import Tensor
 
 from forerun import native
 from forerun.blocks import Attention, Block, Experts, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.ops import load_model
+from forerun.ops.reference import ReferenceOps
 from ops.native_blocks import (
+    NUM_POSITIONS,
     PLAIN,
     RMS,
     SPECS,
@@ -24,7 +27,7 @@ from ops.native_blocks import (
     spec_of,
     stands_for,
 )
-from ops.native_cases import BFLOAT16, FLOAT32, ISAS, needs_native, ops_of, same_bits, seeded
+from ops.native_cases import BFLOAT16, FLOAT32, ISAS, Session, needs_native, ops_of, same_bits, seeded
 
 pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -213,6 +216,23 @@ def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
         model.run({0: [1]}, {0: 96})
     with pytest.raises(IndexError, match="no token with the id 61"):
         model.run({0: [61]}, {0: 0})
+
+
+@every_isa
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "sizes"])  # whose rows no cache of one size holds
+def test_the_model_of_this_backend_computes_what_that_of_torch_does(name: str, isa: str) -> None:
+    """Both as the engine has them, with its cache. A head of fewer ids has scale, cap and bias, too."""
+    spec, found = SPECS[name], []
+    stored, weight = random_weights(spec, FLOAT32), "model.layers.0.self_attn.o_proj.weight"
+    for operators in (ops_of(isa), ReferenceOps()):
+        model = load_model(spec, dict(stored), operators)
+        session = Session(model, max_seq_len=NUM_POSITIONS)
+        rows = torch.cat((session.run({0: tokens_of(1, 9), 1: tokens_of(2, 3)}), session.run({0: [5, 6], 1: [7]})))
+        hidden, logits = rows.split([spec.hidden_size, spec.vocab_size], dim=1)
+        assert bool((model.logits(hidden, 40) - logits[:, :40]).abs().max() < 1e-5)
+        found.append(torch.cat((rows, model.norm(hidden), model.embed(tokens_of(3, len(rows)))), dim=1))
+        assert same_bits(model.weight(weight), stored[weight])
+    assert float((found[0] - found[1]).norm()) < 1e-5 * float(found[1].norm())
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -1,7 +1,7 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The numbers follow csrc/matrix.cpp and kernels.h, which pack, csrc/model.cpp, whose buffers grow to the largest pass
-and stay, and ops/cpu.py. No kernel is compiled while they run, so memory does not grow later.
+The extension says them: what a matrix, a buffer and the buffers of a pass take. Those of a pass grow to the largest one
+and stay. No kernel is compiled while they run, so memory does not grow later.
 
 Quantised matrices are packed as they are where the rest is bfloat16, and dequantised under float32. Their bytes follow
 from their schemes; only where a file's scales of 16 bits do not fit into float16, which its header does not say, they
@@ -24,23 +24,13 @@ from forerun.memory.parts import (
     MemoryPart,
     Pass,
     Schemes,
-    Widths,
     rope_table_bytes,
-    up_to,
 )
 from forerun.memory.reference import block_bytes, weight_bytes
 from forerun.models.outline import Beside
 from forerun.ops.cpu_model import short_head_scheme
-from forerun.ops.packed import PANEL, Format, packs, sections_of
-from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
-
-ROUNDED_BYTES = 48  # of a unit of a row that is rounded to int8: csrc/kernels.h
-WORD_BYTES = 4  # inputs of a step: one float32, or two bfloat16
-HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/memory.cpp
-GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
-KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
-KEY_RANGE, ITEMS_PER_THREAD = 256, 4  # keys of a piece of its work, and pieces below which a run is shared
-FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product's inputs
+from forerun.ops.packed import Format, packs, section_numbers, sections_of
+from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,10 @@ class NativeSizes:
         parts, rounded = [], 0
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
-            matrices, is_table = list(packed_matrix_bytes(model, self.dtype, schemes)), EMBEDDING not in schemes
-            table = 0 if model.tied or not is_table else model.vocab_size * model.hidden_size * size
+            matrices = list(packed_matrix_bytes(model, self.dtype, schemes))
+            packed = {*schemes, *([EMBEDDING] if model.tied else [])}
+            tables = [w.shape for w in weights(model) if w.role == "table" and w.name not in packed]
+            table = sum(num * width for num, width in tables) * size
             num_bytes, plain = (
                 sum(matrices) + table + _vector_bytes(model),
                 weight_bytes(model, self.cache_dtype_of(name)),
@@ -137,7 +129,7 @@ class NativeSizes:
         """
         num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
         packed = max(packed_matrix_bytes(model, self.dtype))
-        return max(num_blocks * block_bytes(model), min(GIVE_BACK_BYTES, packed))
+        return max(num_blocks * block_bytes(model), min(int(native.extension().GIVE_BACK_BYTES), packed))
 
     def _packed_schemes(self, name: str) -> Schemes:
         """Return the schemes of a model's matrices that are packed as they are stored."""
@@ -146,66 +138,30 @@ class NativeSizes:
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of one model's buffers (buffer_sizes, line by line) and of its rotary table.
-
-        The last two are those of `product`, which each thread has for itself.
-        """
-        c, num_rows, hidden = Widths.of(run.model), run.num_rows, run.model.hidden_size
-        q, kv = c.q, c.kv
-        head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * c.heads
-        attention = KEY_BLOCK * 2 * head_dim + states * (3 * head_dim + 16) + ATTENTION_ROWS + 128
-        is_rounded = bool(self._packed_schemes(run.name))
-
-        def steps(num_in: int) -> int:
-            return up_to(num_in, UNIT) if is_rounded else _num_steps(num_in, self.dtype)
-
-        widest = num_rows * max(steps(q), steps(c.ffn), steps(hidden))
-        is_widened = self.cache_dtype_of(run.name) == torch.bfloat16 and num_rows > 2 and native.widens_pairs()
-        prepared = widest // UNIT * ROUNDED_BYTES // WORD_BYTES if is_rounded else 2 * widest * is_widened
-        words = (
-            num_rows * hidden,
-            num_rows * (q + 2 * kv),
-            num_rows * max(steps(hidden), steps(q)),
-            num_rows * steps(c.ffn),
-            self.num_threads * up_to(hidden, 64),
-            self.num_threads * up_to(min(num_rows, FEW_ROWS) * steps(hidden), 32),
-            self.num_threads * up_to(attention, 64),
-            self._shared_rows(run) * c.heads * (head_dim + 16),
-            *[num_rows * PANEL] * self.num_threads,
-            *[prepared] * self.num_threads,
+        """Return the bytes of one model's buffers and of its tables of rotations."""
+        buffers = native.extension().pass_bytes(
+            native.isa(),
+            run.model,
+            self.cache_dtype_of(run.name) == torch.bfloat16,
+            bool(self._packed_schemes(run.name)),
+            run.num_rows,
+            run.context,
+            self.num_threads,
         )
-        buffers = sum(allocated_bytes(num * WORD_BYTES) for num in words)
-        return buffers + rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
-
-    def _shared_rows(self, run: Pass) -> int:
-        """Return rows x ranges of keys that threads have seen apart from each other: attention_work.cpp.
-
-        Runs are shared among threads in passes that have less than a few pieces of work for each.
-        """
-        most = ATTENTION_ROWS * (ITEMS_PER_THREAD * self.num_threads - 1)
-        return 0 if self.num_threads == 1 else min(run.num_rows, most) * -(-run.context // KEY_RANGE)
+        return int(buffers) + rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = False) -> int:
     """Return the bytes of a packed matrix, padding included; paired: two of `num_out` outputs each (gate and up)."""
-    return _num_panels(num_out, paired) * _num_steps(num_in, dtype) * PANEL * WORD_BYTES
+    return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == torch.bfloat16, paired))
 
 
 def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int:
     """Return the bytes of a packed matrix of these parts, padding included; paired: they are gate and up."""
-    num_bytes = 0
-    for section in sections_of(list(parts), paired):
-        num_rows, format = sum(part.shape[0] for part in section), Format.of([part.scheme for part in section])
-        num_bytes += _num_panels(num_rows, paired=False) * _panel_bytes(format, section[0].shape[1])
-    return num_bytes
-
-
-def _panel_bytes(f: Format, num_in: int) -> int:
-    """Return the bytes of 32 outputs: Format::panel_bytes."""
-    num_units = -(-num_in // UNIT)
-    head = (1 if f.two_levels else f.groups) * (1 if f.offset == 0 else 2) * PANEL * (4 if f.wide else 2)
-    levels = f.groups * (2 if f.offset == 2 else 1) * PANEL * f.two_levels
-    return up_to(-(-num_units // f.head_units) * head + num_units * (levels + PANEL * UNIT * f.bits // 8), 64)
+    sections = sections_of(list(parts), paired)
+    formats = [Format.of([part.scheme for part in section]) for section in sections]
+    numbers = section_numbers(sections, formats)
+    return int(native.extension().quantised_bytes(numbers, parts[0].shape[1], paired))
 
 
 def packed_matrix_bytes(c: Spec, dtype: torch.dtype, schemes: Schemes | None = None) -> Iterator[int]:
@@ -219,7 +175,7 @@ def packed_matrix_bytes(c: Spec, dtype: torch.dtype, schemes: Schemes | None = N
     if not c.tied and EMBEDDING in schemes:
         groups["embedding"] = embedding
     for name, group in groups.items():
-        paired = name.endswith(".gate_up")
+        paired = name.endswith(".gate_up") and len(group) == 2
         shapes = [(weight.shape[0], weight.shape[1]) for weight in group]
         if all(weight.name in schemes for weight in group):
             parts = [_of(shape, schemes[weight.name]) for shape, weight in zip(shapes, group, strict=True)]
@@ -236,24 +192,19 @@ def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
 
 def allocated_bytes(num_bytes: int) -> int:
     """Return the bytes that the system allocates for a buffer: whole huge pages from the size of one huge page on."""
-    return up_to(num_bytes, HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 64)
+    return int(native.extension().allocated_bytes(num_bytes))
 
 
 def _vector_bytes(c: Spec) -> int:
-    """Return the bytes of the norms, and of the biases padded to whole panels, all in float32."""
-    found = weights(c)
-    num = sum(weight.shape[0] for weight in found if weight.role == "vector" and not weight.name.endswith(".bias"))
-    biased = {weight.product for weight in found if weight.name.endswith(".bias")}
+    """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
+
+    A norm with an offset is kept a second time, with its offset.
+    """
+    found, panel = weights(c), native.extension().PANEL
+    norms = [weight.shape[0] for weight in found if weight.role == "vector" and not weight.product]
+    num = sum(norms) * (2 if c.final_norm is not None and c.final_norm.offset else 1)
+    biased = {weight.product for weight in found if weight.name.endswith(".bias") and weight.product}
     for name, group in products(found).items():
         if name in biased:
-            paired = name.endswith(".gate_up")
-            num += PANEL * _num_panels(sum(weight.shape[0] for weight in group) // (1 + paired), paired)
+            num += panel * -(-sum(weight.shape[0] for weight in group) // panel)  # half a panel of each of a pair
     return num * FLOAT_BYTES
-
-
-def _num_panels(num_out: int, paired: bool) -> int:
-    return -(-num_out // (PANEL // 2 if paired else PANEL))
-
-
-def _num_steps(num_in: int, dtype: torch.dtype) -> int:
-    return -(-num_in * dtype.itemsize // WORD_BYTES)

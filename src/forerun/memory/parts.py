@@ -133,8 +133,3 @@ def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
     num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
     found = {a.rope: a.rope.dims or a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope}
     return 2 * num_positions * 2 * sum(found.values()) * size
-
-
-def up_to(number: int, step: int) -> int:
-    """Return the least multiple of `step` that is not below `number`."""
-    return -(-number // step) * step

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun import native
 from forerun.errors import CapacityError, InternalError
 from forerun.ops.cpu_model import address
-from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, sections_of
+from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.types import CacheView
@@ -133,8 +133,7 @@ class CpuOps(ReferenceOps):
         bias = None if bias is None else bias.detach().float().contiguous()
         misfit: int | None = 0
         while misfit is not None:
-            rows = [sum(part.shape[0] for part in section) for section in sections]
-            numbers = [[num, *map(int, astuple(format))] for num, format in zip(rows, formats, strict=True)]
+            numbers = section_numbers(sections, formats)
             try:
                 handle = self.backend.pack_quantised(numbers, num_in, paired, 0 if bias is None else bias.data_ptr())
             except MemoryError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -103,6 +103,12 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
     is_whole = all(sum(part.shape[0] for part in run) % PANEL == 0 for run in runs[:-1])
     return runs if is_whole and not paired else [parts]
+
+
+def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
+    """Return sections as csrc/bind_ops.cpp takes them: of each its rows, then the fields of its format."""
+    rows = [sum(part.shape[0] for part in section) for section in sections]
+    return [[num, *map(int, astuple(format))] for num, format in zip(rows, formats, strict=True)]
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
