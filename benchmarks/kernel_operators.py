@@ -190,8 +190,9 @@ def cache_behind(model: CpuModel, context: int, num_rows: int) -> BlockCache:
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.cache_dtype, device="cpu"
     )
-    for pool in (*cache.keys, *cache.values):
-        pool.copy_(torch.randn(pool.shape[1:]) * 0.5)
+    for pool in cache.pools:
+        pool.keys.copy_(torch.randn(pool.keys.shape[1:]) * 0.5)
+        pool.values.copy_(torch.randn(pool.values.shape[1:]) * 0.5)
     cache.open(0)
     cache.reserve(0, length)
     cache.keep({0: range(context)})

@@ -9,6 +9,7 @@ Shape legend, used in every docstring of the package:
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,12 @@ from forerun.errors import InternalError, shown
 from forerun.params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from forerun.blocks import CacheShape
+    from forerun.config import Quantization
+    from forerun.ops.reference import ReferenceOps
 
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
@@ -499,9 +505,12 @@ class RaggedBatch:
 
     tokens [T] and positions [T] (lists, or int64 tensors where they never were on the host), run_starts [B+1],
     slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
-    parents [B]: None for a run whose rows follow each other, else the parent of each *pending* row of the slot (written
-    behind the cached ones, not kept) and then of each row of the run, as an index into these; -1 = the cached rows.
-    An empty list of parents says that no run has any. silent: runs of which no logits are wanted, as of a prompt's.
+    pending [B]: rows behind the cached ones that are written and not kept, which only some rows of the run see.
+    ancestors [T]: of a row in a tree, the pending rows and rows of its run that it sees, itself included: bit j is the
+    j-th of them. 0 = the row of a run whose rows follow each other, which sees all that comes before it. Both lists are
+    empty where no run is a tree. `words` has them for backends that want 64 bits.
+    sources [B]: of an encoder-decoder, the slot that holds the rows of each run's source; empty where there is none.
+    silent: runs of which no logits are wanted, as of a prompt's.
     """
 
     tokens: list[int] | Tensor
@@ -509,7 +518,9 @@ class RaggedBatch:
     run_starts: list[int]
     slots: list[int]
     cached: list[int]
-    parents: Seq[Seq[int] | None] = ()
+    pending: Seq[int] = ()
+    ancestors: Seq[int] = ()
+    sources: Seq[int] = ()
     silent: frozenset[int] = frozenset()
 
     def ids(self) -> tuple[list[int], list[int]]:
@@ -521,28 +532,79 @@ class RaggedBatch:
         """Return the rows of run b."""
         return range(self.run_starts[b], self.run_starts[b + 1])
 
-    def tree(self, b: int) -> Seq[int] | None:
-        """Return the parents of run b, None where its rows follow each other."""
-        return self.parents[b] if self.parents else None
+    def is_tree(self, b: int) -> bool:
+        """Return whether rows of run b have ancestors of their own; else they follow each other."""
+        run = self.run(b)
+        return bool(self.ancestors) and len(run) > 0 and self.ancestors[run.start] != 0
+
+    def num_pending(self, b: int) -> int:
+        """Return the pending rows before run b."""
+        return self.pending[b] if self.pending else 0
 
     def end(self, b: int) -> int:
         """Return the rows of run b's slot once the run is written: cached ones, pending ones, and the run's own."""
-        tree = self.tree(b)
-        return self.cached[b] + (len(self.run(b)) if tree is None else len(tree))
+        return self.cached[b] + self.num_pending(b) + len(self.run(b))
+
+    def seen(self, b: int) -> list[list[int]]:
+        """Return which pending rows and rows of run b each of its rows sees, ascending, itself last.
+
+        A row comes behind its ancestors, so this is also the order of their logical positions.
+        """
+        if not self.is_tree(b):
+            return [list(range(i + 1)) for i in range(len(self.run(b)))]
+        return [bits(self.ancestors[row]) for row in self.run(b)]
+
+    def words(self, b: int) -> tuple[int, list[int]]:
+        """Return how many of the first pending rows and rows of a tree all rows of run b see, and a word for each row.
+
+        Bit j of a word is row `shared + j`. The first row of a verified draft is the last committed token, which all
+        rows see, so the words of at most 64 nodes, extra rows included, have 64 bits. Those of a beam search may have
+        more.
+        """
+        words = [self.ancestors[row] for row in self.run(b)]
+        common = functools.reduce(int.__and__, words)
+        shared = (common ^ (common + 1)).bit_length() - 1
+        return shared, [word >> shared for word in words]
+
+    def parents(self, b: int) -> list[int]:
+        """Return the parent of each pending row and of each row of run b, an index into these; -1 = the cached rows.
+
+        A pending row that no row of the run sees has -1.
+        """
+        num_pending = self.num_pending(b)
+        found = [-1] * (num_pending + len(self.run(b)))
+        for own in self.seen(b):
+            for parent, child in itertools.pairwise(own):
+                found[child] = parent
+        return found
 
     def visible(self, b: int, i: int) -> list[int]:
         """Return what row i of run b attends to, as indices into CacheView.read_rows[b].
 
         They are the cached rows, then the row's ancestors, then the row itself.
         """
-        tree, cached, at = self.tree(b), self.cached[b], self.end(b) - len(self.run(b)) + i
-        if tree is None:
-            return list(range(at + 1))
-        path, node = [at], tree[at - cached]
-        while node >= 0:
-            path.append(cached + node)
-            node = tree[node]
-        return [*range(cached), *path[::-1]]
+        cached = self.cached[b]
+        if not self.is_tree(b):
+            return list(range(cached + i + 1))
+        return [*range(cached), *(cached + j for j in bits(self.ancestors[self.run_starts[b] + i]))]
+
+
+def bits(word: int) -> list[int]:
+    """Return the places of the bits that are set, ascending."""
+    found = []
+    while word:
+        lowest = word & -word
+        found.append(lowest.bit_length() - 1)
+        word ^= lowest
+    return found
+
+
+def ancestor_words(parents: Seq[int]) -> list[int]:
+    """Return, of each row of a tree, the bits of its ancestors and of itself; parents [n] come before children."""
+    words: list[int] = []
+    for i, parent in enumerate(parents):
+        words.append((words[parent] if parent >= 0 else 0) | 1 << i)
+    return words
 
 
 @dataclass(frozen=True)
@@ -556,6 +618,72 @@ class CacheView:
     batch: RaggedBatch
     write_rows: Tensor
     read_rows: list[Tensor]
+
+
+class ModelConfig(Protocol):
+    """What the engine must know of an architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def cache_shape(self) -> CacheShape: ...
+
+
+class Model(Protocol):
+    """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
+
+    What only some models can do is a method that they have or lack: `best` finds the largest logits without writing the
+    others, `run_ahead` continues runs greedily in one call (ops/cpu_decoder.py).
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def weight_dtype(self) -> torch.dtype: ...
+    @property
+    def activation_dtype(self) -> torch.dtype: ...
+    @property
+    def cache_dtype(self) -> torch.dtype: ...
+    @property
+    def ops(self) -> ReferenceOps: ...
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Any,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run every new token through these layers (None = all) and write what they keep into the cache.
+
+        hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
+        the residual stream before layer k is written. Returns rows [T, H], behind the final norm if the last layer ran.
+        """
+
+    def rounded(self, quantization: Quantization) -> Model:
+        """Return a second model of these weights, each matrix rounded to so many bits."""
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """Return the embeddings of these ids [n, H]."""
+
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Return rows of the LM head, float32 [n, H]."""
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Return rows of the residual stream [R, H] behind the final norm."""
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids."""
+
+    def wait(self) -> None:
+        """Return when all that was asked for is computed; until then a time that is read is that of a launch."""
 
 
 # ---------------------------------------------------------------------------------------------------- what was done

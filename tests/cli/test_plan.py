@@ -129,7 +129,7 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
     runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.first.runner}
     for name, runner in runners.items():
         assert found["parts"][f"{name} weights"] == runner.model.bytes_per_pass  # its embedding is tied
-        pools = (*runner.cache.keys, *runner.cache.values)
+        pools = runner.cache.pools.tensors()
         assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in pools)
     assert found["max_seq_len"] == llm.engine.max_seq_len
     assert found["ops"] == llm.checkpoint.model.ops.name == operators.resolve(ops, "cpu")
@@ -151,7 +151,7 @@ def test_extra_draft_models_have_lines_of_their_own(cli: Any, checkpoints: Path)
         runner = members[name].runner  # type: ignore[attr-defined]
         own = 0 if label == "extra draft" else runner.model.bytes_per_pass  # it has those of the draft
         assert found["parts"].get(f"{label} weights", 0) == own
-        assert found["parts"][f"{label} KV cache"] == sum(p.nbytes for p in (*runner.cache.keys, *runner.cache.values))
+        assert found["parts"][f"{label} KV cache"] == sum(p.nbytes for p in runner.cache.pools.tensors())
     assert found["extra_drafts"] == {"extra draft": specs[0], "extra draft 2": specs[2]}
     assert not any(name.startswith("extra draft 3") for name in found["parts"])
 

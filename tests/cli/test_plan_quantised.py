@@ -153,7 +153,7 @@ def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
     runner = llm.engine.drafter.first.runner
     assert runner is not None
     assert plan.bytes_of("draft weights") == weight_bytes(llm, draft=True)
-    pools = [*runner.cache.keys, *runner.cache.values]
+    pools = runner.cache.pools.tensors()
     assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in pools)
 
 

@@ -102,7 +102,7 @@ def test_nothing_is_in_memory_twice(tmp_path):
         assert drafter.runner is not None
         assert drafter.runner.model is model
         cache = drafter.runner.cache
-        assert len({pool.data_ptr() for pool in (*cache.keys, *cache.values)}) == 2 * len(layers)
+        assert len({pool.data_ptr() for pool in cache.pools.tensors()}) == 2 * len(layers)
         assert cache.shape.bytes_per_token(torch.float32) * 3 == model.config.cache_shape.bytes_per_token(torch.float32)
 
 

@@ -91,7 +91,7 @@ def one_pass(
             if step > 0:
                 cache.reserve(slot, step)
                 cache.keep({slot: range(step)})
-    for pool in (*cache.keys, *cache.values):
+    for pool in cache.pools.tensors():
         pool.zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
     runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]

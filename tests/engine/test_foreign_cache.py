@@ -117,7 +117,7 @@ class ForeignModel:
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        if batch.parents or layers is not None:
+        if batch.ancestors or layers is not None:
             raise InternalError("this model runs chains only, through all of its layers")
         inputs, found = self.embed(batch.ids()[0]) if hidden is None else hidden, []
         for b, slot in enumerate(batch.slots):
@@ -135,6 +135,9 @@ class ForeignModel:
 
     def norm(self, hidden: Tensor) -> Tensor:
         return self.model.model.norm(hidden)
+
+    def wait(self) -> None:
+        """Everything is computed when a call returns."""
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         return self.model.lm_head(hidden)[:, :num_ids]

@@ -86,7 +86,7 @@ def test_pools_are_what_the_cache_allocates(
         cache = BlockCache.create(
             config.cache_shape, backend, max_batch_size=3, max_seq_len=max_seq_len, num_tokens=num_tokens, dtype=dtype
         )
-        return sum(pool.nbytes for pool in (*cache.keys, *cache.values))
+        return sum(pool.nbytes for pool in cache.pools.tensors())
 
     draft = resized(SMALL, num_layers=1, num_kv_heads=2)
     if backend == "contiguous" and num_tokens is not None and num_tokens < max_seq_len:

@@ -174,7 +174,7 @@ def check_draft_cache(drafter, seq) -> int:
         rebuilt._feed({0: (shadow, shadow.tokens[:held])})
     pool = drafter.runner.cache
     for layer in range(pool.shape.num_layers):
-        for data in (pool.keys[layer], pool.values[layer]):
+        for data in (pool.pools[layer].keys, pool.pools[layer].values):
             assert data[pool.rows(seq.id, 0, held)].equal(data[pool.rows(-1, 0, held)])
     rebuilt.end(shadow)
     return held

@@ -72,7 +72,7 @@ class Driven:
         for token, parent in zip(tokens, parents, strict=True):
             chains.append([*(self.kept[slot] if parent < 0 else chains[parent]), token])
         numbers = [self.number(self.salts[slot], chain) for chain in chains]
-        for rows in (*self.cache.keys, *self.cache.values):
+        for rows in self.cache.pools.tensors():
             rows[view.write_rows] = torch.tensor(numbers[num_pending:], dtype=torch.float32)[:, None, None]
             for i, number in enumerate(numbers[num_pending:]):  # a row sees its own chain and nothing else
                 seen = view.read_rows[0][batch.visible(0, i)]
@@ -132,7 +132,7 @@ class Driven:
             assert self.cache.length(slot) == len(kept)
             rows = self.cache.rows(slot, 0, len(kept))
             wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
-            for held in (*self.cache.keys, *self.cache.values):
+            for held in self.cache.pools.tensors():
                 assert held[rows, 0, 0].int().tolist() == wanted
 
 

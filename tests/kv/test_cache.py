@@ -26,7 +26,7 @@ def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
     """One pass: reserve, view, and write each mark into every layer where the view says."""
     cache.reserve(slot, len(marks))
     view = cache.view(pack([Run(slot, marks)], cache))
-    for pool in (*cache.keys, *cache.values):
+    for pool in cache.pools.tensors():
         pool[view.write_rows] = torch.tensor(marks, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
     assert torch.equal(view.read_rows[0][cache.length(slot) + len(cache.pending(slot)) :], view.write_rows)
 
@@ -34,7 +34,7 @@ def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
 def contents(cache: BlockCache, slot: int) -> list[int]:
     """Return the marks that a slot holds, which must be the same in all layers."""
     rows = cache.rows(slot, 0, cache.length(slot))
-    found = [pool[rows, 0, lane].int().tolist() for pool in (*cache.keys, *cache.values) for lane in (0, 1)]
+    found = [pool[rows, 0, lane].int().tolist() for pool in cache.pools.tensors() for lane in (0, 1)]
     assert all(layer == found[0] for layer in found)
     return list(found[0])
 
@@ -140,7 +140,7 @@ class CacheFuzz(RuleBasedStateMachine):
         for slot, state in self.slots.items():
             assert contents(self.cache, slot) == state.kept
             rows = self.cache.rows(slot, len(state.kept), len(state.kept) + len(state.pending))
-            assert self.cache.values[1][rows, 0, 1].int().tolist() == state.pending
+            assert self.cache.pools[1].values[rows, 0, 1].int().tolist() == state.pending
 
 
 TestCacheFuzz = CacheFuzz.TestCase
@@ -342,4 +342,4 @@ def test_a_cache_of_some_layers_copies_each_pool_once():
     write(cache, 0, [10, 11, 12, 13, 14])
     cache.keep({0: [0, 2, 4]})
     assert contents(cache, 0) == [10, 12, 14]
-    assert len({pool.data_ptr() for pool in (*cache.keys, *cache.values)}) == 4
+    assert len({pool.data_ptr() for pool in cache.pools.tensors()}) == 4

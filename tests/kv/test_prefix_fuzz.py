@@ -41,7 +41,7 @@ class Lives:
 
     def findable(self, tokens: list[int], salt: str | None) -> int:
         """Return the most tokens that may be found: those in blocks that were computed from exactly these tokens."""
-        keys, index = self.d.cache.keys[0], self.d.cache._prefixes
+        keys, index = self.d.cache.pools[0].keys, self.d.cache._prefixes
         last = {int(keys[(b + 1) * BLOCK - 1, 0, 0]) for b in range(self.num_blocks) if index.holds(b)}
         length = 0
         while length + BLOCK < len(tokens) and self.d.number(salt, tokens[: length + BLOCK]) in last:

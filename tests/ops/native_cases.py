@@ -18,13 +18,13 @@ from torch import Tensor
 
 from forerun import native
 from forerun.blocks import Plain, Spec, weight_shapes
-from forerun.kv.cache import BlockCache
+from forerun.kv.cache import BlockCache, Pool
 from forerun.models.runner import Run, pack
 from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
-from forerun.types import CacheView, RaggedBatch
+from forerun.types import CacheView, RaggedBatch, ancestor_words
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = [pytest.param(FLOAT32, id="float32"), pytest.param(BFLOAT16, id="bfloat16")]
@@ -127,9 +127,9 @@ class AttentionCase:
 
     def attend(self, ops: ReferenceOps, window: int | None = None) -> Tensor:
         """[T, heads, head_dim]; the pools stay as they are."""
-        keys, values = self.keys.clone(), self.values.clone()
+        pool = Pool(self.keys.clone(), self.values.clone())
         with torch.inference_mode():
-            return ops.attention(self.q, self.k, self.v, keys=keys, values=values, view=self.view, window=window)
+            return ops.attention(self.q, self.k, self.v, pool=pool, view=self.view, window=window)
 
     def alone(self, b: int, i: int) -> AttentionCase:
         """Return row i of run b as plain decoding computes it: one new token behind the rows that it sees."""
@@ -152,14 +152,16 @@ class AttentionCase:
 
 def batch_of(runs: Seq[RunShape]) -> RaggedBatch:
     """Positions and parents of some runs; all tokens are 0."""
-    starts, trees, positions = [0], [], []
+    starts, pending, ancestors, positions = [0], [], [], []
     for run in runs:
-        trees.append(None if run == chain(run.cached, run.num_rows) else run.parents)
+        is_chain = run == chain(run.cached, run.num_rows)
+        pending.append(0 if is_chain else run.num_pending)
+        ancestors += [0] * run.num_rows if is_chain else ancestor_words(run.parents)[run.num_pending :]
         positions += [run.cached + len(run.path(row)) - 1 for row in range(run.num_rows)]
         starts.append(starts[-1] + run.num_rows)
     slots, cached = list(range(len(runs))), [run.cached for run in runs]
     tokens = torch.zeros(starts[-1], dtype=torch.int64)
-    return RaggedBatch(tokens, torch.tensor(positions), starts, slots, cached, trees)
+    return RaggedBatch(tokens, torch.tensor(positions), starts, slots, cached, pending, ancestors)
 
 
 def attention_case(
@@ -232,8 +234,9 @@ class Session:
         self.cache = BlockCache(
             shape, block_tokens=block, num_blocks=num_blocks, dtype=model.cache_dtype, device=device
         )
-        for pool in (*self.cache.keys, *self.cache.values):
-            pool.fill_(NAN)
+        for pool in self.cache.pools:
+            pool.keys.fill_(NAN)
+            pool.values.fill_(NAN)
         np.random.default_rng(seed).shuffle(self.cache._free)
 
     def run(
@@ -264,5 +267,4 @@ class Session:
     def written(self, slot: int) -> Tensor:
         """Keys and values of the slot's kept tokens: [layers, 2, tokens, kv_heads, head_dim]."""
         rows = self.cache.rows(slot, 0, self.cache.length(slot))
-        pairs = zip(self.cache.keys, self.cache.values, strict=True)
-        return torch.stack([torch.stack((keys[rows], values[rows])) for keys, values in pairs])
+        return torch.stack([torch.stack(pool.read(rows)) for pool in self.cache.pools])

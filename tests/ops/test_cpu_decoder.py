@@ -89,9 +89,8 @@ class Composed:
         if c.qk_norm:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
-        pools = {"keys": cache.keys[i], "values": cache.values[i]}
         return self.ops.attention(
-            q, k, v, **pools, view=cache.view(batch), window=c.windows[i] if c.windows else None
+            q, k, v, pool=cache.pools[i], view=cache.view(batch), window=c.windows[i] if c.windows else None
         ).flatten(1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -296,7 +295,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
-    numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
+    numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.pools.native
     rotations = session.model._turns(16)
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0]) == 3

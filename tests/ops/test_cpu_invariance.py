@@ -304,7 +304,7 @@ def test_a_chain_behind_a_pending_chain(isa: str) -> None:
     """Written as a tree, with its pending rows named; the other runs of the pass carry no parents."""
     runs = [RunShape(50, chain(0, 20).parents, 11), chain(0, 70), RunShape(3, (-1, -1))]
     case = attention_case(2, runs, (4, 2, 20), FLOAT32)
-    assert [tree is None for tree in case.view.batch.parents] == [False, True, False]
+    assert [case.view.batch.is_tree(b) for b in range(3)] == [True, False, True]
     found = case.attend(ops_of(isa))
     for b in (0, 1):
         for i, row in enumerate(case.view.batch.run(b)):

@@ -68,8 +68,9 @@ def cache_of(model: TorchModel, context: Seq[int] = CONTEXT) -> BlockCache:
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=128, dtype=model.cache_dtype
     )
-    for pool in (*cache.keys, *cache.values):
-        pool.fill_(NAN)
+    for pool in cache.pools:
+        pool.keys.fill_(NAN)
+        pool.values.fill_(NAN)
     for slot, num in ((0, len(context)), (1, len(context) // 2)):
         cache.open(slot)
         Runner(model, cache).forward([Run(slot, context[:num], "none")])
@@ -89,8 +90,8 @@ def everything(scores: Scores) -> Tensor:
 
 def held(cache: BlockCache, layers: Seq[int]) -> Tensor:
     """All that is in the pools of these layers."""
-    empty = torch.empty(0, dtype=cache.keys[0].dtype)
-    return torch.cat([empty, *(pool[i].flatten() for pool in (cache.keys, cache.values) for i in layers)])
+    pools = [cache.pools[i] for i in layers]
+    return torch.cat([torch.empty(0, dtype=cache.dtype), *(x.flatten() for p in pools for x in (p.keys, p.values))])
 
 
 # ------------------------------------------------------------------------------------------------------- inner layers
@@ -314,7 +315,7 @@ def test_types_of_weights_of_rows_and_of_the_cache(ops: ReferenceOps, weights: t
     runner = Runner(model, cache_of(model))
     hidden = runner.forward([Run(0, TOKENS)]).hidden
     assert {hidden.dtype, model.embed([1]).dtype, model.norm(hidden).dtype} == {rows}
-    assert runner.cache.keys[0].dtype == weights
+    assert runner.cache.pools[0].keys.dtype == weights
 
 
 # ------------------------------------------------------------------------------------------------------------- the toy

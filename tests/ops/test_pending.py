@@ -21,6 +21,7 @@ from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps, run_mask
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import TorchModel
+from forerun.types import RaggedBatch, ancestor_words
 from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, same_bits, tokens_of
 
 NEIGHBOUR = 7  # a slot
@@ -90,7 +91,7 @@ class Bench:
     def held(self) -> Tensor:
         """Keys and values of what slot 0 keeps."""
         rows = self.cache.rows(0, 0, self.cache.length(0))
-        return torch.stack([pool[rows] for pool in (*self.cache.keys, *self.cache.values)])
+        return torch.stack([torch.stack(pool.read(rows)) for pool in self.cache.pools])
 
 
 def chain_rows(model: TorchModel, tokens: Seq[int]) -> tuple[Tensor, Tensor]:
@@ -170,11 +171,34 @@ def test_a_tree_costs_the_other_runs_nothing() -> None:
         cache.open(run.slot)
         cache.reserve(run.slot, len(run.tokens))
     batch = pack(runs, cache)
-    assert list(batch.parents) == [None, [-1, 0, 0], None]
+    assert [batch.is_tree(b) for b in range(3)] == [False, True, False]
+    assert batch.parents(1) == [-1, 0, 0]
     plan = ReferenceOps().plan(cache.view(batch))
     assert plan.mask(0, None) is None
     assert torch.equal(run_mask(plan, 2, None), torch.tensor([[0, -torch.inf], [0, 0]]))
-    assert pack([runs[0], runs[2]], cache).parents == ()
+    assert pack([runs[0], runs[2]], cache).ancestors == ()
+
+
+@pytest.mark.parametrize("num_pending", [0, 3])
+def test_a_word_says_what_a_row_sees(num_pending: int) -> None:
+    """The rows that all see, and then one bit for each other row: 64 nodes behind the last committed token fit."""
+    rng = random.Random(num_pending)
+    for _ in range(20):
+        parents = [-1, *(rng.randint(0, i - 1) for i in range(1, 65))]
+        words = ancestor_words(parents)[num_pending:]
+        run_starts, positions = [0, len(words)], [word.bit_count() for word in words]
+        batch = RaggedBatch([0] * len(words), positions, run_starts, [0], [7], [num_pending], words)
+        shared, own = batch.words(0)
+        assert shared >= 1
+        assert max(own) < 1 << 64
+        for i, word in enumerate(own):
+            path, at = list[int](), num_pending + i
+            while at >= 0:
+                path.insert(0, at)
+                at = parents[at]
+            seen = [j for j in range(64) if word >> j & 1]
+            assert [*range(shared), *(shared + j for j in seen)] == path
+            assert batch.visible(0, i) == [*range(7), *(7 + j for j in path)]
 
 
 def test_what_cannot_be_pending() -> None:

@@ -184,7 +184,7 @@ def test_masks_by_logical_position(window: int | None) -> None:
     """A chain written as a tree has the chain's mask; a row sees window positions at most, its own included."""
     cached, n = 5, 4
     batch = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached])
-    tree = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached], [[-1, 0, 1, 2]])
+    tree = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached], [0], [1, 3, 7, 15])
     masks = [run_mask(CacheView(b, torch.zeros(n), [torch.zeros(cached + n)]), 0, window) for b in (batch, tree)]
     assert torch.equal(masks[0], masks[1])
     for i in range(n):

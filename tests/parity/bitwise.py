@@ -309,8 +309,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def cached(runner: Runner, slot: int, start: int, stop: int) -> torch.Tensor:
     """Bits of all keys and values of these positions, [layers, 2, positions, kv_heads, head_dim]."""
     rows = runner.cache.rows(slot, start, stop)
-    pools = zip(runner.cache.keys, runner.cache.values, strict=True)
-    return torch.stack([torch.stack([bits(k[rows]), bits(v[rows])]) for k, v in pools])
+    return torch.stack([torch.stack([bits(kept) for kept in pool.read(rows)]) for pool in runner.cache.pools])
 
 
 def feed(runner: Runner, slot: int, ids: Seq[int], chunk: int, neighbours: Seq[Run] = ()) -> torch.Tensor:

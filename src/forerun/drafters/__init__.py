@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
     from forerun.models.outline import Beside
-    from forerun.models.runner import Model, Runner, Scores
+    from forerun.models.runner import Runner, Scores
+    from forerun.types import Model
 
 T = TypeVar("T")
 WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/when-it-pays.md compares it

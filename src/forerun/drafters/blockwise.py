@@ -19,7 +19,7 @@ from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_file
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
 from forerun.models.configs import size
-from forerun.models.runner import Model
+from forerun.types import Model
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
-from forerun.models.runner import Model
 from forerun.sampling import takes_the_best
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
 
 MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
 

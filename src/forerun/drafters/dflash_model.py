@@ -19,10 +19,10 @@ from forerun.errors import UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.models.configs import size
 from forerun.models.loading import read_config
-from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import Normed, Parts, Rotation, TorchBlock, normed
+from forerun.types import Model
 
 OWN_KEYS = {  # of config.json, beside those of a decoder
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
@@ -172,7 +172,7 @@ class DFlashModel:
         rotation = self._rotation(positions)
         for i, block in enumerate(self._blocks):
             k, v = self._keys(block, x, rotation)
-            cache.keys[i][places], cache.values[i][places] = k.to(self.cache_dtype), v.to(self.cache_dtype)
+            cache.pools[i].write(places, k, v)
 
     def guess(self, last: Mapping[int, tuple[int, int]], cache: BlockCache) -> Tensor:
         """Rows [B, block - 1, H] behind the final norm: of each token that follows a last one, all at once.
@@ -194,8 +194,8 @@ class DFlashModel:
             found = []
             for b, rows in enumerate(places):
                 own = slice(b * size, (b + 1) * size)
-                keys, values = _behind(cache.keys[i], rows, k[own]), _behind(cache.values[i], rows, v[own])
-                found.append(_attend(q[own], keys, values))
+                old_keys, old_values = cache.pools[i].read(rows)
+                found.append(_attend(q[own], _behind(old_keys, k[own]), _behind(old_values, v[own])))
             x = x + attention.o.apply(self._ops, torch.cat(found).flatten(1))[0]
             x = block.fed_forward(self._ops, x, x)
         return torch.unflatten(self._normed("norm", x), 0, (-1, size))[:, 1:]
@@ -218,11 +218,9 @@ class DFlashModel:
         return normed(self._norms[name], self._ops, rows)
 
 
-def _behind(pool: Tensor, rows: Tensor, own: Tensor) -> Tensor:
-    """Rows of a pool, then own rows [n, heads, D], in the type of the latter."""
-    whole = own.new_empty(len(rows) + len(own), *own.shape[1:])
-    whole[: len(rows)], whole[len(rows) :] = pool[rows], own
-    return whole
+def _behind(old: Tensor, own: Tensor) -> Tensor:
+    """Old rows [m, heads, D], then own rows [n, heads, D], in the type of the latter."""
+    return torch.cat((old.to(own.dtype), own))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

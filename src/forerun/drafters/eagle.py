@@ -28,9 +28,9 @@ from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
-from forerun.models.runner import Model, Run, Runner, Scores
+from forerun.models.runner import Run, Runner, Scores
 from forerun.sampling import takes_the_best
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
 
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 

@@ -21,12 +21,11 @@ from forerun.drafters.head_matrices import joined_product
 from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import read_config
-from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections, TorchModel
-from forerun.types import RaggedBatch
+from forerun.types import Model, RaggedBatch
 
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"  # of heads that do not use the target's
 SIDES = ("embedding_norm", "hidden_norm")
@@ -246,6 +245,10 @@ class EagleModel:
         for rows in (taps or {}).values():
             rows.copy_(out if self.head_config.norm_output else own[self.config.num_layers])
         return out
+
+    def wait(self) -> None:
+        """A head waits as its target does."""
+        self._target.wait()
 
     def rounded(self, quantization: Quantization) -> Model:
         """A head is rounded when it is made."""

@@ -28,11 +28,11 @@ from forerun.drafters import Known
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.models import hub, named
 from forerun.models.outline import Beside
-from forerun.models.runner import Model
 from forerun.ops.quantised import Scheme
 from forerun.ops.quantising import scheme_of
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
+from forerun.types import Model
 
 T = TypeVar("T")
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"

@@ -25,8 +25,8 @@ from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, SIDES, EagleCo
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.configs import flag, refuse_unknown, size
 from forerun.models.loading import read_config, without
-from forerun.models.runner import Model
 from forerun.text.json_files import read_json
+from forerun.types import Model
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE_1, EAGLE_3, MEDUSA = "EAGLE-1", "EAGLE-3", "Medusa"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.errors import BadOption
-from forerun.models.runner import Model
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections
+from forerun.types import Model
 
 
 @dataclass(frozen=True)

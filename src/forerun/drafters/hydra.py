@@ -22,7 +22,7 @@ from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
 from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import size
-from forerun.models.runner import Model
+from forerun.types import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
 

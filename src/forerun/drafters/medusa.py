@@ -20,9 +20,8 @@ from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, hea
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
-from forerun.models.runner import Model
 from forerun.theory.trees import Node, best_first
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
 
 SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's choices, by a head's rank: for the tree
 

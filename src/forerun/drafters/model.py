@@ -29,10 +29,10 @@ from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
-from forerun.models.runner import NO_NUMBERS, Model, Run, Runner, Scores
+from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.sampling import History, likeliest, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Next, Probs, SamplingParams, Sequence
+from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Model, Next, Probs, SamplingParams, Sequence
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run

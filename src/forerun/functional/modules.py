@@ -134,6 +134,11 @@ class ModuleModel:
         """Raise BadOption: what a module is given are ids."""
         return self.embed(ids)
 
+    def wait(self) -> None:
+        """Return when all that was asked for is computed; on a CPU it is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def rounded(self, quantization: Quantization) -> ModuleModel:
         """Raise BadOption: the weights of a module are its own."""
         raise BadOption(
@@ -212,7 +217,7 @@ class ModuleModel:
             if self.uses_cache:
                 self._behind(slot, text, text.path(-1), num, 1)
             return torch.zeros(1, self.vocab_size, dtype=self.weight_dtype, device=self.device).expand(num, -1)
-        if batch.tree(b) is None:
+        if not batch.is_tree(b):
             return self._behind(slot, text, text.path(-1), num, num)
         rows: list[Tensor | None] = [None] * num
         first = len(text.nodes) - num
@@ -317,8 +322,11 @@ class ModuleCache:
         """Put the tokens of a run behind what is pending, and return the text."""
         text = self.texts[slot]
         text.cut(text.num_pending)
-        tree = batch.tree(b)
-        text.parents = list(range(-1, len(text.nodes) + len(tokens) - 1)) if tree is None else list(tree)
+        num_pending = len(text.nodes)
+        if batch.is_tree(b):
+            text.parents = [*text.parents[:num_pending], *batch.parents(b)[num_pending:]]
+        else:
+            text.parents = list(range(-1, num_pending + len(tokens) - 1))
         text.nodes += tokens
         return text
 

@@ -1,6 +1,6 @@
 """Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
 
-The bound follows the code that allocates: ops/torch.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles a
+The bound follows the code that allocates: ops/torch.py, ops/reference.py, kv/pool.py. On a CPU oneDNN compiles a
 kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
 """
 

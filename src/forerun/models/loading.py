@@ -25,7 +25,6 @@ from forerun.models import packings, refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.quantising import QuantisingSource
-from forerun.models.runner import Model
 from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops import load_model
@@ -34,6 +33,7 @@ from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import empty_weights
 from forerun.text.tokenizer import Tokenizer, needed
+from forerun.types import Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -13,63 +13,17 @@ import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv import KVCache
-from forerun.kv.cache import CacheShape
-from forerun.ops.reference import ReferenceOps
-from forerun.types import RaggedBatch
+from forerun.types import Model, RaggedBatch, ancestor_words
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
-
-
-class ModelConfig(Protocol):
-    """What the engine must know of an architecture."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
-    @property
-    def cache_shape(self) -> CacheShape: ...
-
-
-class Model(Protocol):
-    """Weights plus one forward; see ops/torch.py for the shapes. It reads caches of one class, which it names."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def weight_dtype(self) -> torch.dtype: ...
-    @property
-    def activation_dtype(self) -> torch.dtype: ...
-    @property
-    def cache_dtype(self) -> torch.dtype: ...
-    @property
-    def ops(self) -> ReferenceOps: ...
-    def forward(
-        self,
-        batch: RaggedBatch,
-        cache: Any,
-        layers: Seq[int] | None = None,
-        hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-    ) -> Tensor: ...
-    def rounded(self, quantization: Quantization) -> Model: ...
-    def embed(self, ids: Seq[int]) -> Tensor: ...
-    def head(self, ids: Seq[int]) -> Tensor: ...
-    def norm(self, hidden: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor: ...
 
 
 class Run(NamedTuple):
@@ -176,6 +130,7 @@ class Runner:
             if run.pending:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
+        self.model.wait()
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs)
 
     def run_ahead(self, runs: Seq[Run], lengths: Seq[int]) -> list[list[int]]:
@@ -190,7 +145,7 @@ class Runner:
         for run, length in zip(runs, lengths, strict=True):
             self.cache.reserve(run.slot, len(run.tokens) + length - 1)
         batch = pack(runs, self.cache)
-        if batch.parents:
+        if batch.ancestors:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         hidden = self._inputs(runs, batch)
         ids = self.model.run_ahead(  # type: ignore[attr-defined]
@@ -291,31 +246,29 @@ def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tu
 def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
     """Runs -> one ragged batch; nothing is padded."""
     starts, tokens, positions = [0], list[int](), list[int]()
-    cached, parents = list[int](), list[Seq[int] | None]()
-    for run in runs:
+    cached, trees = list[int](), dict[int, list[int]]()
+    for b, run in enumerate(runs):
         past, pending = cache.length(run.slot), cache.pending(run.slot)
         tree = [*pending, *run.behind(len(pending))] if pending or run.parents is not None else None
         if tree is None or _is_chain(tree):
-            tree, past = None, past + len(pending)
+            past += len(pending)
             positions += range(past, past + len(run.tokens))
         else:
-            positions += [past + depth for depth in _depths(tree)[len(pending) :]]
+            trees[b] = ancestor_words(tree)
+            positions += [past + word.bit_count() - 1 for word in trees[b][len(pending) :]]
         cached.append(past)
-        parents.append(tree)
         tokens += run.tokens
         starts.append(len(tokens))
     slots = [run.slot for run in runs]
     silent = frozenset(b for b, run in enumerate(runs) if run.logits == "none")
-    return RaggedBatch(tokens, positions, starts, slots, cached, parents if any(parents) else (), silent)
+    if not trees:
+        return RaggedBatch(tokens, positions, starts, slots, cached, silent=silent)
+    num_pending, ancestors = [0] * len(runs), [0] * len(tokens)
+    for b, words in trees.items():
+        num_pending[b] = len(words) - len(runs[b].tokens)
+        ancestors[starts[b] : starts[b + 1]] = words[num_pending[b] :]
+    return RaggedBatch(tokens, positions, starts, slots, cached, num_pending, ancestors, silent=silent)
 
 
 def _is_chain(parents: list[int]) -> bool:
     return parents == list(range(-1, len(parents) - 1))
-
-
-def _depths(parents: Seq[int]) -> list[int]:
-    """How many ancestors each row has."""
-    depths = list[int]()
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths

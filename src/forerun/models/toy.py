@@ -99,16 +99,15 @@ class ToyModel:
         if layers is not None and list(layers) != [0]:
             raise InternalError(f"the toy has the layer 0 and runs no others: {list(layers)}")
         view = cache.view(batch)
-        ids, places = cache.keys[0].view(-1), cache.values[0].view(-1)
+        pool = cache.pools[0]
         tokens, positions = batch.ids()
         if hidden is None and max(tokens, default=0) >= self.config.vocab_size:
             raise InternalError(f"the toy has {self.config.vocab_size} embeddings and none for id {max(tokens)}")
         written = torch.tensor(tokens) if hidden is None else hidden.argmax(dim=1)
-        ids[view.write_rows] = written.to(ids.dtype)
-        places[view.write_rows] = torch.tensor(positions, dtype=places.dtype)
+        pool.write(view.write_rows, written[:, None, None], torch.tensor(positions)[:, None, None])
         rows = []
         for b, read in enumerate(view.read_rows):
-            tokens, positions = ([int(x) for x in kept[read].tolist()] for kept in (ids, places))
+            tokens, positions = ([int(x) for x in kept.flatten().tolist()] for kept in pool.read(read))
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen]))
@@ -134,6 +133,9 @@ class ToyModel:
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's own dtype."""
         return hidden[:, :num_ids].clone()
+
+    def wait(self) -> None:
+        """Everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> ToyModel:
         """Return a toy whose logits are these, rounded to multiples of 2^(4 - bits); the same one each time."""

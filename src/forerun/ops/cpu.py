@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun import native
 from forerun.errors import CapacityError, InternalError
+from forerun.kv.pool import Pool
 from forerun.ops.cpu_model import address
 from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
@@ -222,31 +223,29 @@ class CpuOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        keys: Tensor | None,
-        values: Tensor | None,
+        pool: Pool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write k, v [T, kv_heads, D] into the pools and attend with q -> [T, heads, D], as the reference does."""
-        assert keys is not None
-        assert values is not None
+        """Write k, v [T, kv_heads, D] into a layer's pool and attend with q -> [T, heads, D], as the reference does."""
+        assert pool is not None
         assert view is not None
         assert k is not None
         assert v is not None
         if scoring != PLAIN:
             raise InternalError(f"native attention has no scores like {scoring}")
-        keys[view.write_rows], values[view.write_rows] = k.to(keys.dtype), v.to(values.dtype)
+        pool.write(view.write_rows, k, v)
         q = (q.float() * _scale(q.shape[-1])).contiguous()
         out = torch.empty_like(q)
         numbers = run_numbers(view.batch, [rows.tolist() for rows in view.read_rows])
         self.backend.attention(
-            keys.dtype == torch.bfloat16,
+            pool.keys.dtype == torch.bfloat16,
             q.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
+            pool.keys.data_ptr(),
+            pool.values.data_ptr(),
             q.shape[1],
-            keys.shape[1],
+            pool.keys.shape[1],
             q.shape[2],
             window or 0,
             1,  # block size: the table has an entry for each row

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from forerun import blocks, native
 from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel
+from forerun.kv.cache import BlockCache
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
@@ -36,14 +37,6 @@ def supports(spec: Spec) -> str | None:
 def short_head_scheme() -> Scheme:
     """Return how the first rows of a quantised LM head are packed once more."""
     return scheme_of(8, UNIT)
-
-
-class Cache(Protocol):
-    """The part of a KV cache that a native pass reads; kv/cache.py implements it."""
-
-    native: Any
-
-    def tables(self, batch: RaggedBatch) -> list[list[int]]: ...
 
 
 class CpuModel:
@@ -139,7 +132,7 @@ class CpuModel:
     def forward(
         self,
         batch: RaggedBatch,
-        cache: Cache | None,
+        cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
@@ -159,7 +152,7 @@ class CpuModel:
                 self._turns(end_of(batch)),
                 len(batch.slots),
                 run_numbers(batch, cache.tables(batch)),
-                cache.native,
+                cache.pools.native,
                 list(chosen),
                 address(hidden),
                 [(k, taps[k].data_ptr()) for k in sorted(taps)],
@@ -172,7 +165,7 @@ class CpuModel:
         self,
         batch: RaggedBatch,
         lengths: list[int],
-        cache: Cache,
+        cache: BlockCache,
         num_ids: int,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
@@ -195,9 +188,13 @@ class CpuModel:
         numbers = run_numbers(fed, cache.tables(fed))
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
         hidden = None if hidden is None else hidden.float().contiguous()
+        pools = cache.pools.native
         return self._native.run_ahead(  # type: ignore[no-any-return]
-            *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(chosen), num_ids, address(hidden), ahead
+            *batch.ids(), counts, lengths, rotated, numbers, pools, list(chosen), num_ids, address(hidden), ahead
         )
+
+    def wait(self) -> None:
+        """Everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> CpuModel:
         """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.

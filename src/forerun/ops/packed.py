@@ -119,10 +119,10 @@ def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):
-        rows, tree, start = batch.run(b), batch.tree(b), len(numbers)
-        num_pending = 0 if tree is None else len(tree) - len(rows)
-        at_parents = 0 if tree is None else start + len(table)
-        numbers[6 * b : 6 * b + 6] = (rows.start, len(rows), batch.cached[b], num_pending, start, at_parents)
+        rows, is_tree, start = batch.run(b), batch.is_tree(b), len(numbers)
+        at_parents = start + len(table) if is_tree else 0
+        numbers[6 * b : 6 * b + 6] = (rows.start, len(rows), batch.cached[b], batch.num_pending(b), start, at_parents)
         numbers += table
-        numbers += tree or ()
+        if is_tree:
+            numbers += batch.parents(b)
     return numbers

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Act, Buckets
+from forerun.kv.pool import Pool
 from forerun.ops.quantised import Scheme
 from forerun.types import CacheView
 
@@ -47,17 +48,22 @@ class Plan(CacheView):
     def mask(self, b: int, window: int | None) -> Tensor | None:
         """Return the mask of run b; None where its only row sees everything."""
         if (b, window) not in self.masks:
-            sees_all = len(self.batch.run(b)) == 1 and window is None and self.batch.tree(b) is None
+            sees_all = len(self.batch.run(b)) == 1 and window is None and not self.batch.is_tree(b)
             self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.write_rows.device)
         return self.masks[b, window]
 
     def positions(self, b: int) -> Tensor:
-        """Return the logical position of each row that run b reads [rows], which are also its last rows' own."""
-        tree, cached = self.batch.tree(b), self.batch.cached[b]
-        if tree is None:
-            return torch.arange(self.batch.end(b), device=self.write_rows.device)
-        depths = torch.from_numpy(_ancestry(tree).sum(axis=1) - 1)
-        return torch.cat((torch.arange(cached), cached + depths)).to(self.write_rows.device)
+        """Return the logical position of each row that run b reads [rows], which are also its last rows' own.
+
+        A pending row that none of them sees has the position of its index, which is never asked for.
+        """
+        places = list(range(self.batch.end(b)))
+        if self.batch.is_tree(b):
+            cached = self.batch.cached[b]
+            for own in self.batch.seen(b):
+                for depth, j in enumerate(own):
+                    places[cached + j] = cached + depth
+        return torch.tensor(places, device=self.write_rows.device)
 
 
 @dataclass(frozen=True)
@@ -192,31 +198,29 @@ class ReferenceOps:
         k: Tensor | None,
         v: Tensor | None,
         *,
-        keys: Tensor | None,
-        values: Tensor | None,
+        pool: Pool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write k, v [T, kv_heads, D] into the pools, then attend: q [T, heads, D] -> [T, heads, D].
+        """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
-        keys, values: one layer's pools [pool rows, kv_heads, D]; `view` says which rows to write and to read. k, v:
-        None where another layer has written them. A row sees the kept tokens of its slot, its ancestors in the run,
-        and itself; with a sliding `window` only those at logical positions above its own minus window.
+        `view` says which rows of the pool to write and to read. k, v: None where another layer has written them. A row
+        sees the kept tokens of its slot, its ancestors in the run, and itself; with a sliding `window` only those at
+        logical positions above its own minus window.
         """
-        assert keys is not None
-        assert values is not None
+        assert pool is not None
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view)
         if k is not None and v is not None:
-            keys[plan.writes], values[plan.writes] = k, v
+            pool.write(plan.writes, k, v)
         attend = self._attend_alone if self.row_by_row else self._attend_run
         if len(plan.reads) == 1:
-            return attend(q, keys[plan.reads[0]], values[plan.reads[0]], plan, 0, window, scoring)
+            return attend(q, *pool.read(plan.reads[0]), plan, 0, window, scoring)
         outs = []
         for b, read in enumerate(plan.reads):
             rows = plan.batch.run(b)
-            outs.append(attend(q[rows.start : rows.stop], keys[read], values[read], plan, b, window, scoring))
+            outs.append(attend(q[rows.start : rows.stop], *pool.read(read), plan, b, window, scoring))
         return torch.cat(outs) if outs else torch.empty_like(q)
 
     def _rows(self, op: Callable[..., Tensor], *xs: Tensor) -> Tensor:
@@ -232,7 +236,7 @@ class ReferenceOps:
             window = None
         mask = None
         if not scoring.sees_all:
-            if len(q) == 1 and window is not None and plan.batch.tree(b) is None:
+            if len(q) == 1 and window is not None and not plan.batch.is_tree(b):
                 keys, values = keys[-window:], values[-window:]
             else:
                 mask = plan.mask(b, window)
@@ -270,27 +274,18 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
     number of cached rows plus the number of its ancestors.
     """
     batch, cached, n = view.batch, view.batch.cached[b], len(view.batch.run(b))
-    tree = batch.tree(b)
-    if tree is None:
+    if not batch.is_tree(b):
         hidden = torch.full((n, cached + n), -torch.inf)
         mask = hidden.triu(cached + 1)
         return mask if window is None else mask + hidden.tril(cached - window)
-    own = _ancestry(tree)
-    depth = own.sum(axis=1) - 1 + cached  # logical position of each pending row and each row of the run
-    seen = np.concatenate((np.ones((len(own), cached), dtype=bool), own), axis=1)
-    if window is not None:
-        position = np.concatenate((np.arange(cached), depth))
-        seen &= position[None, :] > depth[:, None] - window
-    return torch.from_numpy(np.where(seen[-n:], np.float32(0), np.float32(-np.inf)))
-
-
-def _ancestry(parents: Seq[int]) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """Return bool [n, n]: whether the column is an ancestor of the row, or the row itself. Parents come first."""
-    own = np.eye(len(parents), dtype=bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            own[i] |= own[parent]
-    return own
+    seen = np.zeros((n, batch.end(b)), dtype=bool)
+    seen[:, :cached] = True
+    for row, own in zip(seen, batch.seen(b), strict=True):
+        row[[cached + j for j in own]] = True
+        if window is not None:  # what a row sees stands in the order of logical positions, its own last
+            places = np.flatnonzero(row)
+            row[places[:-window]] = False
+    return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
 
 
 def _consecutive(rows: Tensor) -> Rows:

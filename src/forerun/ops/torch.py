@@ -18,6 +18,7 @@ from forerun import blocks
 from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, Attention, Block, Experts, Mlp, Norm, Rope, Spec
 from forerun.config import Quantization
 from forerun.errors import InternalError
+from forerun.kv.cache import BlockCache
 from forerun.ops.passes import check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
@@ -36,19 +37,6 @@ def supports(spec: Spec) -> str | None:
     if any(block.per_layer_input is not None for block in spec.blocks):
         return "embeddings of single layers are not computed yet"
     return None
-
-
-class Cache(Protocol):
-    """The part of a KV cache that a pass reads; kv/cache.py implements it."""
-
-    @property
-    def keys(self) -> Seq[Tensor]: ...
-    @property
-    def values(self) -> Seq[Tensor]: ...
-    def view(self, batch: RaggedBatch) -> CacheView: ...
-
-
-# ----------------------------------------------------------------------------------------------------- parts of a block
 
 
 class Join(Protocol):
@@ -152,7 +140,7 @@ class Step:
 
     positions: Tensor
     rotations: Mapping[Rope, Rotation]
-    cache: Cache | None
+    cache: BlockCache | None
     view: CacheView | None
 
 
@@ -188,9 +176,9 @@ class TorchAttention:
         if a.shares_kv_of is None:
             k, v = self.keys_values(ops, found, rotation)
         layer = i if a.shares_kv_of is None else a.shares_kv_of
-        pools = (None, None) if step.cache is None else (step.cache.keys[layer], step.cache.values[layer])
+        pool = None if step.cache is None else step.cache.pools[layer]
         more = {} if self.scoring is PLAIN else {"scoring": self.scoring}
-        out = ops.attention(q, k, v, keys=pools[0], values=pools[1], view=step.view, window=a.window, **more)
+        out = ops.attention(q, k, v, pool=pool, view=step.view, window=a.window, **more)
         out = out.flatten(1)
         if a.gate:
             out = out * torch.sigmoid(found["gate_proj"])
@@ -403,7 +391,7 @@ class TorchModel:
     def forward(
         self,
         batch: RaggedBatch,
-        cache: Cache | None,
+        cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
@@ -449,6 +437,11 @@ class TorchModel:
         if self._positions is not None and self.config.positions is not None:
             x = x + F.embedding(positions + self.config.positions.offset, self._positions)
         return normed(self._embed_norm, self.ops, x)
+
+    def wait(self) -> None:
+        """Return when all that was asked for is computed; on a CPU it is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def rounded(self, quantization: Quantization) -> TorchModel:
         """Return a second model with what each rounded matrix stands for; the first stays as it is.

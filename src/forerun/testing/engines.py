@@ -83,8 +83,9 @@ def runner_for(model: ToyModel) -> Runner:
 
 def spoil(cache: Any) -> None:
     """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
-    for pool in (*cache.keys, *cache.values):
-        pool.fill_(-1)
+    for pool in cache.pools:
+        pool.keys.fill_(-1)
+        pool.values.fill_(-1)
 
 
 def checkpoint_of(model: Any) -> Checkpoint:

@@ -204,9 +204,9 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
     """Count the wrong ones among the kept rows before the last committed token."""
     assert isinstance(cache, BlockCache)
     held = min(cache.length(slot), len(tokens) - 1)
-    rows = cache.rows(slot, 0, held)
-    right_ids = cache.keys[0][rows, 0, 0] == torch.tensor(tokens[:held])
-    right_positions = cache.values[0][rows, 0, 0] == torch.arange(held)
+    ids, positions = (kept.flatten() for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
+    right_ids = ids == torch.tensor(tokens[:held])
+    right_positions = positions == torch.arange(held)
     return int((~(right_ids & right_positions)).sum())
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kv.pool import Pool
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
 from forerun.types import CacheView, RaggedBatch
@@ -28,8 +29,7 @@ class TrainingOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        keys: Tensor | None,
-        values: Tensor | None,
+        pool: Pool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
@@ -65,8 +65,7 @@ class RememberingOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        keys: Tensor | None,
-        values: Tensor | None,
+        pool: Pool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,

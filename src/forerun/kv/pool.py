@@ -1,0 +1,103 @@
+"""The rows of keys and values that a KV cache holds: one pool for each layer.
+
+Which row holds which token is said by kv/tables.py alone. Nothing outside of this room and the backends sees how a row
+is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun import native
+from forerun.blocks import CacheShape
+from forerun.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
+        self.keys[rows] = keys.to(self.keys.dtype)
+        self.values[rows] = values.to(self.values.dtype)
+
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; a slice is not copied."""
+        return self.keys[rows], self.values[rows]
+
+
+class Pools:
+    """One pool for each layer, by its index. A layer that is not kept has another one's pool, and must not be run.
+
+    native: the pools in the form that native operators take, None where there are none.
+    """
+
+    def __init__(
+        self, shape: CacheShape, block_tokens: int, num_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._device = device
+        self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens * num_blocks, dtype, device), strict=True))
+        first = self._kept[shape.kept[0]] if shape.kept else None
+        pools = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
+        self._by_layer = [pool for pool in pools if pool is not None]
+        row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        self.native = self._for_native(self._by_layer, block_tokens, row_bytes)
+        self._copied = self.native
+        if shape.layers is not None:
+            self._copied = self._for_native(list(self._kept.values()), block_tokens, row_bytes)
+
+    def __getitem__(self, layer: int) -> Pool:
+        """Return the pool of a layer."""
+        return self._by_layer[layer]
+
+    def __iter__(self) -> Iterator[Pool]:
+        """Yield the pool of each layer that is kept, in order."""
+        return iter(self._kept.values())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is allocated: the keys of each kept layer, then the values."""
+        return [pool.keys for pool in self] + [pool.values for pool in self]
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows in all layers, one after the other."""
+        if self._copied is not None:
+            self._copied.copy(sources, targets)
+            return
+        source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
+        for pool in self:
+            pool.write(target, *pool.read(source))
+
+    def _for_native(self, pools: Seq[Pool], block_tokens: int, row_bytes: int) -> Any:
+        extension = native.extension()
+        if extension is None or self._device.type != "cpu":
+            return None
+        keys = [pool.keys.data_ptr() for pool in pools]
+        values = [pool.values.data_ptr() for pool in pools]
+        return extension.Pools(keys, values, block_tokens, row_bytes)
+
+
+def _allocated(shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> list[Pool]:
+    """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them.
+
+    They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
+    """
+    size = (num_rows, shape.num_kv_heads, shape.head_dim)
+    try:
+        keys = [torch.empty(size, dtype=dtype, device=device) for _ in shape.kept]
+        values = [torch.empty(size, dtype=dtype, device=device) for _ in shape.kept]
+    except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
+        num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
+        raise CapacityError(
+            f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
+            "or kv_cache_tokens; forerun plan says what fits"
+        ) from error
+    return list(map(Pool, keys, values))
