@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun import native
 from forerun.memory.native import quantised_bytes
 from forerun.ops import load_model
-from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from ops.native_cases import (
     ISAS,
     NAN,
@@ -104,6 +105,10 @@ def rounded(x: Tensor) -> Tensor:
 def is_unpacked(found: Tensor, weights: Tensor) -> bool:
     """Whether they are equal but for the last bits, where zero points had to become minimums beside other parts."""
     return bool(((found - weights).abs() <= 2.0**-21 * weights.abs().max()).all())
+
+
+def test_rows_are_rounded_in_units_that_files_are_read_in() -> None:
+    assert native.extension().UNIT == UNIT
 
 
 @every_isa

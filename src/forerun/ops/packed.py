@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun import native
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.types import RaggedBatch
-
-PANEL = 32  # outputs that the kernels compute side by side, which are packed alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +99,9 @@ def packs(scheme: Scheme) -> bool:
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
     """Divide the parts of a product into those that are packed alike: of one scheme, where a panel ends with them."""
+    panel = native.extension().PANEL  # outputs that the kernels compute side by side, which are packed alike
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
-    is_whole = all(sum(part.shape[0] for part in run) % PANEL == 0 for run in runs[:-1])
+    is_whole = all(sum(part.shape[0] for part in run) % panel == 0 for run in runs[:-1])
     return runs if is_whole and not paired else [parts]
 
 
