@@ -31,7 +31,7 @@ from forerun.bench.results import (
 )
 from forerun.bench.widen import PROMPTS, describe, draft_options, load_widened, load_widened_draft, num_parameters
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
+from forerun.engine.factory import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Prompt
 from forerun.errors import BadOption, NotFound, UserError, shown
@@ -188,7 +188,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     if isinstance(draft, Checkpoint):
         return draft
     shipped, model = is_shipped(target.folder), target.model
-    method, options = drafters.resolve(draft, drafters.BY_MODEL if shipped else drafters.WITHOUT_MODEL)
+    method, options = drafters.resolve(draft, auto_draft(target.folder))
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft

@@ -63,18 +63,21 @@ def is_shipped(target: str | Path | None) -> bool:
     return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
-def auto_draft(target: str | Path | None) -> str:
-    """The drafter that `auto` stands for: of the shipped model its draft model; else what data/models.toml names."""
-    if is_shipped(target):
+def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str:
+    """The drafter that `auto` stands for: a draft model, if the caller has loaded one or the shipped target is run.
+
+    Else what data/models.toml names for the target, else the search that needs nothing.
+    """
+    if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
     known = named.of(target or named.DEFAULT)
     return (known and known.auto_for(target or named.DEFAULT)) or drafters.WITHOUT_MODEL
 
 
-def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
+def auto_of(checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> str:
     """The drafter that `auto` stands for, of a loaded target: by its name in the configuration, else by its folder."""
     is_named = config.target is not None and not is_shipped(checkpoint.folder)
-    return auto_draft(config.target if is_named else checkpoint.folder)
+    return auto_draft(config.target if is_named else checkpoint.folder, has_loaded_draft)
 
 
 def answers_texts(folder: Path, config: EngineConfig) -> bool:
@@ -160,7 +163,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     """
     ops.resolve(config.ops, torch_device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
-    auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
+    auto = auto_draft(config.target, has_loaded_draft)
     for spec in (config.draft, *config.extra_draft_specs):
         drafters.resolve(spec, auto)
     folder = target_files(config)
@@ -484,7 +487,7 @@ def _drafters_target(
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
         kv_cache_tokens=config.kv_cache_tokens,
         prefix_caching=config.prefix_caching,
-        auto=auto_of(checkpoint, config) if draft is None else drafters.BY_MODEL,
+        auto=auto_of(checkpoint, config, has_loaded_draft=draft is not None),
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
         loaded_draft=draft,
         ignore_config_keys=config.ignored_config_keys,
