@@ -4,10 +4,10 @@
     python tests/parity/recording.py record FILE       write digests of everything below to FILE
     python tests/parity/recording.py compare FILE      compute it again: a line for each difference, and exit 1
 
-FORERUN_ISA chooses the kernels, and a file is of one set of them. For each model (four tiny random families in four
-types, the shipped pair, SmolLM2's 4-bit file) and each drafter, five requests run in one batch, greedy and sampled by
-both rules: token ids, log-probabilities, the bits of every hidden row and of its logits, and the details of every
-round. `--only TEXT` takes the cases whose name contains it.
+FORERUN_ISA chooses the kernels; recorded/ISA.json are those of commit 48939b2. For each model (four tiny random
+families in four types, the shipped pair, SmolLM2's 4-bit file) and each drafter that needs no fitted file and steers by
+no clock, five requests run in one batch, greedy and sampled by both rules: token ids, log-probabilities, the bits of
+every hidden row and of its logits, and the details of every round. `--only TEXT` takes the cases whose name has it.
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ def cases(folder: Path) -> Iterator[tuple[str, str, str, dict[str, Any], int]]:
 def run(target: str, draft: str, options: dict[str, Any], num_tokens: int) -> dict[str, str]:
     """Serve the five requests in one batch, and return a digest of each kind of result."""
     llm = LLM(target, draft=draft, spec_length=4, max_batch_size=5, max_seq_len=256, **options)
-    is_head = draft.partition(":")[0] in WITH_HEADS  # torch rounds some of their products by where they lie in memory
     reports: list[StepReport] = []
     llm.listen(reports.append, detail=True)
     engine = llm.engine
@@ -209,7 +208,7 @@ def run(target: str, draft: str, options: dict[str, Any], num_tokens: int) -> di
             r.position,
             r.tokens,
             r.parents,
-            [p.hex() for p in r.draft_probs if not is_head],
+            [p.hex() for p in r.draft_probs],
             [p if p is None else p.hex() for p in r.target_probs],
             r.accepted,
             r.next_token,
@@ -218,7 +217,9 @@ def run(target: str, draft: str, options: dict[str, Any], num_tokens: int) -> di
         for r in report.rounds
     ]
     bits = [[(row.hidden.hex(), row.logits and row.logits.hex()) for row in each] for each in rows]
-    parts = {"ids": ids, "logprobs": logprobs, "rows": bits, "rounds": rounds}
+    parts = {"ids": ids, "logprobs": logprobs, "rows": bits}
+    if draft.partition(":")[0] not in WITH_HEADS:  # torch rounds products of a head by where they lie in memory
+        parts["rounds"] = rounds
     return {name: _digest(part) for name, part in parts.items()}
 
 
@@ -241,6 +242,13 @@ def write_heads(folder: Path) -> None:
         NEEDS[name](target, HEADS)
 
 
+def about() -> dict[str, str]:
+    """What the bits depend on besides the code; torch's may differ between processors of one instruction set."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    processor = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+    return {"isa": native.isa(), "processor": processor, "torch": torch.__version__}
+
+
 def main() -> int:
     """Record or compare; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,7 +261,11 @@ def main() -> int:
         if given.what == "heads":
             write_heads(folder)
             return 0
-        known = json.loads(given.file.read_text(encoding="utf-8")) if given.what == "compare" else {}
+        known: dict[str, Any] = {}
+        if given.what == "compare":
+            recorded = json.loads(given.file.read_text(encoding="utf-8"))
+            known = recorded["cases"]
+            print(f"recorded with {recorded['about']}, now {about()}")
         found: dict[str, dict[str, str]] = {}
         num_different = 0
         for case, target, draft, options, num_tokens in cases(folder):
@@ -271,7 +283,7 @@ def main() -> int:
                 print(f"{case}: {', '.join(different)} {found[case].get('error', '')}", flush=True)
         if given.what == "record":
             given.file.parent.mkdir(parents=True, exist_ok=True)
-            given.file.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+            given.file.write_text(json.dumps({"about": about(), "cases": found}, indent=0) + "\n", encoding="utf-8")
         print(f"{native.isa()}: {len(found)} cases, {num_different} differ")
         return bool(num_different)
 
