@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.blocks import weight_shapes
+from forerun.models.families import names_of
 from forerun.models.loading import read_config
+from forerun.models.naming import published
 from models.hubserver import Client, HubServer, serve
 
 Raw = dict[str, Any]
@@ -34,7 +36,10 @@ def write_checkpoint(tmp_path: Path) -> WriteCheckpoint:
     """write(raw, weights=None, **extra files as dicts) -> folder."""
 
     def write(raw: Mapping[str, Any], weights: dict[str, torch.Tensor] | None = None, **files: Raw) -> Path:
-        save_file(random_weights(raw) if weights is None else weights, tmp_path / "model.safetensors", {"format": "pt"})
+        made, spec = random_weights(raw) if weights is None else weights, read_config(raw)
+        names = names_of(spec)
+        made = made if names is None else published(names, spec, made)
+        save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
         (tmp_path / "config.json").write_text(json.dumps(raw))
         for name, value in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(value))

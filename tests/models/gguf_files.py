@@ -14,7 +14,8 @@ from tokenizers import pre_tokenizers
 
 from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
-from forerun.models.gguf.config import INNER, OUTER
+from forerun.models.families import names_of
+from forerun.models.naming import Place, places, published
 from forerun.ops.rotary import inverse_frequencies
 
 DENSE = ("F32", "F16", "BF16")
@@ -77,29 +78,42 @@ def write_model(
     quantise: the type of each matrix, by its name in checkpoints. metadata: keys with . as __, on top of the usual
     ones; None leaves one out.
     """
-    arch = "llama" if config.model_type == "mistral" else config.model_type
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
-    kept = {}
-    own = Plain.of(config)
-    names = {ours: name for name, ours in OUTER.items()} | {ours: name for name, ours in INNER.items()}
-    for name in weight_shapes(config):
-        weight, heads = weights[name].float().numpy(), 0
+    kept, names = {}, names_of(config)
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
+    stored = dict(weights) if names is None else published(names, config, weights)
+    for name, tensor in stored.items():
+        weight, heads = tensor.float().numpy(), 0
+        attention = config.blocks[0].attention
+        assert attention is not None
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = own.num_heads if ".q_proj." in name else own.num_kv_heads
+            heads = attention.heads if ".q_proj." in name else attention.kv_heads
             weight = turned(weight, heads)
+        is_turned = arch == "gpt2" and ".c_" in name and weight.ndim == 2  # as the converter turns them
+        weight = np.ascontiguousarray(weight.T) if is_turned else weight
+        offset = float(arch == "gemma3" and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
-        data = gguf.quants.quantize(weight, Type[kind])
-        writer.add_tensor(_here(name, names), data, raw_dtype=Type[kind])
-        numbers = numbers_of(data, kind)
-        kept[name] = torch.from_numpy(turned_back(numbers, heads) if heads else numbers)
-    if own.rope.kind == "llama3":
-        plain = inverse_frequencies(Rope(own.rope.theta), own.head_dim)
-        factors = plain / inverse_frequencies(own.rope, own.head_dim)
+        data = gguf.quants.quantize(weight + np.float32(offset), Type[kind])
+        writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), data, raw_dtype=Type[kind])
+        numbers = numbers_of(data, kind) - np.float32(offset)
+        numbers = turned_back(numbers, heads) if heads else numbers
+        kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
+    rope = attention.rope
+    if rope is not None and rope.kind == "llama3":
+        plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
+        factors = plain / inverse_frequencies(rope, attention.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     finish(writer)
-    return kept
+    return {ours: _held(kept[place.name], place) for ours, place in places(names, config, kept).items()}
+
+
+def _held(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    tensor = tensor.T if place.transposed else tensor
+    return (tensor if place.rows is None else tensor[place.rows]).contiguous()
 
 
 def write_tiny_model(path: Path) -> Path:
@@ -111,36 +125,36 @@ def write_tiny_model(path: Path) -> Path:
     return path
 
 
-def _here(name: str, names: Mapping[str, str]) -> str:
-    if name in names:
-        return names[name]
-    _, _, layer, rest = name.split(".", 3)
-    inner, _, ending = rest.rpartition(".")
-    return f"blk.{layer}.{names[inner]}.{ending}"
-
-
 def usual(spec: Spec, arch: str) -> dict[str, Any]:
     """The metadata of a model, without its tokenizer."""
-    config = Plain.of(spec)
+    found = [block.attention for block in spec.blocks if block.attention is not None]
+    a, mlp, norm = found[0], spec.blocks[0].mlp, spec.final_norm
+    assert mlp is not None
+    assert norm is not None
     own = {
-        "block_count": config.num_layers,
-        "context_length": config.max_positions,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.ffn_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.freq_base": config.rope.theta,
-        "rope.dimension_count": config.head_dim,
-        "vocab_size": config.vocab_size,
+        "block_count": spec.num_layers,
+        "context_length": spec.max_positions,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": mlp.size,
+        "attention.head_count": a.heads,
+        f"attention.layer_norm_{'' if norm.kind == 'layer' else 'rms_'}epsilon": norm.eps,
     }
-    if config.rope.kind == "linear":
-        own |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
-    if window := next((w for w in config.windows if w is not None), None):
+    if a.rope is not None:
+        full = next((x.rope for x in found if x.window is None), a.rope)
+        assert full is not None
+        own |= {
+            "attention.head_count_kv": a.kv_heads,
+            "attention.key_length": a.head_dim,
+            "attention.value_length": a.head_dim,
+            "rope.freq_base": full.theta,
+            "rope.dimension_count": a.head_dim,
+            "vocab_size": spec.vocab_size,
+        }
+        assert full.kind in ROPE_KINDS
+        if full.kind == "linear":
+            own |= {"rope.scaling.type": "linear", "rope.scaling.factor": full.factor}
+    if window := next((x.window for x in found if x.window is not None), None):
         own["attention.sliding_window"] = window
-    assert config.rope.kind in ROPE_KINDS
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 

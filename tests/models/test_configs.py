@@ -10,17 +10,20 @@ import torch
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
+from forerun.models import gemma3_text, gpt2
 from forerun.models.configs import SHARED_KEYS
-from forerun.models.loading import model_types, read_config
+from forerun.models.families import model_types
+from forerun.models.loading import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations
+from models.test_parity import GPT2, WHOLE
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def test_the_folder_is_the_list_of_architectures() -> None:
-    assert model_types() == ("llama", "mistral", "qwen2", "qwen3")
+    assert model_types() == ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
 def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> None:
@@ -111,7 +114,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ),
     ("mistral", {"sliding_window": 10**12}, "sliding_window=1000000000000"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers='all'"),
-    ("gpt2", {}, r"model_type='gpt2'.*\['llama', 'mistral', 'qwen2', 'qwen3'\]"),
+    ("bloom", {}, r"model_type='bloom'.*\['gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3'\]"),
     ("../llama", {}, "is not supported"),
 ]
 
@@ -133,7 +136,10 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
     """It is understood, or refused by name in one sentence; nothing else happens, and nothing takes long."""
     refused: list[str] = []
     more = {"sliding_window", "max_window_layers", "use_sliding_window", "attention_bias", "auto_map"}
-    for key in SHARED_KEYS | more:
+    keys = {"gpt2": gpt2.KEYS, "gemma3_text": SHARED_KEYS | gemma3_text.OWN_KEYS}.get(model_type, SHARED_KEYS | more)
+    if model_type == "gpt2":
+        llama_raw = GPT2
+    for key in keys:
         for value in ODD:
             for window in ({}, {"use_sliding_window": True}) if model_type.startswith("qwen") else ({},):
                 try:
@@ -164,10 +170,11 @@ def test_windows(llama_raw: Raw) -> None:
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
         ("qwen3", {"attention_bias": True}),
+        *((raw["model_type"], raw) for raw in WHOLE.values()),
     ],
 )
 def test_round_trip(llama_raw: Raw, model_type: str, keys: Raw) -> None:
-    config = read_config(llama_raw | {"model_type": model_type} | keys)
+    config = read_config(keys if keys.get("model_type") else llama_raw | {"model_type": model_type} | keys)
     assert read_config(config_to_dict(config)) == config
 
 

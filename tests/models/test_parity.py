@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from forerun import LLM, SamplingParams, native
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops.torch import TorchModel
 
 Raw = dict[str, Any]
+NATIVE = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 QWEN_KINDS = ["full_attention", "sliding_attention"]
@@ -39,6 +41,23 @@ CASES: dict[str, tuple[str, Raw, str, Raw]] = {
     "qwen3": ("qwen3", {}, "default", {}),
     "qwen3-window-bias": ("qwen3", {**QWEN_WINDOW, "attention_bias": True}, "linear", {"factor": 2.0}),
 }
+
+
+# Families that are not like Llama, as a whole config.json each: a family is one line.
+GEMMA = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "query_pre_attn_scalar": 13, "sliding_window": 6,
+         "model_type": "gemma3_text", "final_logit_softcapping": 3.0}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
+WHOLE: dict[str, Raw] = {
+    "gemma3": {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_theta": 1e5,
+               "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3-5": {**GEMMA, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"],
+                 "tie_word_embeddings": False, "final_logit_softcapping": None, "attention_bias": True,
+                 "rope_parameters": {"full_attention": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0},
+                 "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}},
+    "gpt2": GPT2,
+    "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
+}  # fmt: skip
 
 
 def spell(case: str, generation: int, base: Raw) -> Raw:
@@ -83,9 +102,11 @@ class Pair:
         return [logits[batch.run_starts[b] : batch.run_starts[b + 1]] for b in range(len(runs))]
 
 
-@pytest.fixture(params=[f"{case}/{generation}" for case in CASES for generation in (4, 5)])
+@pytest.fixture(params=[*(f"{case}/{generation}" for case in CASES for generation in (4, 5)), *WHOLE])
 def pair(request: pytest.FixtureRequest, write_checkpoint: Any, llama_raw: Raw) -> Pair:
-    case, generation = request.param.split("/")
+    case, _, generation = request.param.partition("/")
+    if case in WHOLE:
+        return Pair(write_checkpoint(WHOLE[case]))
     return Pair(write_checkpoint(spell(case, int(generation), llama_raw)))
 
 
@@ -161,3 +182,27 @@ def path_to(node: int, parents: list[int]) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+@pytest.mark.parametrize("case", WHOLE)
+def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str, ops: str) -> None:
+    """Of 20 prompts, in float32; where two texts part, the oracle says that both tokens are as likely.
+
+    They are drafted for too, which changes nothing.
+    """
+    folder = write_checkpoint(WHOLE[case])
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    prompts = [tokens_of(3 + seed, seed) for seed in range(20)]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "ops": ops, "max_seq_len": 64}
+    texts = [out.token_ids for out in LLM(str(folder), draft="none", **options).generate(prompts, params)]
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+    if ops == "native":
+        drafted = LLM(str(folder), draft="lookup", pacing="fixed", **options).generate(prompts, params)
+        assert [out.token_ids for out in drafted] == texts
+        assert sum(out.report.num_drafted for out in drafted) > 0

@@ -20,8 +20,8 @@ from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 
 Raw = dict[str, Any]
-TYPES = "llama or mistral or qwen2 or qwen3"
-KNOWN = "['llama', 'mistral', 'qwen2', 'qwen3']"
+TYPES = "gemma3_text or gpt2 or llama or mistral or qwen2 or qwen3"
+KNOWN = "['gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3']"
 WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
     "org/name"

@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams, registry
+from forerun.blocks import resized
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.drafters import head_files
@@ -439,7 +440,7 @@ def test_samples_of_another_target_are_refused(tiny: Make, tmp_path: Path) -> No
 
 
 def test_layers_that_are_read() -> None:
-    config = replace(eagle_target(), num_layers=30)
+    config = resized(eagle_target(), num_layers=30)
     module = heads.load("eagle", config)[1]
     assert module.layers(module.Options(), config) == (15, 29, 30)
     with pytest.raises(BadOption, match="the target has 30 layers"):

@@ -66,6 +66,10 @@ LARGEST = {
 }
 # Least and most of each number.
 RANGES = {
+    "layer_norm_epsilon": (1e-20, 1),
+    "query_pre_attn_scalar": (1e-3, 1e6),
+    "final_logit_softcapping": (1e-3, 1e6),
+    "attn_logit_softcapping": (1e-3, 1e6),
     "rms_norm_eps": (1e-20, 1),
     "rope_theta": (1, 1e15),
     "factor": (1e-3, 1e6),
@@ -168,12 +172,12 @@ def rope_of(raw: Raw) -> Rope:
         require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
     new = _one_for_all(raw.get("rope_parameters") or {})
     old = raw.get("rope_scaling") or {}
-    readings = {_read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
+    readings = {read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
     if len(readings) > 1:
         raise UnsupportedModel(
             f"config.json has rope_parameters={shown(new)} and rope_scaling={shown(old)}, which disagree: keep one"
         )
-    rope = readings.pop() if readings else _read_rope({"rope_theta": raw.get("rope_theta")}, raw)
+    rope = readings.pop() if readings else read_rope({"rope_theta": raw.get("rope_theta")}, raw)
     require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
     return rope
 
@@ -192,7 +196,21 @@ def _one_for_all(parameters: Raw) -> Raw:
     return entries[0]
 
 
-def _read_rope(rope: Raw, raw: Raw) -> Rope:
+def rope_parameters(raw: Raw) -> tuple[Raw, Raw]:
+    """What config.json says of rotary positions in layers of full attention and in those with a window.
+
+    `rope_scaling` is of the former, where `rope_parameters` has nothing by kind of layer.
+    """
+    both, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
+    fits = fits and all(kind in LAYER_KINDS and isinstance(part or {}, Mapping) for kind, part in both.items())
+    require(fits, raw, "rope_parameters", f"a mapping for each of {list(LAYER_KINDS)}, without rope_scaling beside it")
+    full, local = (both.get(kind) or {} for kind in LAYER_KINDS)
+    return old or full, local
+
+
+def read_rope(rope: Raw, raw: Raw) -> Rope:
+    """The rotary positions that a part of config.json asks for. raw: all of it."""
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KINDS:

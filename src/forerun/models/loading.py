@@ -7,11 +7,10 @@ checkpoints of other formats, source/ for the formats that are read, weights.py 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,8 +21,10 @@ from forerun.blocks import EMBEDDING, HEAD, Spec, weight_shapes
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.models import packings, refusals
+from forerun.models.families import family, model_types, names_of
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
+from forerun.models.naming import NamedSource
 from forerun.models.quantising import QuantisingSource
 from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
@@ -89,13 +90,6 @@ class LoadedModel(Model, Protocol):
 
     def weight(self, name: str) -> Tensor:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
-
-
-class Architecture(Protocol):
-    """What a file of this folder must define to be a family."""
-
-    def read(self, raw: Mapping[str, Any]) -> Spec: ...
-    def write(self, spec: Spec) -> Mapping[str, Any]: ...
 
 
 def load_checkpoint(
@@ -179,6 +173,12 @@ def _give_freed_memory_back() -> None:
             trim(0)
 
 
+def under_our_names(source: Source, spec: Spec) -> Source:
+    """The same source with the names of blocks.weights, where its family has others."""
+    names = names_of(spec)
+    return source if names is None else cast(Source, NamedSource(source, names, spec))
+
+
 def small_files(name: str | Path, ignore_config_keys: Collection[str] = ()) -> Path:
     """The folder of a checkpoint, fetched without its weights; raises UserError for all that its small files show."""
     source = _opened(locate(name, weights=False), ignore_config_keys)[0]
@@ -191,31 +191,8 @@ def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any]
     """A source, its config.json, the same as it is understood, and the end ids. Raises for what these files show."""
     source = open_source(path)
     raw = without(source.config, ignore)
-    return source, raw, read_config(raw, path), end_ids_of(source.folder, raw)
-
-
-# ------------------------------------------------------------------------------------------------------ architectures
-
-
-@cache
-def model_types() -> tuple[str, ...]:
-    """Every known `model_type`: the files of this folder that define `read`, found without importing them."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    found = [f.stem for f in files if "\ndef read(" in f.read_text(encoding="utf-8")]
-    return tuple(found)
-
-
-def architecture(model_type: object) -> Architecture:
-    """The file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
-    if model_type is None:
-        raise UnsupportedModel(
-            f"config.json has no model_type: fetch it again, or add the one that it is, of {list(model_types())}"
-        )
-    if model_type not in model_types():
-        raise UnsupportedModel(
-            f"model_type={shown(model_type)} is not supported: it must be one of {list(model_types())}"
-        )
-    return cast(Architecture, importlib.import_module(f"forerun.models.{model_type}"))
+    spec = read_config(raw, path)
+    return under_our_names(source, spec), raw, spec, end_ids_of(source.folder, raw)
 
 
 def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str, Any]:
@@ -238,7 +215,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
     """
     try:
         refusals.refuse_code(raw, model_types())
-        module = architecture(raw.get("model_type"))
+        module = family(raw.get("model_type"))
         packings.layout_of(raw)
         return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})
     except UnsupportedModel as error:

@@ -14,7 +14,7 @@ from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
 from forerun.config import Quantization
 from forerun.errors import UserError
 from forerun.models.hub import locate
-from forerun.models.loading import read_config, without
+from forerun.models.loading import read_config, under_our_names, without
 from forerun.models.packings import said_scheme
 from forerun.models.quantising import planned
 from forerun.models.source import Source, Stored, open_source
@@ -70,6 +70,7 @@ class Outline:
             source = open_source(path)
             raw = without(source.config, ignore)
             config = read_config(raw, path)
+            source = _named(source, config)
         tensors = _tensors(source) or _said_tensors(config, raw)
         return cls(raw, config, quantization, _schemes(tensors, config, quantization))
 
@@ -87,6 +88,14 @@ class Outline:
             config = replace(self.config, blocks=self.config.blocks[:num_layers])
         schemes = {} if quantization is None else _schemes(_said_tensors(config, {}), config, quantization)
         return Outline(self.raw, config, quantization, schemes, is_made=True)
+
+
+def _named(source: Source, spec: Spec) -> Source | None:
+    """Return a source under our names; None where its headers cannot be read, which loading will explain."""
+    try:
+        return under_our_names(source, spec)
+    except (UserError, OSError):
+        return None
 
 
 def _schemes(tensors: Mapping[str, Stored], spec: Spec, quantization: str | None) -> Mapping[str, Scheme]:

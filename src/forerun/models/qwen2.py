@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_config, plain_spec, size, windows
+from forerun.models.naming import Gguf, Own
 
+
+def window_of(own: Own) -> dict[str, Any]:
+    """What a GGUF file says of a sliding window, in the keys of config.json."""
+    window = own.get("attention.sliding_window")
+    keys = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    return {**keys, "hidden_act": "silu"}
+
+
+GGUF = Gguf("qwen2", more=lambda own, tensors: window_of(own))
 WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
 
 

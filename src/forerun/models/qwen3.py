@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec
-from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys
+from forerun.models.naming import Gguf, Own, has_bias
+from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return {**window_of(own), **({"attention_bias": True} if has_bias(tensors, "attn_q") else {})}
+
+
+GGUF = Gguf("qwen3", more=_more)
 
 
 def read(raw: Raw) -> Spec:

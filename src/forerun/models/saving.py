@@ -14,7 +14,9 @@ from torch import Tensor
 
 from forerun.blocks import Spec, difference, weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.models.loading import architecture, check_shapes, read_config
+from forerun.models.families import family, names_of
+from forerun.models.loading import check_shapes, read_config
+from forerun.models.naming import published
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SHARD_BYTES = 4 << 30
@@ -45,7 +47,9 @@ def save_checkpoint(
     raw = config_to_dict(spec) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(folder / "config.json", raw)
     write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    write_weights(folder, weights, dtype, shard_bytes)
+    names = names_of(spec)
+    stored = weights if names is None else published(names, spec, weights)
+    write_weights(folder, stored, dtype, shard_bytes)
     for name in TOKENIZER_FILES if tokenizer_folder is not None else ():
         source = Path(tokenizer_folder or folder) / name
         if source.exists() and source.resolve() != (folder / name).resolve():
@@ -57,7 +61,7 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
 
     Raises UnsupportedModel where the family has no key for what the model does.
     """
-    raw = dict(architecture(spec.model_type).write(spec))
+    raw = dict(family(spec.model_type).write(spec))
     if (other := difference(read_config(raw), spec)) is not None:
         raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say {other}: use another model_type")
     return raw

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from forerun.blocks import weight_shapes
 from forerun.config import Quantization
-from forerun.errors import BadOption
+from forerun.errors import BadOption, UnsupportedModel
+from forerun.models.families import names_of
 from forerun.models.hub import SMALL, locate
 from forerun.models.loading import check_shapes, read_config, stored_shapes
 from forerun.models.packings import pack
@@ -36,6 +37,11 @@ def quantise_checkpoint(
     source = open_source(locate(name))
     source.check(with_tokenizer=False)
     config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
+    if names_of(config) is not None:
+        raise UnsupportedModel(
+            f"a model of model_type={config.model_type!r} is not written with fewer bits, because its files join "
+            "matrices: load it with quantization= instead"
+        )
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder)

@@ -1,13 +1,11 @@
 """The metadata of a GGUF file as the config.json of the checkpoint that it was made of, and its tensors' names there.
 
-Architecture "llama" stands for Llama and Mistral: what its files say of a sliding window makes a mistral of it. Keys of
-an architecture that are not known here go into config.json as they are, where configs.py refuses what might change the
-function.
+What a family's files have is said by its `GGUF`. Keys of an architecture that are not known there go into config.json
+as they are, where configs.py refuses what might change the function.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,43 +16,12 @@ from numpy.typing import NDArray
 from forerun.blocks import Rope
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number
-from forerun.models.gguf.header import Entry, Header, Value
+from forerun.models.families import gguf_families
+from forerun.models.gguf.header import Header, Value
+from forerun.models.naming import Gguf
 from forerun.ops.rotary import inverse_frequencies
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
-# Names of tensors here -> in published checkpoints; then those of a layer.
-OUTER = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
-# Keys of an architecture that config.json has under another name.
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-}
 # Keys that are read otherwise, or say again what the tensors show, or count what is not there.
 _READ = (
     "attention.sliding_window rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.finetuned "
@@ -65,48 +32,51 @@ READ = frozenset(_READ.split())
 TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in float32
 
 
-def name_in_checkpoint(name: str) -> str | None:
-    """Return the name that a tensor has in published checkpoints, None for one that none has."""
-    if name in OUTER:
-        return OUTER[name]
-    match = LAYER_TENSOR.fullmatch(name)
-    if match is None or match[2] not in INNER:
-        return None
-    return f"model.layers.{int(match[1])}.{INNER[match[2]]}.{match[3]}"
-
-
 def read_config(header: Header, rope_factors: NDArray[np.float32] | None, path: Path) -> dict[str, Any]:
     """Return config.json. rope_factors: what the tensor of that name holds.
 
     Raises UnsupportedModel for other architectures, and for what config.json cannot say.
     """
-    kind = text(header.metadata, "general.architecture", path)
-    if kind not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{path} has general.architecture={kind!r:.80}, which is not supported: it must be one of "
-            f"{list(ARCHITECTURES)}"
-        )
+    kind, model_type, gguf = family_of(header, path)
     own = {key.removeprefix(f"{kind}."): _plain(v) for key, v in header.metadata.items() if key.startswith(f"{kind}.")}
-    raw: dict[str, Any] = {"model_type": kind, "hidden_act": "silu", "vocab_size": _rows(header, path)}
-    for key, name in SIZES.items():
-        if key in own:
-            raw[name] = _one_for_all(own[key])
-    for name in ("hidden_size", "num_attention_heads"):
+    raw: dict[str, Any] = {"model_type": model_type, "vocab_size": _rows(header, path)}
+    raw |= {name: _one_for_all(own[key]) for key, name in gguf.keys.items() if key in own}
+    for key in ("embedding_length", "attention.head_count"):
+        name = gguf.keys[key]
         if type(raw.get(name)) is not int or raw[name] < 1:
             raise UnsupportedModel(f"{path} sets no possible number as {name} of {kind}: fetch it again")
-    raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    raw["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if "rope.freq_base" in gguf.keys:
+        raw |= _rotary(kind, own, rope_factors, raw, path)
+    raw |= gguf.more(own, header.tensors)
+    raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
+    unknown = own.keys() - READ - gguf.keys.keys()
+    return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
+
+
+def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
+    """Return the architecture of a file, the model_type of its family, and how such files are read."""
+    kind, known = text(header.metadata, "general.architecture", path), gguf_families()
+    if kind not in known:
+        raise UnsupportedModel(
+            f"{path} has general.architecture={kind!r:.80}, which is not supported: it must be one of {list(known)}"
+        )
+    return kind, *known[kind]
+
+
+def _rotary(
+    kind: str, own: Mapping[str, Any], factors: NDArray[np.float32] | None, raw: dict[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the size of a head and its rotary positions."""
+    head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     for key in ("rope.dimension_count", "attention.value_length"):
-        if own.get(key, raw["head_dim"]) != raw["head_dim"]:
+        if own.get(key, head_dim) != head_dim:
             raise UnsupportedModel(
                 f"{path} sets {kind}.{key}={own[key]!r:.80}, which forerun does not compute: it must be the size of a "
-                f"head, {raw['head_dim']!r:.80}"
+                f"head, {head_dim!r:.80}"
             )
-    raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    raw |= _biases(kind, header.tensors) | _window(kind, own)
-    raw["rope_scaling"] = _rope_scaling(own, rope_factors, raw, path)
-    raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
-    unknown = own.keys() - READ - SIZES.keys()
-    return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
+    raw["head_dim"] = head_dim
+    return {"head_dim": head_dim, "rope_scaling": _rope_scaling(own, factors, raw, path)}
 
 
 def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
@@ -145,23 +115,6 @@ def _rows(header: Header, path: Path) -> int:
 
 def _dtype_name(header: Header) -> str:
     return str(header.tensors["token_embd.weight"].type.dtype).removeprefix("torch.")
-
-
-def _biases(kind: str, tensors: Mapping[str, Entry]) -> dict[str, bool]:
-    """Return the keys for biases, which are told by the tensors of the first layer."""
-    has = {name: f"blk.0.{name}.bias" in tensors for name in INNER}
-    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ())
-    found = {"attention_bias": has["attn_q"], "mlp_bias": has["ffn_gate"]}
-    return {key: found[key] for key in keys if found[key]}
-
-
-def _window(kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    window = own.get("attention.sliding_window")
-    if not window:
-        return {}
-    if kind == "llama":
-        return {"model_type": "mistral", "sliding_window": window}
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
 
 
 # -------------------------------------------------------------------------------------------------- rotary positions

@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
-from forerun.models.gguf.config import ROPE_FREQS, name_in_checkpoint, read_config
+from forerun.models.families import family
+from forerun.models.gguf.config import ROPE_FREQS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_header
 from forerun.models.gguf.tokenizer import write_tokenizer
+from forerun.models.naming import Place, chosen, part_of, placed, places
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
@@ -48,12 +50,18 @@ class GgufFile:
         self._header: Header = read_header(path)
         self._rope_factors = self._read_rope_factors()
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
-        names = {name: name_in_checkpoint(name) for name in self._header.tensors if name != ROPE_FREQS}
-        if unknown := next((name for name, ours in names.items() if ours is None), None):
-            raise UnsupportedModel(
-                f"{path} holds the tensor {unknown!r:.80}, which no {self.config['model_type']} has: use another file"
-            )
-        self._names = {ours: name for name, ours in names.items() if ours is not None}
+        self._gguf = family_of(self._header, path)[2]
+        for name in self._header.tensors:
+            if name != ROPE_FREQS and self._gguf.names.ours(name) is None:
+                raise UnsupportedModel(
+                    f"{path} holds the tensor {name!r:.80}, which no {self.config['model_type']} has: use another file"
+                )
+
+    @cached_property
+    def _places(self) -> Mapping[str, Place]:
+        """Where each tensor lies, by our names; what config.json asks for may be missing."""
+        spec = family(self.config["model_type"]).read(self.config)
+        return places(self._gguf.names, spec, [name for name in self._header.tensors if name != ROPE_FREQS])
 
     @cached_property
     def folder(self) -> Path:
@@ -71,11 +79,17 @@ class GgufFile:
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`."""
-        return {ours: self._stored(self._header.tensors[name]) for ours, name in self._names.items()}
+        return {ours: placed(self._stored(self._header.tensors[p.name]), p) for ours, p in self._places.items()}
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
-        entry = self._entry(name)
+        place, offset = self._places[name], self._gguf.stored_offset if "norm" in name else 0.0
+        for rows in chosen(self._whole(place.name), place.rows):
+            yield rows - offset if offset else rows
+
+    def _whole(self, name: str) -> Iterator[Tensor]:
+        """Yield all rows of a tensor of the file."""
+        entry = self._header.tensors[name]
         if entry.type.unpack is None:
             yield from self._rows(name)
             return
@@ -84,28 +98,27 @@ class GgufFile:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `Source.quantised`."""
-        stored = self.tensors[name]
+        place = self._places[name]
+        stored = self._stored(self._header.tensors[place.name])
         assert stored.scheme is not None
         num_out, num_in = stored.shape
-        return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._quantised_rows, name))
+        whole = QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._quantised_rows, place.name))
+        return whole if place.rows is None else part_of(whole, place.rows)
 
     # --------------------------------------------------------------------------------------------------------- weights
-
-    def _entry(self, name: str) -> Entry:
-        return self._header.tensors[self._names[name]]
 
     def _stored(self, entry: Entry) -> Stored:
         return Stored(self.path, entry.shape, entry.type.dtype, entry.type.scheme if len(entry.shape) == 2 else None)
 
     def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
-        entry = self._entry(name)
+        entry = self._header.tensors[name]
         assert entry.type.unpack is not None
         for rows in self._rows(name):
             yield entry.type.unpack(rows)
 
     def _rows(self, name: str) -> Iterator[Tensor]:
         """Yield rows in the order of published checkpoints: weights, or bytes [R, blocks, num_bytes] if quantised."""
-        entry, turned = self._entry(name), self._rows_of_a_head(name)
+        entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
         is_vector = len(entry.shape) == 1
         num_rows = 1 if is_vector and entry.type.unpack else entry.shape[0]
         row_bytes = entry.num_bytes // num_rows
@@ -133,8 +146,7 @@ class GgufFile:
         It has the rows of the two halves of a head in turn, because llama.cpp turns neighbours where published
         checkpoints turn row i and row i + head_dim / 2.
         """
-        is_llama = self._header.metadata["general.architecture"] == b"llama"
-        is_turned = is_llama and (".attn_q." in self._names[name] or ".attn_k." in self._names[name])
+        is_turned = self._gguf.turned and (".attn_q." in name or ".attn_k." in name)
         return int(self.config["head_dim"]) if is_turned else 1
 
     def _read_rope_factors(self) -> NDArray[np.float32] | None:

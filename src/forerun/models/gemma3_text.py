@@ -1,0 +1,104 @@
+"""Gemma 3 of text (google/gemma-3-270m, -1b): norms behind both parts too, GELU, a window in five of six layers.
+
+Windowed layers and the others have rotary positions of their own. Norms are multiplied by one more than is stored, and
+embeddings by the square root of their width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Attention, Block, Mlp, Norm, Spec
+from forerun.models import configs
+from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, UNTRAINED, Raw, flag, number, size
+from forerun.models.naming import INNER, OUTER, Gguf, Names, Own
+
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
+            "rope_local_base_freq", *CAPS}  # fmt: skip
+DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "head_dim": 256, "tie_word_embeddings": True,
+            "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "num_key_value_heads": 4,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    """llama.cpp's files leave out the scale of scores: that of a head's size, but in the one model of 62 layers."""
+    of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
+    scalar = of_rows if own.get("block_count") == 62 else own.get("attention.key_length", 256)
+    return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
+
+
+NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+         "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
+GGUF = Gguf("gemma3", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}), stored_offset=1.0)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, SHARED_KEYS | OWN_KEYS)
+    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    configs.require(c["hidden_activation"] == "gelu_pytorch_tanh", c, "hidden_activation", "'gelu_pytorch_tanh'")
+    num, pattern, hidden = size(c, "num_hidden_layers"), size(c, "sliding_window_pattern"), size(c, "hidden_size")
+    kinds = c.get("layer_types") or [LAYER_KINDS[(i + 1) % pattern > 0] for i in range(num)]
+    windows = configs.windows({"layer_types": kinds}, num, size(c, "sliding_window")) or (None,) * num
+    full, local = configs.rope_parameters(c)
+    turned = configs.read_rope({"rope_theta": c["rope_theta"], **full}, c)
+    turned_within = configs.read_rope({"rope_theta": c["rope_local_base_freq"], **local}, c)
+    norm, bias = Norm(eps=number(c, "rms_norm_eps"), offset=1.0), flag(c, "attention_bias")
+    caps = [number(c, key) if key in c else None for key in CAPS]
+    attention = Attention(
+        *configs.head_sizes(c),
+        scale=number(c, "query_pre_attn_scalar") ** -0.5,
+        q_norm=replace(norm, span="head"),
+        k_norm=replace(norm, span="head"),
+        qkv_bias=bias,
+        o_bias=bias,
+        softcap=caps[0],
+    )
+    both = [replace(attention, window=w, rope=turned if w is None else turned_within) for w in windows]
+    mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
+    blocks = tuple(Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in both)
+    return Spec("gemma3_text", size(c, "vocab_size"), hidden, size(c, "max_position_embeddings"), blocks, norm,
+                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"), logit_softcap=caps[1])  # fmt: skip
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    a, mlp, norm = attentions[0], spec.blocks[0].mlp or Mlp(1), spec.final_norm or Norm()
+    windows, ropes = (
+        [x.window for x in attentions],
+        {x.window is None: x.rope for x in attentions if x.rope is not None},
+    )
+    kinds = {"full_attention": ropes.get(True), "sliding_attention": ropes.get(False)}
+    turned = {kind: {"rope_theta": r.theta, **(configs.rope_scaling(r) or {})} for kind, r in kinds.items() if r}
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": mlp.size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": norm.eps,
+        "attention_bias": a.o_bias,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tied,
+        "rope_parameters": turned,
+        "layer_types": [LAYER_KINDS[window is not None] for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "query_pre_attn_scalar": _whole((a.scale or 0.0625) ** -2),
+        **dict(zip(CAPS, (a.softcap, spec.logit_softcap), strict=True)),
+        **UNTRAINED,
+    }
+
+
+def _whole(number: float) -> float:
+    """A number without what rounding added to it; of type int where it can be, as published files have it."""
+    return round(number) if abs(number - round(number)) < 1e-6 else number

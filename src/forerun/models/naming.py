@@ -1,0 +1,281 @@
+"""Names of published tensors, where they are not those of blocks.weights, as data.
+
+Most families publish the usual names. Another one says in `NAMES` which published tensor holds which of ours: renamed,
+several in one, stored the other way round, or head by head. `GGUF` says the same of the files of llama.cpp, and which
+keys of their metadata make a config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Plain, Spec, weight_shapes
+from forerun.errors import UnsupportedModel
+from forerun.models.source import QuantisedSource, Source, Stored
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
+
+Rows = TypeVar("Rows", Tensor, QuantisedRows)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What one published tensor holds: these of our matrices, one below the other.
+
+    transposed: it is stored as inputs x outputs. by_head: the rows of the first head of each part come first.
+    """
+
+    parts: tuple[str, ...]
+    transposed: bool = False
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """Published names of modules -> ours, both without `.weight` and `.bias`.
+
+    outer: of those outside of blocks. block: how the names inside of a block begin, {} being its number. inner: what
+    follows there. prefix: what may stand before any name. ignored: endings of tensors that are no weights.
+    """
+
+    outer: Mapping[str, str]
+    block: str
+    inner: Mapping[str, str | Fused]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def ours(self, name: str) -> tuple[list[str], Fused] | None:
+        """Return our names of what a published tensor holds, and how it does; None for a name that is not known."""
+        module, _, ending = name.removeprefix(self.prefix).rpartition(".")
+        if module in self.outer:
+            return [f"{self.outer[module]}.{ending}"], Fused((self.outer[module],))
+        head, tail = map(re.escape, self.block.split("{}"))
+        match = re.fullmatch(rf"{head}(0|[1-9]\d{{0,3}}){tail}(.+)", module)
+        if match is None or match[2] not in self.inner:
+            return None
+        found = self.inner[match[2]]
+        how = Fused((found,)) if isinstance(found, str) else found
+        return [f"model.layers.{int(match[1])}.{part}.{ending}" for part in how.parts], how
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our tensors lies. rows: of the published one's outputs, in order; None = all of them."""
+
+    name: str
+    rows: list[int] | None = None
+    transposed: bool = False
+
+
+def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
+    """Return by our names where each tensor lies; one whose name is not known lies under its own."""
+    found, shapes = dict[str, Place](), weight_shapes(spec)
+    for name in published:
+        known = None if names is None or name in shapes else names.ours(name)
+        if known is None:
+            if names is None or not name.endswith(names.ignored or "\n"):
+                found[name] = Place(name)
+            continue
+        ours, how = known
+        sizes = [shapes[own][0] if own in shapes else 0 for own in ours]
+        for own, rows in zip(ours, _rows(how, sizes, spec), strict=True):
+            found[own] = Place(name, rows if len(ours) > 1 else None, how.transposed and name.endswith(".weight"))
+    return found
+
+
+def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
+    """Yield the rows of each part among all rows."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if not how.by_head:
+        yield from (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+        return
+    heads = Plain.of(spec).num_kv_heads
+    step, each = sum(sizes) // heads, [size // heads for size in sizes]
+    for i, size in enumerate(each):
+        first = sum(each[:i])
+        yield [head * step + first + row for head in range(heads) for row in range(size)]
+
+
+class NamedSource:
+    """A source whose tensors have our names."""
+
+    def __init__(self, source: Source, names: Names, spec: Spec) -> None:
+        self.source = source
+        self._places = places(names, spec, source.tensors)
+
+    @property
+    def folder(self) -> Path:
+        """See `Source.folder`."""
+        return self.source.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `Source.config`."""
+        return self.source.config
+
+    def check(self, with_tokenizer: bool) -> None:
+        """See `Source.check`."""
+        self.source.check(with_tokenizer)
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `Source.tensors`."""
+        return {ours: placed(self.source.tensors[place.name], place) for ours, place in self._places.items()}
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """See `Source.blocks`."""
+        place = self._places[name]
+        if not place.transposed:
+            yield from chosen(self.source.blocks(place.name), place.rows)
+            return
+        whole = torch.cat([block.clone() for block in self.source.blocks(place.name)]).T
+        yield (whole if place.rows is None else whole[place.rows]).contiguous()
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """See `QuantisedSource.quantised`. Raises UnsupportedModel for what is stored the other way round."""
+        place = self._places[name]
+        if place.transposed:
+            raise UnsupportedModel(
+                f"{place.name} in {self.source.tensors[place.name].file} is quantised the other way round than it is "
+                "computed: use the unquantised original"
+            )
+        matrix = cast(QuantisedSource, self.source).quantised(place.name)
+        return matrix if place.rows is None else part_of(matrix, place.rows)
+
+
+def placed(stored: Stored, place: Place) -> Stored:
+    """Return what is stored of one of our tensors."""
+    shape = stored.shape[::-1] if place.transposed else stored.shape
+    return replace(stored, shape=shape if place.rows is None else (len(place.rows), *shape[1:]))
+
+
+def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
+    """Return some rows of a quantised matrix."""
+    return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks(), rows))
+
+
+def chosen(found: Iterator[Rows], rows: list[int] | None) -> Iterator[Rows]:
+    """Yield of blocks of all rows those that are wanted, which ascend; None = all."""
+    if rows is None:
+        yield from found
+        return
+    first = at = 0
+    for block in found:
+        end = first + len(block)
+        stop = at
+        while stop < len(rows) and rows[stop] < end:
+            stop += 1
+        if stop > at:
+            yield _picked(block, [row - first for row in rows[at:stop]])
+        first, at = end, stop
+
+
+def _picked(block: Any, rows: list[int]) -> Any:
+    if isinstance(block, Tensor):
+        return block[rows]
+    numbers = {
+        name: part[rows]
+        for name in ("codes", "scales", "zeros", "minimums", "super_scales", "super_minimums")
+        if (part := getattr(block, name)) is not None
+    }
+    return replace(block, **numbers)
+
+
+def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of our names under the published ones, as files of the family have them."""
+    outer = {ours: module for module, ours in names.outer.items()}
+    inner = {
+        part: module
+        for module, how in names.inner.items()
+        for part in (how if isinstance(how, Fused) else Fused((how,))).parts
+    }
+    made: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        module, _, ending = name.rpartition(".")
+        if module in outer:
+            theirs = f"{outer[module]}.{ending}"
+        else:
+            _, _, number, own = module.split(".", 3)
+            theirs = f"{names.block.format(number)}{inner[own]}.{ending}"
+        theirs = theirs if name == HEAD else names.prefix + theirs
+        made.setdefault(theirs, {})[name] = weight
+    found = dict[str, Tensor]()
+    for theirs, parts in made.items():
+        held = places(names, spec, [theirs])
+        first = held[next(iter(parts))]
+        if first.rows is None:
+            [whole] = parts.values()
+        else:
+            some = next(iter(parts.values()))
+            whole = some.new_empty(sum(len(part) for part in parts.values()), *some.shape[1:])
+            for own, part in parts.items():
+                whole[held[own].rows] = part
+        found[theirs] = whole.T.contiguous() if first.transposed else whole
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- GGUF
+
+OUTER = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM, "output": HEAD}
+OUTER = {module: ours.removesuffix(".weight") for module, ours in OUTER.items()}
+INNER: Mapping[str, str | Fused] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Keys of an architecture -> of config.json.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+
+Own = Mapping[str, Any]  # an architecture's keys, without its name before them
+More = Callable[[Own, Collection[str]], dict[str, Any]]
+
+
+def nothing_more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    """Return no further keys of config.json."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How GGUF files of a family are read.
+
+    architecture: general.architecture. keys: of its metadata -> of config.json. more: what else config.json says, from
+    the metadata and the names of the tensors. names: of tensors. turned: q and k have the rows of the two halves of a
+    head in turn. stored_offset: what has been added to the weights of norms.
+    """
+
+    architecture: str
+    keys: Mapping[str, str] = field(default_factory=lambda: SIZES)
+    more: More = nothing_more
+    names: Names = Names(OUTER, "blk.{}.", INNER)
+    turned: bool = False
+    stored_offset: float = 0.0
+
+
+def has_bias(tensors: Collection[str], module: str) -> bool:
+    """Whether the first block's module has a bias, by its name in GGUF files."""
+    return f"blk.0.{module}.bias" in tensors
