@@ -51,6 +51,14 @@ def test_a_prompt_is_run_in_chunks_beside_decoding_requests():
 
 
 @pytest.mark.once("no engine runs")
+def test_a_request_that_ignores_the_models_end_ids_has_its_own():
+    engine = engine_for(random_decoder(1), end_ids=frozenset({3}))
+    own = {"stop_token_ids": [5]}
+    assert engine.add([1], SamplingParams(**own)).seq.end_ids == {3, 5}
+    assert engine.add([1], SamplingParams(ignore_eos=True, **own)).seq.end_ids == {5}
+
+
+@pytest.mark.once("no engine runs")
 def test_an_end_id_at_the_longest_length_is_an_end():
     ends = {
         token: Sequence(0, [1], 1, SamplingParams(), 0, 2, frozenset({5})).commit(token, "plain") for token in (5, 6)

@@ -153,3 +153,12 @@ def test_a_field_says_all_that_is_said_of_a_parameter():
         assert about["kind"].what, name
         is_counted = about["kind"].what.startswith("an integer") and name != "priority"
         assert not is_counted or "min" in about, f"{name} has no least value"
+
+
+def test_one_text_or_several_are_texts():
+    for name in ("stop", "bad_words"):
+        assert [getattr(SamplingParams(**{name: value}), name) for value in ("ab", ["ab"], ("a", "b"))] == [
+            ("ab",),
+            ("ab",),
+            ("a", "b"),
+        ]

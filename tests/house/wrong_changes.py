@@ -52,7 +52,7 @@ def changes() -> list[Change]:
 
 def outcome(change: Change, copy: Path) -> tuple[int, str]:
     """What pytest says of the tests with the change in place: its code, and the first test that failed."""
-    (path,) = change.places(copy / "forerun")
+    (path,) = change.places(copy / "src" / "forerun")
     right = path.read_text(encoding="utf-8")
     path.write_text(right.replace(change.old, change.new), encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
@@ -61,8 +61,8 @@ def outcome(change: Change, copy: Path) -> tuple[int, str]:
         if (child := os.fork()) == 0:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
-            os.environ["PYTHONPATH"] = str(copy)
-            sys.path.insert(0, str(copy))
+            os.environ["PYTHONPATH"] = str(copy / "src")
+            sys.path.insert(0, str(copy / "src"))
             resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
             os._exit(pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "--tb=line", *change.tests]))
         _, status = os.waitpid(child, 0)
@@ -75,18 +75,23 @@ def outcome(change: Change, copy: Path) -> tuple[int, str]:
 
 def main(texts: Seq[str]) -> int:
     """Try the changes that have one of these texts in them, one after the other. Returns how many no test has shown."""
-    os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(ROOT / "tests"))
     for name in import_module("processes").PRELOADED:
         import_module(name)
+    sys.path.pop(0)
     num_survived = 0
     chosen = [c for c in changes() if not texts or any(text in " ".join((c.about, *c.tests)) for text in texts)]
     with tempfile.TemporaryDirectory(prefix="forerun-wrong-") as folder:
         copy = Path(folder)
-        shutil.copytree(SOURCE, copy / "forerun")
+        for entry in ROOT.iterdir():
+            if entry.name in ("src", "tests"):  # tests start processes with the package beside them
+                shutil.copytree(entry, copy / entry.name)
+            elif not entry.name.startswith("."):
+                (copy / entry.name).symlink_to(entry)
+        os.chdir(copy)
         for change in chosen:
             before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             code, said = outcome(change, copy)

@@ -167,6 +167,11 @@ def test_end_ids(tmp_path: Path, value: Any, ids: set[int]) -> None:
     assert end_ids_of(folder_with(tmp_path, eos_token_id=value), {"eos_token_id": [7]}) >= ids | {7}
 
 
+def test_end_ids_are_those_of_all_files_together(tmp_path: Path) -> None:
+    written(tmp_path, "tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": {"9": {"content": "</s>"}}})
+    assert end_ids_of(folder_with(tmp_path, eos_token_id=[2, 3]), CONFIG | {"eos_token_id": 5}) == {2, 3, 5, 9}
+
+
 @pytest.mark.parametrize("value", ["</s>", "5", "", [None], [[1]], {}, True, False, 1.5, [5, True], [1.0]], ids=repr)
 def test_what_is_no_end_id_is_refused(tmp_path: Path, value: Any) -> None:
     wanted = f"sets eos_token_id={value!r}, which is not possible: it must be null, an id or a list of ids"

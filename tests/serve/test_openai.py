@@ -181,6 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": None}, "prompt", "must be a text"),
     (COMPLETIONS, {"messages": HELLO}, "messages", "a field of /v1/chat/completions"),
     (COMPLETIONS, {"echo": True}, "echo", "does not repeat its prompt"),
+    (COMPLETIONS, {"echo": 0}, "echo", "does not repeat its prompt"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "not filled in"),
     (COMPLETIONS, {"best_of": 2}, "best_of", "use n"),
     (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),

@@ -31,6 +31,7 @@ from forerun.engine.request import Request
 from forerun.errors import ForerunError, InternalError
 from forerun.serve import server
 from forerun.serve.app import APIS, make_app
+from forerun.serve.bodies import Refused
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Gate, Limits, Patience
 from forerun.serve.origins import is_local
@@ -384,6 +385,21 @@ def test_when_to_come_again_is_told_by_requests_that_generate(monkeypatch: pytes
                 now_s += seconds
         assert gate.retry_after_s() == 10
         monkeypatch.undo()
+
+    run(test)
+
+
+def test_a_request_takes_and_gives_back_a_place_for_each_of_its_choices() -> None:
+    async def test() -> None:
+        gate = Gate(4, 2)
+        with gate.enter() as first, gate.enter() as second:
+            first.grow(2)
+            with pytest.raises(Refused, match="3 choices run or wait, of 4"):
+                second.grow(3)
+            second.grow(2)
+            with pytest.raises(Refused, match="4 choices run or wait, of 4"), gate.enter():
+                pass
+        assert (gate.num_taken, gate.is_empty.is_set()) == (0, True)
 
     run(test)
 
