@@ -73,10 +73,10 @@ LLM.from_config(EngineConfig(target="x"))
 
 
 def test_checkers_take_what_the_engine_takes_and_refuse_the_rest(tmp_path):
-    """With the project's own settings, so that what `make check` has found out of the package is used again."""
+    """With the project's own settings, and a cache of its own: `make test` checks the package beside the tests."""
     (tmp_path / "calls.py").write_text(CALLS, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", tmp_path / "calls.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", tmp_path / "calls.py"],
         cwd=SOURCE.parent,
         capture_output=True,
         text=True,

@@ -309,7 +309,7 @@ def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: in
 # ------------------------------------------------------------------------------------------------------------- load
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.parity) for seed in (1, 2))])
 def test_random_arrivals_and_aborts_lose_no_block_and_answer_each_request_once(seed: int) -> None:
     random_ = random.Random(seed)
     engine = engine_with(random_.choice((128, 192)), prefill_chunk_tokens=random_.choice((5, 64)))

@@ -131,8 +131,12 @@ def one_by_one(isa: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     return feed(runner, 0, TEXT, 1), cached(runner, 0, 0, len(TEXT))
 
 
+CHUNKS = [(13, "paged"), (64, "contiguous")]
+MORE_CHUNKS = [pytest.param(*case, marks=pytest.mark.parity) for case in ((7, "contiguous"), (90, "paged"))]
+
+
 @needs_native
-@pytest.mark.parametrize(("chunk", "backend"), [(7, "contiguous"), (13, "paged"), (64, "contiguous"), (90, "paged")])
+@pytest.mark.parametrize(("chunk", "backend"), [*CHUNKS, *MORE_CHUNKS])
 @pytest.mark.parametrize(("isa", "dtype"), CASES)
 def test_a_prompt_in_chunks(isa: str, dtype: str, chunk: int, backend: str) -> None:
     """By two threads, as everything below, and behind a neighbour."""
