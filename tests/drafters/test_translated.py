@@ -407,7 +407,7 @@ def test_the_memory_plan_counts_the_model(capsys):
     parts = {}
     for draft in ("model", f"translated:path={SHIPPED_DRAFT}", "translated"):
         with pytest.raises(SystemExit, match=r"^0$"):
-            main(["plan", "--draft", draft, "--memory", "4GB", "--json"])
+            main(["plan", "--target", "shipped", "--draft", draft, "--memory", "4GB", "--json"])
         parts[draft] = json.loads(capsys.readouterr().out)["parts"]
     assert parts["translated"] == parts[f"translated:path={SHIPPED_DRAFT}"] == parts["model"]
     assert any(part["name"].startswith("draft") and part["bytes"] for part in parts["model"])
