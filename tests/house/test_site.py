@@ -62,9 +62,9 @@ def test_an_issue_form_is_one(name: str) -> None:
 def test_the_hooks_of_pre_commit_are_the_tools_of_make_check() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
     entries = [hook["entry"].split()[0] for hook in hooks if "stages" not in hook]
-    tools = re.findall(
-        r"^\t\$\(BIN\)/(\S+)", (ROOT / "Makefile").read_text().partition("\ncheck:")[2].partition("\n\n")[0], re.M
-    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = [makefile.partition(f"\n{target}:")[2].partition("\n\n")[0] for target in ("check", "lint")]
+    tools = [tool for recipe in recipes for tool in re.findall(r"^\t\$\(BIN\)/(\S+)", recipe, re.M)]
     assert {entry.removeprefix(".venv/bin/") for entry in entries} == set(tools)
 
 
