@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
 from forerun.params import SamplingParams
-from forerun.registry import by_name, by_value, checked, option, unknown, with_fields
+from forerun.registry import by_name, by_value, checked, option, stated, unknown, with_fields
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -144,7 +144,7 @@ class EngineConfig:
         "auto",
         "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)",
         panel="Model",
-        choices=("auto", "native", "reference", "reference_row_by_row"),
+        choices=("auto", *stated("forerun.ops", "NAME").values()),
     )
     kv_cache_backend: str = option(
         "paged",

@@ -82,6 +82,21 @@ def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 
+def stated(package: str, constant: str) -> dict[str, str]:
+    """Return what the files of a room state as a constant text, by the names of the files. None of them is imported.
+
+    It is how backends are found: those files of ops/ that have a NAME.
+    """
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    pattern = re.compile(rf'^{constant} = "([^"]*)"', re.MULTILINE)
+    found = {}
+    for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
+        if (match := pattern.search(file.read_text(encoding="utf-8"))) is not None:
+            found[file.stem] = match[1]
+    return found
+
+
 def load(package: str, name: str, what: str) -> types.ModuleType:
     """Import the module of one method. Raises BadOption with the list of known names."""
     known = names(package)

@@ -637,7 +637,7 @@ class Model(Protocol):
     """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
 
     What only some models can do is a method that they have or lack: `best` finds the largest logits without writing the
-    others, `run_ahead` continues runs greedily in one call (ops/cpu_decoder.py).
+    others, `run_ahead` continues runs greedily in one call (ops/cpu_model.py).
     """
 
     @property

@@ -33,9 +33,9 @@ from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
-from forerun.memory.reference import weight_bytes
 from forerun.models.source import BLOCK_BYTES
 from forerun.ops.torch import empty_weights
+from forerun.ops.torch_memory import weight_bytes
 from models.gguf_files import write_tiny_model
 from models.gguf_vocabularies import smollm2
 from tiny import write_tiny

@@ -15,11 +15,11 @@ from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, ne
 from forerun import native, ops as operators
 from forerun.blocks import Spec, resized, weight_shapes
 from forerun.config import EngineConfig
-from forerun.memory.native import packed_bytes
-from forerun.memory.parts import KERNEL_BYTES
 from forerun.memory.plan import memory_plan
 from forerun.ops import load_model
+from forerun.ops.cpu_memory import packed_bytes
 from forerun.ops.cpu_model import CpuModel
+from forerun.ops.memory import KERNEL_BYTES
 from forerun.ops.torch import empty_weights
 
 pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]

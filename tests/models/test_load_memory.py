@@ -53,7 +53,7 @@ LAYOUTS = {
 CHILD = """
 import ctypes, gc, json, os, sys
 from forerun import ops as operators
-from forerun.memory.native import allocated_bytes
+from forerun.ops.cpu_memory import allocated_bytes
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch import TorchModel
 

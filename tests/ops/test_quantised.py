@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.memory.native import quantised_bytes
 from forerun.ops import load_model
+from forerun.ops.cpu_memory import quantised_bytes
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from ops.native_cases import (
     ISAS,

@@ -227,7 +227,8 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
         if shape == "none":
             checkpoint = load_target(config)
         else:
-            small, ops = load_unpacked(config), make_ops(config)
+            small = load_unpacked(config)
+            ops = make_ops(config, small.model.config)
             status.update("widening the target ...")
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"

@@ -23,9 +23,9 @@ from forerun.models.named import PAIR
 
 if TYPE_CHECKING:
     from forerun.engine.factory import Outlines
-    from forerun.memory.parts import MemoryPart
     from forerun.memory.plan import MemoryPlan
     from forerun.models.outline import Outline
+    from forerun.ops.memory import MemoryPart
 
 NARROW = 76  # columns; below, what is behind a number stands under it
 DOES_NOT_FIT = 3  # exit code, as for CapacityError
@@ -132,9 +132,9 @@ class Models:
             "max_batch_size": config.max_batch_size,
             "max_seq_len": resolve_max_seq_len(config.max_seq_len, target.config.max_positions),
             "spec_length": 0 if config.draft == "none" and not has_drafts else config.longest_draft,
-            "dtype": str(dtype_of(config, self.device, target.raw)).removeprefix("torch."),
+            "dtype": str(dtype_of(config, self.device, target)).removeprefix("torch."),
             "device": self.device,
-            "ops": ops.resolve(config.ops, self.device),
+            "ops": ops.resolve(config.ops, self.device, target.config),
         }
 
 
@@ -171,7 +171,7 @@ def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan, width: int) -> Iterator[str]:
     """Yield the lines of the table, then the verdict. GB are 10^9 bytes, GiB 2^30."""
-    from forerun.memory.parts import MemoryPart
+    from forerun.ops.memory import MemoryPart
 
     yield folded(
         f"{settings['max_batch_size']} sequences of {settings['max_seq_len']:,} tokens, {settings['spec_length']} "

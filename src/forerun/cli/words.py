@@ -39,6 +39,15 @@ def precision(llm: LLM) -> str:
     return used if stored in ("", used) else f"{used} (the file has {stored})"
 
 
+def backend(llm: LLM) -> str:
+    """What computes the model, and why nothing faster does."""
+    from forerun import ops
+
+    model = llm.checkpoint.model
+    reasons = [reason for _, reason in ops.faster(model.ops.name, model.device.type, model.config)]
+    return f"{model.ops.name} operators" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
 def model_name(llm: LLM) -> str:
     """The name by which the user may know a model: of those of `forerun models`, its name there."""
     target = llm.config.target
@@ -90,7 +99,7 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
         parts.append(lossy(report.acceptance, report.tv_price))
     if output.score is not None:
         parts.append(f"score {output.score:.4f}")
-    parts += [precision(llm), drawing(params)]
+    parts += [precision(llm), backend(llm), drawing(params)]
     if not params.greedy:
         parts.append(f"seed {output.seed}")
     return f"[{', '.join([*parts, *ending(output.finish_reason, num_tokens, params)])}]"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun import drafters, ops, pacing
+from forerun.blocks import Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
@@ -127,7 +128,7 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
         target_of(config),
         dtype=config.dtype,
         device=torch_device(config.device),
-        ops=make_ops(config),
+        ops=partial(make_ops, config),
         with_tokenizer=with_tokenizer,
         ignore_config_keys=config.ignored_config_keys,
         quantization=config.quantization,
@@ -139,7 +140,7 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
 
     They have the type that `load_target` gives them. They are not quantised: the other model will be.
     """
-    own = make_ops(config)
+    own = make_ops(config, read_config(read_raw_config(target_files(config), config.ignored_config_keys)))
     if not own.packs:
         return load_target(replace(config, quantization=None))
     dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
@@ -151,9 +152,9 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
     )
 
 
-def make_ops(config: EngineConfig) -> ReferenceOps:
-    """The operators that a configuration names. Raises BadOption where they cannot be had."""
-    return ops.make(config.ops, torch_device(config.device).type)
+def make_ops(config: EngineConfig, spec: Spec) -> ReferenceOps:
+    """The operators that a configuration names, for a model. Raises UserError where they cannot be had."""
+    return ops.make(config.ops, torch_device(config.device).type, spec)
 
 
 def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlines:
@@ -164,11 +165,12 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     ops.resolve(config.ops, torch_device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     auto = auto_draft(config.target, has_loaded_draft)
-    for spec in (config.draft, *config.extra_draft_specs):
-        drafters.resolve(spec, auto)
+    for draft in (config.draft, *config.extra_draft_specs):
+        drafters.resolve(draft, auto)
     folder = target_files(config)
-    max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
-    max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
+    spec = read_config(read_raw_config(folder, config.ignored_config_keys))
+    ops.resolve(config.ops, torch_device(config.device).type, spec)
+    max_seq_len = resolve_max_seq_len(config.max_seq_len, spec.max_positions)
     pool_tokens(
         config.kv_cache_backend,
         max_batch_size=config.max_batch_size,
@@ -379,7 +381,7 @@ class Outlines:
 def _are_packed(target: Outline, config: EngineConfig) -> bool:
     """Whether the target's weights will be in memory as the integers of its files."""
     device = device_of(config)
-    packs = packed_schemes(ops.make(config.ops, device), dtype_of(config, device, target.raw))
+    packs = packed_schemes(ops.make(config.ops, device, target.config), dtype_of(config, device, target))
     return any(map(packs, target.schemes.values()))
 
 
@@ -399,7 +401,7 @@ def plan_of(
         config,
         extra_drafts={name: model.config for name, model in models.items() if name not in ("target", "draft")},
         schemes={name: model.schemes for name, model in models.items()},
-        dtype=dtype_of(config, device, models["target"].raw),
+        dtype=dtype_of(config, device, models["target"]),
         device=device,
         available_bytes=available,
         num_taps=found.num_taps,
@@ -415,12 +417,13 @@ def device_of(config: EngineConfig) -> str:
     return "cpu" if config.device == "auto" else config.device
 
 
-def dtype_of(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch.dtype:
+def dtype_of(config: EngineConfig, device: str, target: Outline) -> torch.dtype:
     """As the operators choose that LLM would take, with what config.json says in place of the stored weights."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
-    return ops.make(config.ops, device).auto_dtype(device, stored if isinstance(stored, torch.dtype) else torch.float32)
+    named = getattr(torch, str(target.raw.get("dtype") or target.raw.get("torch_dtype")), None)
+    stored = named if isinstance(named, torch.dtype) else torch.float32
+    return ops.make(config.ops, device, target.config).auto_dtype(device, stored)
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine

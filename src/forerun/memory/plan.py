@@ -1,8 +1,9 @@
 """The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
 Weights and KV pools are exact to the byte. What a step allocates ("activations", probability rows) is an upper bound,
-which follows the code that allocates it: drafters/model.py and engine/step.py in this file, the operators in native.py
-and reference.py. Not counted: the interpreter, torch itself, tokenizers, and on an accelerator its context.
+which follows the code that allocates it: drafters/model.py and engine/step.py in this file, and that of a backend in
+its own (ops/cpu_memory.py, ops/torch_memory.py). Not counted: the interpreter, torch itself, tokenizers, and on an
+accelerator its context.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Sizes of weights are usually quoted in GB and sizes of KV pools in GiB, often
 both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -17,15 +18,12 @@ from typing import Any
 
 import torch
 
-from forerun import native, ops
+from forerun import ops
 from forerun.blocks import Spec
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
-from forerun.memory.native import NativeSizes
-from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Schemes, Sizes
-from forerun.memory.reference import ReferenceSizes
-from forerun.models.outline import Beside
+from forerun.ops.memory import PROB_BYTES, Beside, MemoryPart, Pass, Schemes, Sizes, Wanted
 from forerun.types import ROUND_TOKENS
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a cache for the model's own limit may be far larger than what a user expects
@@ -237,12 +235,10 @@ class _Needs:
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of the operators that will run. Raises BadOption where they cannot."""
-        name = ops.resolve(self.config.ops, self.device)
-        if name == "native":
-            rounded = frozenset(name for name in self.made if self.schemes[name])
-            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads(), self.schemes, rounded)
-        in_place, row_by_row = self.config.kv_cache_backend == "contiguous", name == "reference_row_by_row"
-        return ReferenceSizes(self.dtype, self.device, self.max_seq_len, in_place, row_by_row)
+        rounded = frozenset(name for name in self.made if self.schemes[name])
+        in_place = self.config.kv_cache_backend == "contiguous"
+        wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
+        return ops.backend(ops.resolve(self.config.ops, self.device, self.target)).sizes(wanted)
 
     def _passes(self) -> list[Pass]:
         """Return the largest pass of each model. The passes run one after another."""

@@ -97,7 +97,7 @@ def load_checkpoint(
     *,
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
-    ops: ReferenceOps | None = None,
+    ops: ReferenceOps | Callable[[Spec], ReferenceOps] | None = None,
     with_tokenizer: bool = False,
     ignore_config_keys: Collection[str] = (),
     quantization: str | None = None,
@@ -106,9 +106,9 @@ def load_checkpoint(
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
     "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
-    None = the reference. ignore_config_keys: of config.json, which is read as if it did not have them. quantization:
-    int8 or int4[:group=N]: matrices are rounded while they are read; operators that pack no such weights get what the
-    rounded ones stand for, in `dtype`.
+    None = the reference; a function is asked for those of the model that config.json describes. ignore_config_keys: of
+    config.json, which is read as if it did not have them. quantization: int8 or int4[:group=N]: matrices are rounded
+    while they are read; operators that pack no such weights get what the rounded ones stand for, in `dtype`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 20 MB.
@@ -127,12 +127,13 @@ def load_checkpoint(
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
     if quantization is not None:
         source = cast(Source, QuantisingSource(source, config, Quantization.parse(quantization)))
-    ops, device = ops or ReferenceOps(), torch.device(device)
-    computed = _dtype(dtype, device, source, ops)
-    stored = StoredWeights(source, computed, device, packed_schemes(ops, computed))
+    device = torch.device(device)
+    operators = ReferenceOps() if ops is None else ops if isinstance(ops, ReferenceOps) else ops(config)
+    computed = _dtype(dtype, device, source, operators)
+    stored = StoredWeights(source, computed, device, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
-    weights = cast(Mapping[str, Tensor], stored) if ops.packs else _read_all(stored, config)
-    model = load_model(config, weights, ops, consume=True)
+    weights = cast(Mapping[str, Tensor], stored) if operators.packs else _read_all(stored, config)
+    model = load_model(config, weights, operators, consume=True)
     _give_freed_memory_back()
     return Checkpoint(
         name=str(name) if is_hub_id(name) else path.resolve().name,

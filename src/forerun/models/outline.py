@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,26 +17,9 @@ from forerun.models.loading import read_config, under_our_names, without
 from forerun.models.packings import said_scheme
 from forerun.models.quantising import planned
 from forerun.models.source import Source, Stored, open_source
+from forerun.ops.memory import Beside as Beside
 from forerun.ops.quantised import Scheme
 from forerun.text.json_files import read_json
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Weights that stand beside a model's and are no model's own, as far as headers of files say it.
-
-    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: numbers of embeddings, of the
-    type of other weights. num_floats: those that are kept in float32, such as norms.
-    """
-
-    matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
-    num_looked_up: int = 0
-    num_floats: int = 0
-
-    @property
-    def num_weights(self) -> int:
-        """The number of all weights."""
-        return sum(math.prod(shape) for shape, _ in self.matrices) + self.num_looked_up + self.num_floats
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,102 @@
-"""The operators that compute a model, one backend per file."""
+"""The backends that compute a model, one per file, found by scanning: the files of this folder that have a NAME.
+
+A backend's file says
+
+    NAME                                        how the option `ops` calls it
+    RANK                                        auto takes the highest that is usable and computes the model; 0 = never
+    usable(device) -> reason or None            what keeps it from "cpu" or "cuda", as a sentence goes on
+    supports(spec) -> reason or None            why it does not compute a model
+    row_invariant                               whether the bits of a row depend on that row alone
+    make() -> operators                         with the interface of reference.py, for heads and single products
+    load(spec, weights, operators, consume=)    a model; see `load_model`
+    sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
+
+and is listed nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from forerun import native
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, UnsupportedModel
+from forerun.registry import stated, unknown
 
 if TYPE_CHECKING:
     from forerun.blocks import Spec
-    from forerun.ops.cpu import CpuOps
     from forerun.ops.cpu_model import CpuModel
+    from forerun.ops.memory import Sizes, Wanted
     from forerun.ops.reference import ReferenceOps
     from forerun.ops.torch import TorchModel
 
-NAMES = ("auto", "native", "reference", "reference_row_by_row")
 
+class Backend(Protocol):
+    """What a file of this folder must define to be a backend."""
 
-def resolve(name: str, device: str) -> str:
-    """Return the name of the operators that "auto" stands for on a device, and other names as they are.
+    NAME: str
+    RANK: int
+    row_invariant: bool
 
-    Raises BadOption for native operators where there are none.
-    """
-    if name == "auto":
-        return "native" if device == "cpu" and native.isa() != "reference" else "reference"
-    if name == "native" and device != "cpu":
-        raise BadOption(f"ops='native' computes on the CPU and contradicts device={shown(device)}: drop one of them")
-    if name == "native" and native.isa() == "reference":
-        why = native.why_not() or "FORERUN_ISA=reference switches them off"
-        raise BadOption(f"ops='native' is not possible: {why}")
-    return name
-
-
-def make(name: str, device: str) -> ReferenceOps:
-    """Return the operators of this name (one of NAMES) on a device; native ones are shared.
-
-    Raises BadOption as `resolve`.
-    """
-    name = resolve(name, device)
-    if name == "native":
-        return _native()
-    from forerun.ops.reference import ReferenceOps
-
-    return ReferenceOps(row_by_row=name == "reference_row_by_row")
+    def usable(self, device: str) -> str | None: ...
+    def supports(self, spec: Spec) -> str | None: ...
+    def make(self) -> ReferenceOps: ...
+    def load(
+        self, spec: Spec, weights: Mapping[str, Any], operators: ReferenceOps, *, consume: bool = False
+    ) -> TorchModel | CpuModel: ...
+    def sizes(self, wanted: Wanted) -> Sizes: ...
 
 
 @cache
-def _native() -> ReferenceOps:
-    from forerun.ops.cpu import CpuOps
+def backends() -> Mapping[str, Backend]:
+    """Return the backends by their names, those that `auto` would rather have first."""
+    found = [importlib.import_module(f"{__name__}.{file}") for file in stated(__name__, "NAME")]
+    return {module.NAME: cast(Backend, module) for module in sorted(found, key=lambda module: -module.RANK)}
 
-    return CpuOps()
+
+def backend(name: str) -> Backend:
+    """Return the backend of a name. Raises BadOption with the known ones."""
+    if name not in backends():
+        raise BadOption(unknown("backend", name, ["auto", *backends()]))
+    return backends()[name]
+
+
+def resolve(name: str, device: str, spec: Spec | None = None) -> str:
+    """Return the name of the backend that "auto" stands for on a device, and other names as they are.
+
+    spec: of the model that it must compute, where that is known. Raises BadOption for a backend that cannot run here,
+    UnsupportedModel for one that does not compute the model.
+    """
+    if name == "auto":
+        name = next(
+            (found for found, module in backends().items() if module.RANK and why_not(found, device, spec) is None),
+            "reference",
+        )
+    if (reason := backend(name).usable(device)) is not None:
+        raise BadOption(f"ops={name!r} {reason}")
+    if spec is not None and (reason := backend(name).supports(spec)) is not None:
+        raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={name!r}: {reason}")
+    return name
+
+
+def why_not(name: str, device: str, spec: Spec | None) -> str | None:
+    """Return why a backend cannot compute a model on a device; None where it can."""
+    module = backends()[name]
+    reason = module.usable(device)
+    return reason if reason is not None or spec is None else module.supports(spec)
+
+
+def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield the backends that `auto` would rather have than this one, each with why it does not compute the model."""
+    for other, module in backends().items():
+        if module.RANK > backend(name).RANK > 0 and (reason := why_not(other, device, spec)) is not None:
+            yield other, reason
+
+
+def make(name: str, device: str, spec: Spec | None = None) -> ReferenceOps:
+    """Return the operators of a backend; those of one backend are the same object. Raises as `resolve`."""
+    return backend(resolve(name, device, spec)).make()
 
 
 def load_model(
@@ -62,12 +107,9 @@ def load_model(
     weights: every name of `blocks.weights(spec)`, with that shape; tensors of one dtype on one device. They are looked
     up once: later changes must be in place. consume: a backend that packs may take the tensors apart while it does, so
     that nothing is in memory twice; the mapping must then not be used again. Raises UnsupportedModel for a spec that
-    the operators do not compute.
+    the backend does not compute.
     """
-    if operators.packs:
-        from forerun.ops.cpu_model import CpuModel
-
-        return CpuModel(cast("CpuOps", operators), spec, weights, consume=consume)
-    from forerun.ops.torch import TorchModel
-
-    return TorchModel(spec, weights, operators)
+    module = backend(operators.name)
+    if (reason := module.supports(spec)) is not None:
+        raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")
+    return module.load(spec, weights, operators, consume=consume)

@@ -1,4 +1,4 @@
-"""The native CPU operators: forerun._native behind the interface of ops/reference.py, and whole decoders in one call.
+"""The native CPU operators: forerun._native behind the interface of ops/reference.py, and whole models in one call.
 
 Operators take rows and return float32 rows; a matrix must be packed before it can be used (`CpuOps.pack`). Between two
 operators everything is float32. With bfloat16 weights the inputs of a product are rounded to bfloat16, and so are keys
@@ -9,9 +9,10 @@ set alone, not on the number of rows or threads, nor on where the cache keeps a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -19,15 +20,52 @@ import torch
 from torch import Tensor
 
 from forerun import native
+from forerun.blocks import Spec
 from forerun.errors import CapacityError, InternalError
 from forerun.kv.pool import Pool
-from forerun.ops.cpu_model import address
+from forerun.ops.cpu_memory import NativeSizes
+from forerun.ops.cpu_model import CpuModel, address
+from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.types import CacheView
 
+NAME = "native"
+RANK = 2
 DTYPES = (torch.float32, torch.bfloat16)
+row_invariant = True
+
+
+def usable(device: str) -> str | None:
+    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
+    if device != "cpu":
+        return f"computes on the CPU and contradicts device={device!r}: drop one of them"
+    if native.isa() == "reference":
+        return f"is not possible: {native.why_not() or 'FORERUN_ISA=reference switches them off'}"
+    return None
+
+
+def supports(spec: Spec) -> str | None:
+    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    extension = native.extension()
+    return "the native extension is not there" if extension is None else extension.refusal(spec)
+
+
+@cache
+def make() -> ReferenceOps:
+    """Return the operators of the best kernels here, which a process has once: they own a team of threads."""
+    return CpuOps()
+
+
+def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> CpuModel:
+    """Make a model that runs each pass in one native call; see ops.load_model."""
+    return CpuModel(cast(CpuOps, operators), spec, weights, consume=consume)
+
+
+def sizes(wanted: Wanted) -> Sizes:
+    """Return the memory that packed weights and passes take."""
+    return NativeSizes(wanted.dtype, wanted.max_seq_len, native.num_threads(), wanted.schemes, wanted.rounded)
 
 
 class CpuOps(ReferenceOps):

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun import blocks, native
+from forerun import blocks
 from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products
 from forerun.config import Quantization
-from forerun.errors import BadOption, InternalError, UnsupportedModel
+from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
@@ -26,12 +26,6 @@ from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
     from forerun.ops.cpu import CpuOps
-
-
-def supports(spec: Spec) -> str | None:
-    """Return why a model is not computed here, in a sentence without an end; None where it is."""
-    extension = native.extension()
-    return "the native extension is not there" if extension is None else extension.refusal(spec)
 
 
 def short_head_scheme() -> Scheme:
@@ -50,8 +44,6 @@ class CpuModel:
     activation_dtype = torch.float32
 
     def __init__(self, ops: CpuOps, spec: Spec, weights: Mapping[str, Tensor], *, consume: bool = False) -> None:
-        if (why_not := supports(spec)) is not None:
-            raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops='native': {why_not}")
         self.config, self.ops = spec, ops
         # Referenced here because the native object has only the addresses of the tables.
         self._vectors: dict[str, Tensor] = {}  # norms and their biases, float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +20,23 @@ from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, Attention, Bl
 from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
+from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.passes import check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.rotary import Rotations
+from forerun.ops.torch_memory import ReferenceSizes
 from forerun.types import CacheView, RaggedBatch
 
+NAME = "reference"
+RANK = 1
+row_invariant = False
 Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
+
+
+def usable(device: str) -> str | None:
+    """Return None: torch runs on every device that it sees."""
+    return None
 
 
 def supports(spec: Spec) -> str | None:
@@ -37,6 +48,22 @@ def supports(spec: Spec) -> str | None:
     if any(block.per_layer_input is not None for block in spec.blocks):
         return "embeddings of single layers are not computed yet"
     return None
+
+
+@cache
+def make() -> ReferenceOps:
+    """Return the operators in torch that are fast, and not row-invariant."""
+    return ReferenceOps()
+
+
+def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> TorchModel:
+    """Make a model that is computed one operator after the other; see ops.load_model."""
+    return TorchModel(spec, weights, operators)
+
+
+def sizes(wanted: Wanted) -> Sizes:
+    """Return the memory that weights and passes take."""
+    return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=False)
 
 
 class Join(Protocol):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from forerun.models import refusals
+from forerun.ops.memory import BLOCK_BYTES as BLOCK_BYTES
 from forerun.ops.quantised import QuantisedMatrix, Scheme
-
-BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ import torch
 
 from forerun import native
 from forerun.blocks import EMBEDDING, HEAD, Spec, products, weights
-from forerun.memory.parts import (
+from forerun.ops.cpu_model import short_head_scheme
+from forerun.ops.memory import (
     FLOAT_BYTES,
     KERNEL_BYTES,
+    Beside,
     MemoryPart,
     Pass,
     Schemes,
     rope_table_bytes,
 )
-from forerun.memory.reference import block_bytes, weight_bytes
-from forerun.models.outline import Beside
-from forerun.ops.cpu_model import short_head_scheme
 from forerun.ops.packed import Format, packs, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme
+from forerun.ops.torch_memory import block_bytes, weight_bytes
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from types import MappingProxyType
 import torch
 
 from forerun.blocks import Spec, weights
-from forerun.memory.parts import (
+from forerun.ops.memory import (
+    BLOCK_BYTES,
     FLOAT_BYTES,
     KERNEL_BYTES,
     PROB_BYTES,
+    Beside,
     MemoryPart,
     Pass,
     Widths,
     matrix_shapes,
     rope_table_bytes,
 )
-from forerun.models.outline import Beside
-from forerun.models.source import BLOCK_BYTES
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
 
 COMPILED_BYTES = 650_000  # of one kernel that oneDNN compiled, measured: 0.58 to 0.64 MB in float32 and bfloat16

@@ -1,16 +1,19 @@
-"""Types that the files of the memory plan share: a line of a plan, and the largest forward pass of a model."""
+"""What backends say of the memory that they take: lines of a plan, the largest pass of a model, weights beside a model.
+
+A backend's `sizes(wanted)` answers with an object of the protocol Sizes.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from forerun.blocks import Spec, products, weights
-from forerun.models.outline import Beside
 from forerun.ops.quantised import Scheme
 from forerun.ops.rotary import Rotations
 
@@ -19,6 +22,27 @@ Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their w
 FLOAT_BYTES = torch.float32.itemsize
 PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logits and sampling.probs
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
+
+
+BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Weights that stand beside a model's and are no model's own, as far as headers of files say it.
+
+    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: numbers of embeddings, of the
+    type of other weights. num_floats: those that are kept in float32, such as norms.
+    """
+
+    matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
+    num_looked_up: int = 0
+    num_floats: int = 0
+
+    @property
+    def num_weights(self) -> int:
+        """The number of all weights."""
+        return sum(math.prod(shape) for shape, _ in self.matrices) + self.num_looked_up + self.num_floats
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,22 @@ class Pass:
     def kept_bytes(self) -> int:
         """Bytes of a draft model's last logits, which are held while the next pass runs; 0 for the target."""
         return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name != "target" else 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What decides the sizes of a backend beside its models.
+
+    dtype: of weights. schemes: by the names of models, how their quantised matrices are stored. rounded: models whose
+    matrices are rounded in memory. in_place: whether consecutive rows of the cache are read without a copy.
+    """
+
+    dtype: torch.dtype
+    device: str
+    max_seq_len: int
+    in_place: bool = False
+    schemes: Mapping[str, Schemes] = field(default_factory=dict)
+    rounded: frozenset[str] = frozenset()
 
 
 class Sizes(Protocol):

@@ -1,0 +1,25 @@
+"""The models of torch.py with each row computed alone: slow, and row-invariant on any device. Bitwise tests compare."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from forerun.ops.memory import Sizes, Wanted
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import load as load, supports as supports, usable as usable
+from forerun.ops.torch_memory import ReferenceSizes
+
+NAME = "reference_row_by_row"
+RANK = 0  # never by itself
+row_invariant = True
+
+
+@cache
+def make() -> ReferenceOps:
+    """Return the operators that compute each row alone."""
+    return ReferenceOps(row_by_row=True)
+
+
+def sizes(wanted: Wanted) -> Sizes:
+    """Return the memory that weights and passes take."""
+    return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=True)

@@ -1,0 +1,98 @@
+"""Backends are the files of ops/ that have a NAME: which one computes what, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams, native, ops
+from forerun.blocks import Experts, Mlp, Plain, Spec
+from forerun.cli.words import closing_line
+from forerun.config import EngineConfig
+from forerun.errors import BadOption, UnsupportedModel
+from forerun.ops.torch import TorchModel, empty_weights
+from forerun.registry import stated
+from tiny import write_tiny
+
+PLAIN = Plain("llama", 61, 32, 2, 4, 2, 8, 48, 1e-5, 64, tied=True).spec
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
+
+
+def with_experts(**changes: Any) -> Spec:
+    experts = Experts(4, 2, Mlp(16), **changes)
+    return replace(PLAIN, blocks=tuple(replace(block, mlp=None, experts=experts) for block in PLAIN.blocks))
+
+
+def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
+    found = stated("forerun.ops", "NAME")
+    assert set(found.values()) == set(ops.backends()) >= {"native", "reference", "reference_row_by_row"}
+    for name in found.values():
+        assert EngineConfig(ops=name).ops == name
+    with pytest.raises(BadOption, match=r"there is no ops called 'nativ' .did you mean 'native'"):
+        EngineConfig(ops="nativ")
+
+
+@needs_native
+def test_auto_takes_the_fastest_that_computes_a_model() -> None:
+    assert ops.resolve("auto", "cpu", PLAIN) == "native"
+    assert list(ops.faster("native", "cpu", PLAIN)) == []
+    assert ops.resolve("auto", "cpu", with_experts()) == "reference"
+    assert list(ops.faster("reference", "cpu", with_experts())) == [
+        ("native", "the native kernels compute no mixtures of experts")
+    ]
+    with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no mixtures"):
+        ops.resolve("native", "cpu", with_experts())
+    with pytest.raises(BadOption, match="ops='native' computes on the CPU and contradicts"):
+        ops.resolve("native", "cuda")
+
+
+@needs_native
+def test_the_closing_line_says_what_computes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that the kernels refuse runs in torch, and says so."""
+    folder = write_tiny(tmp_path / "tiny")
+    params = SamplingParams(max_tokens=2, temperature=0)
+    llm = LLM(str(folder), draft="none")
+    assert "native operators, greedy" in closing_line(llm, llm.generate([[5, 6]], params)[0], params)
+    monkeypatch.setattr(ops.backends()["native"], "supports", lambda spec: "the native kernels compute no such thing")
+    llm = LLM(str(folder), draft="none")
+    said = closing_line(llm, llm.generate([[5, 6]], params)[0], params)
+    assert "reference operators (the native kernels compute no such thing), greedy" in said
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"score": "sigmoid", "normalise": False, "scale": 2.5}, {"shared": Mlp(8), "shared_gate": True}]
+)
+def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
+    """Shazeer et al. 2017, eq. 1: each row alone, in float64."""
+    spec = with_experts(**changes)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        n: w.normal_(0, 0.3, generator=generator).double() for n, w in empty_weights(spec, torch.float32, "cpu").items()
+    }
+    model, e = TorchModel(spec, weights), spec.blocks[0].experts
+    experts = model.blocks[0].experts
+    assert e is not None
+    assert experts is not None
+    x = torch.randn(5, 32, generator=generator).double()
+    found = experts.run(model.ops, x)
+    at = "model.layers.0.mlp."
+
+    def fed(name: str, row: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (weights[f"{at}{name}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return down @ (torch.nn.functional.silu(gate @ row) * (up @ row))
+
+    for row, out in zip(x, found, strict=True):
+        scores = weights[f"{at}gate.weight"] @ row
+        scores = scores.sigmoid() if e.score == "sigmoid" else scores.softmax(-1)
+        best = scores.topk(2)
+        shares = best.values / best.values.sum() if e.normalise else best.values
+        wanted = sum(
+            s * e.scale * fed(f"experts.{i}.", row) for s, i in zip(shares, best.indices.tolist(), strict=True)
+        )
+        if e.shared is not None:
+            wanted += torch.sigmoid(weights[f"{at}shared_expert_gate.weight"] @ row) * fed("shared_expert.", row)
+        assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6)
