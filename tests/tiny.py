@@ -8,11 +8,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.blocks import Plain, Spec, weight_shapes
+from forerun.models.loading import read_config
 from forerun.models.saving import save_checkpoint
+
+SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}  # fmt: skip
+# Families that are not like Llama, in the words of their config.json.
+OTHERS = {
+    "gemma3_text": {**SIZES, "query_pre_attn_scalar": 13, "sliding_window": 6, "sliding_window_pattern": 2},
+    "gpt2": {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+}
 
 
 def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> Spec:
     """A model of a few thousand weights over 257 ids: one special token, 256 bytes."""
+    if model_type in OTHERS:
+        return read_config({**OTHERS[model_type], "model_type": model_type})
     return Plain(
         model_type=model_type,
         vocab_size=257,

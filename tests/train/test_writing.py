@@ -192,6 +192,6 @@ def test_shares_must_be_shares() -> None:
 def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> None:
     """As that of the shipped model: the target would be given nothing to go on from."""
     assert Frame.opens_a_turn(writer_of(folder).llm)
-    assert not Frame.opens_a_turn(writer_of(None).llm)
+    assert not Frame.opens_a_turn(writer_of("shipped").llm)
     with pytest.raises(BadOption, match="--chat 0"):
-        writer_of(None, shares=ALL_KINDS)
+        writer_of("shipped", shares=ALL_KINDS)

@@ -195,8 +195,9 @@ class DFlashModel:
             for b, rows in enumerate(places):
                 own = slice(b * size, (b + 1) * size)
                 old_keys, old_values = cache.pools[i].read(rows)
-                found.append(_attend(q[own], _behind(old_keys, k[own]), _behind(old_values, v[own])))
-            x = x + attention.o.apply(self._ops, torch.cat(found).flatten(1))[0]
+                keys, values = _behind(old_keys, k[own]), _behind(old_values, v[own])
+                found.append(_attend(q[own], keys, values, attention.spec.scale))
+            x = block.attended(self._ops, x, attention.o.apply(self._ops, torch.cat(found).flatten(1))[0])
             x = block.fed_forward(self._ops, x, x)
         return torch.unflatten(self._normed("norm", x), 0, (-1, size))[:, 1:]
 
@@ -223,7 +224,7 @@ def _behind(old: Tensor, own: Tensor) -> Tensor:
     return torch.cat((old.to(own.dtype), own))
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
     """q [n, heads, D] over all keys and values [m, kv_heads, D] -> [n, heads, D]; each row sees each key."""
     q, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (q, keys, values))
-    return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)[0].transpose(0, 1)

@@ -335,10 +335,14 @@ class TorchBlock:
         before = x
         if self.attention is not None:
             y = normed(self.pre_attention, ops, x) if read is None else read
-            x = self._added(ops, x, self.attention.run(ops, y, i, step), self.post_attention)
+            x = self.attended(ops, x, self.attention.run(ops, y, i, step))
         if self.mlp is not None or self.experts is not None:
             x = self.fed_forward(ops, x, before if self.spec.parallel else x)
         return x if self.out_scale is None else x * self.out_scale
+
+    def attended(self, ops: ReferenceOps, x: Tensor, branch: Tensor) -> Tensor:
+        """Add what attention gave, behind its output matrix, to rows x [T, H]."""
+        return self._added(ops, x, branch, self.post_attention)
 
     def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor) -> Tensor:
         """Add the feed-forward part to rows x [T, H]. reads: the rows that it is computed of, before their norm."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.models.loading import LoadedModel
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import TorchModel
+from forerun.ops.rotary import Rotations
+from forerun.ops.torch import Parts, Projections, Rotation, TorchAttention, TorchBlock, TorchModel, normed
 from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
@@ -64,6 +65,79 @@ class Teacher:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
         weights = {name: self.model.weight(name) for name in weight_shapes(self.config)}
         return TorchModel(self.config, weights, ops)
+
+
+def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
+    """Return a head's spec: so many blocks like the target's last one, but without a window.
+
+    changes: of other fields of the target's. Raises BadOption for a target with blocks that are not trained.
+    """
+    block = target.blocks[-1]
+    a = block.attention
+    plain = a is not None and (a.softcap, a.sinks, a.bias, a.gate, a.position_scale) == (None, False, None, False, None)
+    if a is None or not plain or a.rope is None or block.mlp is None or target.positions is not None:
+        raise BadOption(
+            f"a head with layers cannot be trained for model_type={target.model_type!r}, whose blocks have parts that "
+            "training does not know: train medusa"
+        )
+    return replace(target, blocks=(replace(block, attention=replace(a, window=None)),) * num, **changes)
+
+
+class TrainedBlock:
+    """One block of a head with gradients, computed by the code that runs models. Rows are [S, L, H].
+
+    weights: a head's, of which this block's names begin with `at`.
+    """
+
+    def __init__(self, spec: Spec, weights: Mapping[str, Tensor], at: str, i: int = 0) -> None:
+        block = spec.blocks[i]
+        assert block.attention is not None
+        assert block.attention.rope is not None
+        self.ops, self.spec = ReferenceOps(), block.attention
+        self._block = TorchBlock(block, Parts(weights, torch.float32, Projections.of, apart=True), at)
+        self._rotations = Rotations(block.attention.rope, self.spec.head_dim, torch.device("cpu"), torch.float32)
+        self.scale = self.spec.scale or self.spec.head_dim**-0.5  # of scores
+
+    @property
+    def _attention(self) -> TorchAttention:
+        assert self._block.attention is not None
+        return self._block.attention
+
+    def read(self, x: Tensor) -> Tensor:
+        """What attention reads of the residual stream."""
+        return normed(self._block.pre_attention, self.ops, x)
+
+    def queries(self, y: Tensor, at: Tensor) -> Tensor:
+        """y [S, L, H], read at positions [S, L] -> [S, heads, L, D]."""
+        found = self._attention.project(self.ops, y.flatten(0, 1), "q_proj")["q_proj"]
+        return _by_text(self._attention.queries(self.ops, found, self._turned(at)), len(y))
+
+    def keys_values(self, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [S, heads, L, D]: those of a group are repeated for its queries."""
+        found = self._attention.project(self.ops, y.flatten(0, 1), "k_proj")
+        k, v = self._attention.keys_values(self.ops, found, self._turned(at))
+        num = self.spec.heads // self.spec.kv_heads
+        return _by_text(k, len(y)).repeat_interleave(num, dim=1), _by_text(v, len(y)).repeat_interleave(num, dim=1)
+
+    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream behind the block. x: before it. attended [S, heads, L, D]."""
+        rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        found = self._block.attended(self.ops, x.flatten(0, 1), self._attention.o.apply(self.ops, rows)[0])
+        return torch.unflatten(self._block.fed_forward(self.ops, found, found), 0, x.shape[:2])
+
+    def _turned(self, at: Tensor) -> Rotation:
+        return self._rotations.at(at.flatten(), int(at.max()) + 1)
+
+
+def _by_text(rows: Tensor, num: int) -> Tensor:
+    """[S * L, heads, D] -> [S, heads, L, D]."""
+    return torch.unflatten(rows, 0, (num, -1)).transpose(1, 2)
+
+
+def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """The root mean square norm of rows, float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset if offset else weight)
 
 
 class Vocabulary:

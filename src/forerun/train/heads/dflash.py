@@ -21,15 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.blocks import Plain, Spec, resized
+from forerun.blocks import Norm, Spec
 from forerun.drafters import head_files
 from forerun.drafters.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
-from forerun.ops.rotary import inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
-from forerun.train.heads.layer import Layer, norm_of, rotation_of
+from forerun.train.heads import Batch, Rows, Teacher, TrainedBlock, Vocabulary, decayed, norm_of, own_blocks, shifted
 
 LR = 8e-4
 
@@ -71,17 +69,16 @@ class Head:
     """The layers in float32, with gradients."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        target, sizes = teacher.config, Plain.of(teacher.config)
-        self._eps = sizes.norm_eps
+        target = teacher.config
         self.options, self._teacher = options, teacher
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
-        decoder = resized(target, num_layers=options.depth, windows=())
+        decoder = own_blocks(target, options.depth)
         mask_id = int(teacher.counts.argsort(descending=True, stable=True)[-1])  # of all ids the rarest
         self.config = DFlashConfig(decoder, layers(options, target), options.block, mask_id, len(self.ids))
         self.weights = _first_weights(self.config, teacher)
-        self._layers = [Layer(decoder, self.weights, f"layers.{i}.") for i in range(options.depth)]
-        self._inv_freq = inverse_frequencies(sizes.rope, sizes.head_dim)
+        self._blocks = [TrainedBlock(decoder, self.weights, f"layers.{i}.", i) for i in range(options.depth)]
+        self._norm = decoder.final_norm or Norm()
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """See `Head` in this package: nothing."""
@@ -121,8 +118,8 @@ class Head:
 
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each place behind the anchors: which are learned [S, A], and own and target logits of those [R, ids]."""
-        x = torch.unflatten(self._blocks(batch, anchors), 1, (len(anchors), self.options.block))
-        x = norm_of(x, self.weights["norm.weight"], self._eps)
+        x = torch.unflatten(self._streams(batch, anchors), 1, (len(anchors), self.options.block))
+        x = self._normed(x, "norm")
         for k in range(self.options.block - 1):
             learned = batch.ahead(k + 1)[:, anchors] & self._vocab.has(shifted(batch.best, k))[:, anchors]
             own = self._vocab.logits(x[:, :, k + 1][learned])
@@ -130,26 +127,29 @@ class Head:
                 target = self._vocab.logits(shifted(batch.hidden, k)[:, anchors][learned])
             yield learned, own, target
 
-    def _blocks(self, batch: Batch, anchors: Tensor) -> Tensor:
+    def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
         """The residual stream of all blocks behind all layers [S, A block, H]."""
         block = self.options.block
         context, at = self._context(batch), batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
         ids = torch.full((*at.shape[:2], block), self.config.mask_id)
         ids[:, :, 0] = batch.ids[:, anchors]
         x = F.embedding(ids.flatten(1), self._teacher.embeddings)
-        far, near = rotation_of(batch.at, self._inv_freq), rotation_of(at.flatten(1), self._inv_freq)
         mask = _visible(batch, anchors).repeat_interleave(block, dim=1).unsqueeze(1)
-        for layer in self._layers:
-            y = layer.normed(x, "input_layernorm")
-            own = layer.keys_values(y, near)
-            x = layer.behind(x, _attend(layer.queries(y, near), layer.keys_values(context, far), own, mask, block))
+        places = at.flatten(1)
+        for own in self._blocks:
+            y = own.read(x)
+            far, near = own.keys_values(context, batch.at), own.keys_values(y, places)
+            x = own.behind(x, _attend(own.queries(y, places), far, near, mask, block, own.scale))
         return x
 
     def _context(self, batch: Batch) -> Tensor:
         """What keys and values of the context are made of [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
         joined = F.linear(rows, self.weights["fc.weight"])
-        return norm_of(joined, self.weights["hidden_norm.weight"], self._eps)
+        return self._normed(joined, "hidden_norm")
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return norm_of(x, self.weights[f"{name}.weight"], self._norm.eps, self._norm.offset)
 
 
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
@@ -173,9 +173,11 @@ def _visible(batch: Batch, anchors: Tensor) -> Tensor:
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 
 
-def _attend(q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int) -> Tensor:
+def _attend(
+    q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
+) -> Tensor:
     """q [S, heads, A block, D] over the context [S, heads, L, D] under a mask, and all rows of the same block."""
-    scale, length = q.shape[-1] ** -0.5, context[0].shape[2]
+    length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
     blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *own))
     near = (blocks @ keys.transpose(-1, -2)).float().flatten(2, 3)

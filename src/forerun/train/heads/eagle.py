@@ -21,14 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.blocks import Plain, Spec, resized
+from forerun.blocks import Norm, Spec
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer_shapes
-from forerun.ops.rotary import inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
-from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted, visible
-from forerun.train.heads.layer import Layer, norm_of, rotation_of
+from forerun.train.heads import (
+    Batch,
+    Teacher,
+    TrainedBlock,
+    Vocabulary,
+    decayed,
+    measured,
+    norm_of,
+    own_blocks,
+    shifted,
+    visible,
+)
 
 LAYER = "model.layers.0."
 RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
@@ -67,16 +76,16 @@ class Head:
     """The head in float32, with gradients."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        target, sizes = teacher.config, Plain.of(teacher.config)
-        self._eps = sizes.norm_eps
+        target = teacher.config
         self.options, self._teacher = options, teacher
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
-        decoder = resized(target, vocab_size=len(self.ids), num_layers=1, tied=True, windows=())
+        decoder = own_blocks(target, 1, vocab_size=len(self.ids), tied=True)
         self.config = EagleConfig(decoder, layers(options, target))
         self.weights = _first_weights(self.config, teacher)
-        self._own_layer = Layer(decoder, self.weights, LAYER)
-        self._inv_freq = inverse_frequencies(sizes.rope, sizes.head_dim)
+        self._block = TrainedBlock(decoder, self.weights, LAYER)
+        self._norm = decoder.final_norm or Norm()
+        self._eps = self._norm.eps
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
@@ -125,7 +134,7 @@ class Head:
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
             feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
             learned = batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1))
-            own = self._vocab.logits(norm_of(feature[learned], norm, eps))
+            own = self._vocab.logits(norm_of(feature[learned], norm, eps, self._norm.offset))
             yield learned, own, shifted(targets, j + 1)[learned]
 
     def _features(self, batch: Batch) -> Tensor:
@@ -143,12 +152,10 @@ class Head:
 
     def _layer(self, inputs: Tensor, at: Tensor, memory: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
         """One step of all rows [S, L, H]. memory: keys and values of the steps before, to which this step's come."""
-        layer = self._own_layer
         x = F.linear(inputs, self.weights["input.weight"])
-        y, rotation = layer.normed(x, "input_layernorm"), rotation_of(at, self._inv_freq)
-        q = layer.queries(y, rotation)
-        memory.append(layer.keys_values(y, rotation))
-        return layer.behind(x, _attend(q, memory, mask))
+        y = self._block.read(x)
+        memory.append(self._block.keys_values(y, at))
+        return self._block.behind(x, _attend(self._block.queries(y, at), memory, mask, self._block.scale))
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
@@ -162,12 +169,11 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
     return weights
 
 
-def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor, scale: float) -> Tensor:
     """q [S, heads, L, D] over the rows of step 0 under the mask, and its own row of each later step."""
     (keys, values), later = memory[0], memory[1:]
     if not later:
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-    scale = q.shape[-1] ** -0.5
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
     scores = (q @ keys.transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
     own = [(q * k).sum(-1, keepdim=True).float() for k, _ in later]
     weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
