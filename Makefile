@@ -82,9 +82,12 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
+# What the demo and the benchmark run where the real model cannot be had: the small one that ships.
+SHIPPED_INSTEAD = $$([ -e $(SMOLLM2) ] || echo --target shipped)
+
 demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and without speculation: the same texts, and the times
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
-	$(BIN)/forerun demo $(ARGS)
+	$(BIN)/forerun demo $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
 
 test: lint  ## check, all tests except the long comparison, and without ARGS test-isas
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
@@ -122,7 +125,8 @@ parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with pl
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas ISA_TESTS='$(ALL_ISA_TESTS)')
 
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
-	$(BIN)/forerun bench latency $(ARGS)
+	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
+	$(BIN)/forerun bench latency $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
 
 docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

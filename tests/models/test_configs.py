@@ -64,7 +64,23 @@ def test_inert_and_neutral_keys_pass(llama_raw: Raw) -> None:
     assert read_config(llama_raw | more) == read_config(llama_raw)
 
 
+def test_what_published_files_say_besides_is_inert() -> None:
+    """Keys of GPT-2's and Gemma 3's own files that change nothing."""
+    more = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "n_special": 0, "predict_special_tokens": True}
+    more |= {"output_past": True, "n_ctx": 256, "initializer_range": 0.02, "architectures": ["GPT2LMHeadModel"]}
+    assert read_config(GPT2 | more) == read_config(GPT2)
+    assert read_config(WHOLE["gemma3"] | {"cache_implementation": "hybrid"}) == read_config(WHOLE["gemma3"])
+
+
+def test_a_null_theta_is_the_usual_one() -> None:
+    raw = {key: value for key, value in WHOLE["gemma3"].items() if not key.startswith("rope_")}
+    kinds = {"full_attention": {"rope_theta": None}, "sliding_attention": {"rope_theta": None}}
+    assert read_config(raw | {"rope_parameters": kinds}) == read_config(raw)
+
+
 REFUSED: list[tuple[str, Raw, str]] = [
+    ("gemma3_text", {**WHOLE["gemma3"], "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5.*must be 1"),
+    ("gemma3_text", {**WHOLE["gemma3"], "hidden_act": "silu"}, "hidden_act='silu'"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
     ("llama", {"num_experts": 0}, "num_experts=0"),

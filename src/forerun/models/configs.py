@@ -32,7 +32,7 @@ SHARED_KEYS = _words(
 # Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
 # generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function.
 INERT_KEYS = _words(
-    "architectures transformers_version name_or_path auto_map use_cache initializer_range "
+    "architectures transformers_version name_or_path auto_map use_cache cache_implementation initializer_range "
     "pretraining_tp attention_dropout hidden_dropout embd_pdrop resid_pdrop bos_token_id eos_token_id pad_token_id "
     "unk_token_id sep_token_id decoder_start_token_id return_dict return_dict_in_generate output_attentions "
     "output_hidden_states output_scores torchscript use_bfloat16 id2label label2id problem_type finetuning_task "

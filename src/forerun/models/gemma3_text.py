@@ -14,7 +14,7 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, UNTRAINED, Raw, flag, number, size
-from forerun.models.naming import INNER, OUTER, Gguf, Names, Own
+from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
@@ -33,20 +33,28 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 
 NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
          "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
-GGUF = Gguf("gemma3", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}), stored_offset=1.0)
+GGUF = Gguf(
+    "gemma3",
+    keys={**SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
+    more=_more,
+    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}),
+    stored_offset=1.0,
+)
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, SHARED_KEYS | OWN_KEYS)
     c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
-    configs.require(c["hidden_activation"] == "gelu_pytorch_tanh", c, "hidden_activation", "'gelu_pytorch_tanh'")
+    for key in ("hidden_activation", "hidden_act"):
+        configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
+    configs.require(c.get("partial_rotary_factor", 1) == 1, c, "partial_rotary_factor", "1")
     num, pattern, hidden = size(c, "num_hidden_layers"), size(c, "sliding_window_pattern"), size(c, "hidden_size")
     kinds = c.get("layer_types") or [LAYER_KINDS[(i + 1) % pattern > 0] for i in range(num)]
     windows = configs.windows({"layer_types": kinds}, num, size(c, "sliding_window")) or (None,) * num
     full, local = configs.rope_parameters(c)
-    turned = configs.read_rope({"rope_theta": c["rope_theta"], **full}, c)
-    turned_within = configs.read_rope({"rope_theta": c["rope_local_base_freq"], **local}, c)
+    turned = configs.read_rope({"rope_theta": c["rope_theta"], **_given(full)}, c)
+    turned_within = configs.read_rope({"rope_theta": c["rope_local_base_freq"], **_given(local)}, c)
     norm, bias = Norm(eps=number(c, "rms_norm_eps"), offset=1.0), flag(c, "attention_bias")
     caps = [number(c, key) if key in c else None for key in CAPS]
     attention = Attention(
@@ -97,6 +105,10 @@ def write(spec: Spec) -> Raw:
         **dict(zip(CAPS, (a.softcap, spec.logit_softcap), strict=True)),
         **UNTRAINED,
     }
+
+
+def _given(entry: Raw) -> Raw:
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def _whole(number: float) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.errors import InternalError
+from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
 from forerun.types import Model, RaggedBatch, ancestor_words
 
@@ -173,6 +173,10 @@ class Runner:
 
         num_behind: rows of the cache that they read besides, with whatever is in them.
         """
+        if num_behind + num_rows > self.model.config.max_positions:
+            raise CapacityError(
+                f"the model has {self.model.config.max_positions} positions, {num_behind + num_rows} asked"
+            )
         self.cache.open(SCRATCH_SLOT)
         try:
             if num_behind:

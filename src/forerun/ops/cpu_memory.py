@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from forerun import native
-from forerun.blocks import EMBEDDING, HEAD, Spec, products, weights
+from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products, weights
 from forerun.ops.cpu_model import short_head_scheme
 from forerun.ops.memory import (
     FLOAT_BYTES,
@@ -62,7 +62,7 @@ class NativeSizes:
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
             matrices = list(packed_matrix_bytes(model, self.dtype, schemes))
-            packed = {*schemes, *([EMBEDDING] if model.tied else [])}
+            packed = {*schemes, *([EMBEDDING] if model.tied else [])} - {POSITIONS}
             tables = [w.shape for w in weights(model) if w.role == "table" and w.name not in packed]
             table = sum(num * width for num, width in tables) * size
             num_bytes, plain = (
@@ -112,11 +112,11 @@ class NativeSizes:
             found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
         # glibc gives the end of its heap back where it is larger than twice the largest block that was freed.
-        freed = largest.bytes + max(run.num_logits * run.model.vocab_size for run in passes) * FLOAT_BYTES
+        freed = largest.bytes + 2 * max(run.num_logits * run.model.vocab_size for run in passes) * FLOAT_BYTES
         return [
             MemoryPart("pass buffers", kept, f"for {rows}, kept for the next pass"),
             largest,
-            MemoryPart("reserve", freed, "freed memory that the allocator keeps: activations, and logits once more"),
+            MemoryPart("reserve", freed, "freed memory that the allocator keeps: activations, and logits twice"),
         ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:

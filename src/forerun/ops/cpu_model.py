@@ -19,7 +19,7 @@ from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
-from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme, dequantised
 from forerun.ops.quantising import RoundedWeights, quantise, scheme_of
 from forerun.ops.rotary import Rotations
 from forerun.types import RaggedBatch
@@ -65,7 +65,9 @@ class CpuModel:
             if weight.role == "vector" and not weight.product:
                 self._vectors[weight.name] = source.weights[weight.name].detach().float().contiguous().clone()
         if spec.positions is not None:
-            self._tables[POSITIONS] = source.weights[POSITIONS].detach().to(self.weight_dtype).contiguous()
+            table = source.weights[POSITIONS]
+            dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table.detach()
+            self._tables[POSITIONS] = dense.to(self.weight_dtype).contiguous()
         self._native = self._made()
         ropes = [spec.blocks[i].attention for i in self._native.rotations]
         self._rotations = [
@@ -277,6 +279,8 @@ class CpuModel:
         """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
         if name in self._vectors:
             return self._vectors[name]
+        if name in self._tables:
+            return self._tables[name].float()
         packed, first, num = self._places[name.removesuffix("bias") + "weight"]
         assert packed.bias is not None
         return packed.bias[first : first + num]

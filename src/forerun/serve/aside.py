@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -48,7 +49,9 @@ class Aside:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="forerun-aside", daemon=True)
                 self._thread.start()
-        self._jobs.put((len(body), next(self._order), (url, body), future))
+        # Short ones first, but a long one waits for a second per megabyte at most of those that come behind it.
+        turn = time.monotonic() + len(body) / 1e6
+        self._jobs.put((turn, next(self._order), (url, body), future))
         return future
 
     @property
@@ -79,7 +82,8 @@ class Aside:
             except BaseException as error:
                 future.set_exception(error)
 
-    def _ask(self, job: tuple[str, bytes]) -> Any:
+    def _ask(self, job: tuple[str, bytes], is_again: bool = False) -> Any:
+        was_running = self._pipe is not None
         try:
             pipe = self._pipe or self._start()
             pipe.send(job)
@@ -90,6 +94,10 @@ class Aside:
             is_made, made = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._end()
+            if (
+                was_running and not is_again and not self._is_closed
+            ):  # killed by the system, say, which is not its fault
+                return self._ask(job, is_again=True)
             raise InternalError("the process that reads long bodies has ended: send the request again") from error
         if not is_made:
             raise made

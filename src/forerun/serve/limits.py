@@ -47,6 +47,8 @@ class Arriving:
         self._bytes[limit] = 0
 
         def came(num_bytes: int) -> None:
+            if limit not in self._bytes:  # given up meanwhile, and its reader has not heard of it
+                raise TimeoutError
             self._bytes[limit] += num_bytes
             self.num_bytes += num_bytes
             if self.num_bytes > self._most:

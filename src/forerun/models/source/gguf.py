@@ -60,7 +60,9 @@ class GgufFile:
     @cached_property
     def _places(self) -> Mapping[str, Place]:
         """Where each tensor lies, by our names; what config.json asks for may be missing."""
-        spec = family(self.config["model_type"]).read(self.config)
+        # What the file adds of its own has a dot; whether it is refused or left out is not decided here.
+        known = {key: value for key, value in self.config.items() if "." not in key}
+        spec = family(self.config["model_type"]).read(known)
         return places(self._gguf.names, spec, [name for name in self._header.tensors if name != ROPE_FREQS])
 
     @cached_property
