@@ -63,6 +63,10 @@ LARGEST = {
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12,
+    "n_embd": 1 << 17,
+    "n_inner": 1 << 20,
+    "n_layer": 1 << 10,
+    "n_head": 1 << 12,
 }
 # Least and most of each number.
 RANGES = {
@@ -107,27 +111,31 @@ def plain_spec(raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None
 
 
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """config.json of a decoder as Llama's, in the spelling that old and new versions of transformers and others read.
+    """config.json of a decoder as Llama's, as old and new versions of transformers and others read it."""
+    rope = Plain.of(spec).rope
+    turned = {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope)}
+    return {**usual_config(spec, architecture), "hidden_act": "silu", **turned}
 
-    Raises UnsupportedModel for a spec that is none.
-    """
-    own = Plain.of(spec)
+
+def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
+    """The sizes in config.json of a decoder whose blocks are of one size. Raises UnsupportedModel for any other."""
+    sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
+    if len(sizes) != 1 or spec.final_norm is None:
+        raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say blocks of several sizes")
+    [(heads, kv_heads, head_dim, ffn_size)] = sizes
     return {
         "architectures": [architecture],
-        "model_type": own.model_type,
-        "vocab_size": own.vocab_size,
-        "hidden_size": own.hidden_size,
-        "intermediate_size": own.ffn_size,
-        "num_hidden_layers": own.num_layers,
-        "num_attention_heads": own.num_heads,
-        "num_key_value_heads": own.num_kv_heads,
-        "head_dim": own.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": own.norm_eps,
-        "max_position_embeddings": own.max_positions,
-        "rope_theta": own.rope.theta,
-        "rope_scaling": rope_scaling(own.rope),
-        "tie_word_embeddings": own.tied,
+        "model_type": spec.model_type,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": spec.final_norm.eps,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tied,
         **UNTRAINED,
     }
 

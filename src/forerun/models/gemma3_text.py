@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
-from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, UNTRAINED, Raw, flag, number, size
+from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
 from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -75,35 +75,18 @@ def read(raw: Raw) -> Spec:
 
 def write(spec: Spec) -> Raw:
     """Spec -> config.json."""
-    attentions = [block.attention for block in spec.blocks if block.attention is not None]
-    a, mlp, norm = attentions[0], spec.blocks[0].mlp or Mlp(1), spec.final_norm or Norm()
-    windows, ropes = (
-        [x.window for x in attentions],
-        {x.window is None: x.rope for x in attentions if x.rope is not None},
-    )
-    kinds = {"full_attention": ropes.get(True), "sliding_attention": ropes.get(False)}
-    turned = {kind: {"rope_theta": r.theta, **(configs.rope_scaling(r) or {})} for kind, r in kinds.items() if r}
+    found = [block.attention for block in spec.blocks if block.attention is not None]
+    ropes = {LAYER_KINDS[a.window is not None]: a.rope for a in found if a.rope is not None}
+    turned = {kind: {"rope_theta": r.theta, **(configs.rope_scaling(r) or {})} for kind, r in ropes.items()}
     return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": mlp.size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "head_dim": a.head_dim,
+        **configs.usual_config(spec, "Gemma3ForCausalLM"),
         "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": norm.eps,
-        "attention_bias": a.o_bias,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": spec.tied,
+        "attention_bias": found[0].o_bias,
         "rope_parameters": turned,
-        "layer_types": [LAYER_KINDS[window is not None] for window in windows],
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "query_pre_attn_scalar": _whole((a.scale or 0.0625) ** -2),
-        **dict(zip(CAPS, (a.softcap, spec.logit_softcap), strict=True)),
-        **UNTRAINED,
+        "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
+        "sliding_window": next((a.window for a in found if a.window is not None), None),
+        "query_pre_attn_scalar": _whole((found[0].scale or 0.0625) ** -2),
+        **dict(zip(CAPS, (found[0].softcap, spec.logit_softcap), strict=True)),
     }
 
 
