@@ -82,8 +82,7 @@ class Aside:
             except BaseException as error:
                 future.set_exception(error)
 
-    def _ask(self, job: tuple[str, bytes], is_again: bool = False) -> Any:
-        was_running = self._pipe is not None
+    def _ask(self, job: tuple[str, bytes]) -> Any:
         try:
             pipe = self._pipe or self._start()
             pipe.send(job)
@@ -94,10 +93,6 @@ class Aside:
             is_made, made = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._end()
-            if (
-                was_running and not is_again and not self._is_closed
-            ):  # killed by the system, say, which is not its fault
-                return self._ask(job, is_again=True)
             raise InternalError("the process that reads long bodies has ended: send the request again") from error
         if not is_made:
             raise made
