@@ -135,7 +135,8 @@ def test_a_folder_and_what_looks_like_one_never_reach_the_network(hub: HubServer
     )
     unlike = ["org/ti ny", "-org/tiny", "org/tiny--x", "org/C:tiny", "org/C:../a.gguf", "org/C:"]
     for name, nothing in zip(unlike, client.find(*unlike), strict=True):
-        assert nothing.message.startswith(f"there is no folder {name}, and a model of the hub is written")
+        what = "file" if name.endswith(".gguf") else "folder"
+        assert nothing.message.startswith(f"there is no {what} {name}, and a model of the hub is written")
     assert not hub.requests
 
 
