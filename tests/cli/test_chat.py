@@ -40,8 +40,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a chat template and so many positions that only Ctrl-C ends a greedy answer in time."""
+    """A random model with a chat template, and so many positions and no id that ends it that only Ctrl-C does."""
     folder = write_tiny(tmp_path_factory.mktemp("chat") / "talker", seed=3, max_positions=1_000_000)
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps({**said, "eos_token_id": None}), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
 
@@ -163,6 +166,23 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -
     child.send("/exit\r")
     child.expect(pexpect.EOF)
     assert child.wait() == 0
+
+
+def test_ctrl_c_that_comes_when_the_answer_has_ended_does_nothing(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(LLM(talker, draft="none"), GREEDY)
+    write = Chat._write
+
+    def late(*arguments: Any) -> Any:
+        answer = write(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return answer
+
+    monkeypatch.setattr(Chat, "_write", late)
+    assert chat.answer("hello", io.StringIO(), keys=True).startswith("[12 tokens, ")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_loop_ends_an_answer_and_is_named(talker: Path) -> None:
@@ -403,7 +423,7 @@ def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> 
     def press(report: StepReport) -> None:
         steps.append(report)
         if len(steps) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     end = chat.llm.listen(press)
     out = io.StringIO()
@@ -417,14 +437,14 @@ def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> 
 def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twice within one step; and before anything runs, while the conversation is still being encoded."""
     chat = Chat(LLM(talker, draft="none"), SamplingParams(temperature=0, max_tokens=200))
-    end = chat.llm.listen(lambda report: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+    end = chat.llm.listen(lambda report: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     assert chat.answer("hello", io.StringIO(), keys=True).endswith(("stopped]", "forgotten"))
     end()
     encode, num_steps = chat.llm.apply_chat_template, list[StepReport]()
     end = chat.llm.listen(num_steps.append)
 
     def press_and_encode(messages: Any) -> list[int]:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return encode(messages)
 
     chat.llm.apply_chat_template = press_and_encode  # type: ignore[method-assign]

@@ -208,8 +208,8 @@ class Chat:
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
         try:
-            with _one_interrupt() if keys else nullcontext():
-                answer = self._write(messages, out, keys)
+            with _one_interrupt() if keys else nullcontext(_Interrupt()) as interrupt:
+                answer = self._write(messages, out, interrupt)
         finally:
             end()
         if not answer.text and answer.finish_reason is None:
@@ -226,10 +226,11 @@ class Chat:
         )
         return f"{line}\n{LOOPED}" if answer.is_loop else line
 
-    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> Answer:
+    def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt) -> Answer:
         """Write the answer as it grows."""
         answer, ids = Answer(), list[int]()
-        with _shown(out) as show, suppress(KeyboardInterrupt) if keys else nullcontext():
+        with _shown(out) as show, suppress(_Stopped):
+            interrupt.is_awaited = True
             for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
                 answer.text += chunk.text
                 ids += chunk.token_ids
@@ -239,6 +240,7 @@ class Chat:
                 elif self.stop_loops and is_loop(ids):
                     answer.is_loop = True
                     break
+            interrupt.is_awaited = False
         return answer
 
 
@@ -293,18 +295,30 @@ def _read(value: str) -> Any:
         return value
 
 
+class _Stopped(KeyboardInterrupt):
+    """Ctrl-C while an answer grew."""
+
+
+@dataclass
+class _Interrupt:
+    """What Ctrl-C does: while it is awaited it raises _Stopped, once; an impatient second one, or one that comes when
+    the answer has just ended, would interrupt the writing of the end, and does nothing."""
+
+    is_awaited: bool = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_awaited:
+            self.is_awaited = False
+            raise _Stopped
+
+
 @contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt once: an impatient second one would interrupt the end of the answer."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
+def _one_interrupt() -> Iterator[_Interrupt]:
+    """Give Ctrl-C to an _Interrupt."""
+    before, interrupt = signal.getsignal(signal.SIGINT), _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 
