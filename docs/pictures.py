@@ -100,7 +100,7 @@ def demo() -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     console = Console(record=True, width=88, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     shown = Text.from_ansi("$ make demo\n" + done.stdout.split("With a model of your own")[0].rstrip()).split("\n")
-    begin = next(i for i, line in enumerate(shown) if line.plain.startswith("=== 2."))
+    begin = next(i for i, line in enumerate(shown) if line.plain.startswith("=== 1."))
     end = next(i for i, line in enumerate(shown) if i > begin and line.plain.startswith("--- with speculation"))
     console.print(Text("\n").join([*shown[: begin + 3], Text("...", "dim"), *shown[end:]]))
     return console.export_svg(title="forerun demo")
