@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from forerun import drafters, pacing, registry, theory, verify
+from forerun.engine import cutting
 from forerun.errors import BadOption
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.theory import formulas
@@ -147,6 +148,21 @@ def test_every_sampling_option(name, rule, sampling):
 def test_options_of_a_drafter(name, options, rule, sampling):
     """Options of a drafter may change how much is accepted, and nothing else."""
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling]), options), drafts=sampling == "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), also_long(PAIRS, lambda c: c[0] in EVERY_RULE or (c[0] in ("lookup", "tree") and is_first(*c)))
+)
+@pytest.mark.parametrize("least", [cutting.LEAST, 0.3])
+def test_drafts_free_of_some_ids(monkeypatch, name, rule, least):
+    """A token that was drawn is taken out because of what it is, and the target, which writes it, writes it as often.
+
+    Without the condition on the distributions of the others this is biased. least: where some are left alone.
+    """
+    monkeypatch.setattr(cutting, "LEAST", least)
+    case = Case(name, params(rule), gamma=3, unwritten=frozenset({1}))
+    ways = every_way(case)
+    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
 
 
 SHAPES = {

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text.chat import MARK, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
+from forerun.text.unwritten import unwritten_ids
 
 Message = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -392,3 +393,36 @@ def test_special_tokens_are_those_of_transformers(case: str, bare: Path, tmp_pat
     assert chat.special_tokens == oracle.special_tokens_map
     assert chat.special_tokens
     assert chat.render(say("user: x")) == chat.special_tokens.get("bos_token", "")
+
+
+# --------------------------------------------------------------------------------------- what the template alone writes
+
+UNWRITTEN = {
+    "headers": (["<|eot_id|>"], [BOS, "<|start_header_id|>", "<|end_header_id|>"]),
+    "thinking": (["<|im_end|>"], ["<|im_start|>"]),
+    "instructions": ([EOS], [BOS, "[INST]", "[/INST]"]),
+    "macros": (["<|im_end|>"], [BOS, "<|im_start|>"]),
+    "plain": ([EOS], []),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_ids_that_the_template_alone_writes(name: str, folder: Path) -> None:
+    """Neither the end of an answer is among them, nor what stands in the model's own turn."""
+    pair = pair_of(name, folder)
+    ends, expected = ([pair.tokenizer.encode(text)[-1] for text in texts] for texts in UNWRITTEN[name])
+    assert unwritten_ids(pair.chat, pair.tokenizer, ends) == set(expected)
+    assert unwritten_ids(pair.chat, pair.tokenizer, []) == set(), "the model may begin the next message itself"
+
+
+def test_what_stands_in_the_models_turn_is_written_by_it(tmp_path: Path) -> None:
+    """As channels do, and thoughts that the template writes into the last answer alone."""
+    turn = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
+    added = turn.replace("{{ m", "{% if loop.last and m.role == 'assistant' %}[/INST]{% endif %}{{ m")
+    prompt = "{% if add_generation_prompt %}[INST]{% endif %}"
+    for i, template in enumerate((added, added + prompt)):
+        pair = Pair(tmp_path / str(i), "<|im_start|>[/INST]" + template)
+        [end], [first] = pair.tokenizer.encode("<|im_end|>")[1:], pair.tokenizer.encode("<|im_start|>")[1:]
+        found = unwritten_ids(pair.chat, pair.tokenizer, [end])
+        assert first in found
+        assert pair.tokenizer.encode("[/INST]")[-1] not in found

@@ -43,6 +43,7 @@ from forerun.registry import names
 from forerun.text.chat import ChatTemplate
 from forerun.text.template_files import find_sources
 from forerun.text.tokenizer import Tokenizer, needed
+from forerun.text.unwritten import unwritten_ids
 from forerun.types import SamplingParams
 
 LOG = logging.getLogger(__name__)
@@ -451,6 +452,7 @@ def build(
     )
     runner = Runner(model, cache, target.num_ids, list(target.holes))
     members = router.make([config.draft, *config.extra_draft_specs], target)
+    members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
     costs = Costs()
     if config.calibrate:
         models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
@@ -468,6 +470,17 @@ def build(
         catchup_tokens=config.draft_catchup_tokens,
         costs=costs,
     )
+
+
+def _unwritten_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, config: EngineConfig) -> frozenset[int]:
+    """The ids that the chat template alone writes. A template that cannot be read is refused where it is asked for."""
+    if tokenizer is None:
+        return frozenset()
+    try:
+        template = ChatTemplate.load(checkpoint.folder, config.chat_template)
+    except UserError:
+        return frozenset()
+    return unwritten_ids(template, tokenizer, checkpoint.end_ids)
 
 
 def _drafters_target(

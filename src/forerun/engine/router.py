@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
+from forerun.engine import cutting
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Next, Sequence
@@ -50,11 +51,12 @@ class Router(Drafter):
     chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
     so far, what catching up took for each sequence. spares: whether a drafter that raises is left out; where it is
     False, what it raises is raised. packs_siblings: whether equal siblings of a draft share a row; off, each node has
-    one, which the tests compare.
+    one, which the tests compare. unwritten: ids that the model never writes, which no draft keeps.
     """
 
     spares = True
     packs_siblings = True
+    unwritten: frozenset[int] = frozenset()
 
     def __init__(
         self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None, is_auto: bool = False
@@ -170,7 +172,7 @@ class Router(Drafter):
                 raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
             for b in range(len(granted)):
                 draft.check(b)
-            return draft
+            return cutting.without(draft, self.unwritten) if self.unwritten else draft
         return Draft.empty(len(seqs))
 
     @contextmanager

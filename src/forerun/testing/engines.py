@@ -19,6 +19,7 @@ from typing import Any
 from forerun import pacing
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
+from forerun.engine.router import Router
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint
@@ -49,7 +50,8 @@ class Case:
     """One engine and one request.
 
     options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
-    ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model.
+    ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
+    ids that drafts are kept free of.
     """
 
     drafter: str
@@ -63,6 +65,7 @@ class Case:
     prompt: tuple[int, ...] = PROMPT
     bad_words: tuple[tuple[int, ...], ...] = ()
     tokenizers: tuple[Any, Any] = (None, None)
+    unwritten: frozenset[int] = frozenset()
     needs: Needs = nothing
 
 
@@ -138,9 +141,11 @@ def steady(policy: pacing.Pacing) -> pacing.Pacing:
 
 def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
     """Return a new engine for the request of a case."""
+    members = Router({"drafter": drafter_for(case)})
+    members.unwritten = case.unwritten
     return Engine(
         runner_for(case.target),
-        drafter_for(case),
+        members,
         steady(pacing.make(case.pacing, case.gamma)),
         end_ids=case.end_ids,
         max_seq_len=SPACE_TOKENS,

@@ -1,0 +1,89 @@
+"""Drafts without ids that the model never writes, whatever drafter proposed them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from forerun.types import Draft, Extra, Probs
+
+LEAST = 1e-3  # probability of all these ids: where a drafter draws them more rarely, its draws stay as they are
+
+
+def without(draft: Draft, ids: Collection[int]) -> Draft:
+    """Return a draft without the nodes of these ids and what hangs below them. Extra rows below them go as well.
+
+    A token that was drawn where these ids had less than LEAST of the probability is left alone, whatever it is.
+    What a request draws keeps its distribution. Where a token was drawn from q, to take it out because of what it is
+    would be a choice by the drawn value, and biased, if the others were still judged by q. So every node that was drawn
+    from such a q and stays states q on the condition that the token is none of these. Then it is as if, before each
+    draw, a coin had decided with the probability that q gives to these ids that nothing is drafted here, and the token
+    had been drawn from the conditioned q otherwise: the coin depends on earlier draws alone, and the stated
+    distribution is the one that was drawn from, which is all that a rule asks for. Siblings keep their kind: of
+    independent draws of q those that stay are independent draws of the conditioned q, and of draws without replacement
+    such draws of it. A point mass is known before it is "drawn". Greedy and `match` texts do not depend on a draft.
+    """
+    unwanted, changed, seen = sorted(ids), False, dict[int, Probs | None]()
+    places: dict[int, int] = {-1: -1}  # node -> node of the new draft
+    tokens, parents, starts = list[int](), list[int](), [0]
+    probs, extra = list[Probs](), dict[int, Extra]()
+    for b in range(draft.num_sequences):
+        for node in draft.nodes(b):
+            given = draft.probs[node]
+            if id(given) not in seen:
+                seen[id(given)] = _without(given, unwanted)
+            own = seen[id(given)]
+            changed |= own is not given
+            is_drawn_out = own is not given and draft.tokens[node] in ids
+            if own is None or is_drawn_out or draft.parents[node] not in places:
+                continue
+            places[node] = len(tokens)
+            tokens.append(draft.tokens[node])
+            parents.append(places[draft.parents[node]])
+            probs.append(own)
+        starts.append(len(tokens))
+        if b in draft.extra:
+            extra[b] = _rows_left(draft, b, places, len(tokens) - starts[b])
+    return Draft(tokens, parents, starts, probs, extra) if changed else draft
+
+
+def _without(probs: Probs, ids: list[int]) -> Probs | None:
+    """Return a distribution on the condition that none of these ids is drawn; None where nothing else can be.
+
+    The same object where they have less than LEAST.
+    """
+    if probs.point is not None:
+        return None if probs.point in ids else probs
+    weights = probs.weights
+    if probs.ids is None:
+        places = torch.tensor([i for i in ids if i < len(weights)], dtype=torch.int64, device=weights.device)
+    else:
+        places = torch.isin(probs.ids, torch.tensor(ids, device=probs.ids.device)).nonzero()[:, 0]
+    if not len(places) or float(weights[places].sum()) < LEAST:
+        return probs
+    left = weights.index_fill(0, places, 0.0)
+    total = left.sum()
+    if not total > 0:
+        return None
+    left /= total
+    return replace(probs, dense=left) if probs.ids is None else replace(probs, listed=left)
+
+
+def _rows_left(draft: Draft, b: int, places: dict[int, int], num_nodes: int) -> Extra:
+    """Return the extra rows of sequence b whose ancestors are left. places: of nodes; num_nodes: of b that are left."""
+    nodes, given = draft.nodes(b), draft.extra[b]
+    first = num_nodes and min(place for node, place in places.items() if node in nodes)
+    rows = {-1: -1} | {node - nodes.start: places[node] - first for node in nodes if node in places}
+    left = Extra([], [], {})
+    vectors = {}
+    for i, (token, parent) in enumerate(zip(given.tokens, given.parents, strict=True)):
+        if parent not in rows:
+            continue
+        rows[len(nodes) + i] = num_nodes + len(left.tokens)
+        if i in given.vectors:
+            vectors[len(left.tokens)] = given.vectors[i]
+        left.tokens.append(token)
+        left.parents.append(rows[parent])
+    return replace(left, vectors=vectors)
