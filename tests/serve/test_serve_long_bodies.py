@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from forerun.errors import InternalError
 from forerun.serve import aside
 from forerun.serve.bodies import MOST_ENTRIES
 from forerun.serve.events import as_json, in_slices
-from forerun.serve.texts import Texts
+from forerun.serve.texts import TextOptions, Texts
 from serve.running import CODE
 from serve.test_serve_inside import asked, run, served
 from speculation import llm_options
@@ -119,12 +120,26 @@ def test_long_and_short_bodies_are_answered_alike() -> None:
                 if i == 0:
                     pid = service.aside.pid
                     assert pid is not None
-                    os.kill(pid, 9)
-                    with pytest.raises(InternalError, match="send the request again"):
-                        await service.read("/tokenize", b'{"prompt": "x"}' + b" " * aside.LONG_BYTES)
+                    os.kill(pid, 9)  # nobody is told: the next one is read by another process
             assert service.aside.pid not in (None, pid)
 
     run(test)
+
+
+def test_what_ends_every_process_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A body is read again once; a process that ends while the server does is not started again."""
+    started = tmp_path / "started"
+    code = f"open({str(started)!r}, 'a').write('x')"
+    monkeypatch.setattr(aside, "_CODE", code)
+    reader = aside.Aside(TextOptions(tmp_path, ("x",), 16, 1))
+    with pytest.raises(InternalError, match="twice in a row"):
+        reader.work("/tokenize", b"{}").result()
+    assert started.read_text(encoding="utf-8") == "xx"
+    reader._is_closed = True
+    with pytest.raises(InternalError):
+        reader._ask(("/tokenize", b"{}"))
+    assert started.read_text(encoding="utf-8") == "xxx"
+    reader.close()
 
 
 def known(answer: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """What `Texts.work` makes of a body, or raises. InternalError where the process fails, Refused for too long."""
+        """What `Texts.work` makes of a body, or raises. InternalError where it fails twice, Refused for too long."""
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
@@ -83,17 +83,22 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: tuple[str, bytes]) -> Any:
-        try:
-            pipe = self._pipe or self._start()
-            pipe.send(job)
-            if not pipe.poll(MOST_SECONDS):
+        """The answer of the process. One that has ended, as the system may do to it, is started anew, once for a job."""
+        for is_again in (False, True):
+            try:
+                pipe = self._pipe or self._start()
+                pipe.send(job)
+                if not pipe.poll(MOST_SECONDS):
+                    self._end()
+                    message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make it shorter"
+                    raise Refused(message, code="timeout", status=504)
+                is_made, made = pickle.loads(pipe.recv_bytes())
+                break
+            except (EOFError, OSError) as error:
                 self._end()
-                message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make it shorter"
-                raise Refused(message, code="timeout", status=504)
-            is_made, made = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            self._end()
-            raise InternalError("the process that reads long bodies has ended: send the request again") from error
+                if is_again or self._is_closed:
+                    message = "the process that reads long bodies has ended, twice in a row: send a shorter body"
+                    raise InternalError(message) from error
         if not is_made:
             raise made
         return made
@@ -112,7 +117,8 @@ class Aside:
         self._pipe = ours
         ours.send(self._options)
         if not ours.poll(_START_SECONDS):
-            raise EOFError
+            self._end()
+            raise InternalError(f"the process that reads long bodies did not start in {_START_SECONDS:g} s")
         ours.recv_bytes()
         return ours
 
