@@ -15,6 +15,9 @@ Each message says what is wrong, the value, and what would work, in one sentence
 
 import itertools
 import reprlib
+import shlex
+import shutil
+import sys
 
 _SHOWN_CHARS = 120
 
@@ -91,12 +94,19 @@ class InternalError(ForerunError):
     """A broken promise of ours."""
 
 
+def pip(arguments: str) -> str:
+    """The command that installs into the environment which runs: the pip that a shell finds may be another one's."""
+    is_found = shutil.which("python") == sys.executable or not sys.executable
+    python = "python" if is_found else shlex.quote(sys.executable)
+    return f"{python} -m pip {arguments}"
+
+
 def not_installed(what: str, extra: str, package: str | None) -> BadOption:
     """The error for packages that are not here. what: what needs them. extra: the name in pyproject.toml that has them.
 
     The package itself is on no index yet, and anyone could take its name there: so the checkout is named.
     """
     return BadOption(
-        f"{what} needs packages that are not here ({package}): pip install '.[{extra}]' in the folder of forerun's "
-        "sources"
+        f"{what} needs packages that are not here ({package}): "
+        + pip(f"install '.[{extra}]' in the folder of forerun's sources")
     )

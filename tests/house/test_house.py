@@ -11,6 +11,7 @@ import functools
 import importlib
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tokenize
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from forerun import registry
+from forerun.errors import pip
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forerun"
@@ -293,3 +295,14 @@ def test_the_error_tree_is_drawn_completely() -> None:
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Lm"):
         _ = importlib.import_module("forerun").Lm
+
+
+def test_what_installs_names_the_interpreter_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands that a message gives are errors.pip, for a bare pip may be another environment's."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert pip("install x") == f"{shlex.quote(sys.executable)} -m pip install x"
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert pip("install x") == "python -m pip install x"
+    found = [relative(path) for path in SOURCE.rglob("*.py") if re.search(r"\bpip install ", path.read_text("utf-8"))]
+    assert not found, found

@@ -246,7 +246,7 @@ def as_checkout(bare: Path) -> Path:
 def test_a_package_without_the_extension_says_how_to_get_it(bare: Path) -> None:
     said = printed(WHY_NOT, path=bare)
     assert said.startswith("None; reference; the extension was not built when forerun was installed: ")
-    assert said.endswith("run pip install --force-reinstall --no-deps --no-cache-dir forerun")
+    assert said.endswith("-m pip install --force-reinstall --no-deps --no-cache-dir forerun")
     without_compiler = printed(WHY_NOT, path=bare, PATH="/nowhere")
     assert "install a C++ compiler (g++)" in without_compiler
     refused = run(ISA, path=bare, FORERUN_ISA="avx2").stderr
@@ -255,7 +255,7 @@ def test_a_package_without_the_extension_says_how_to_get_it(bare: Path) -> None:
 
 def test_a_checkout_names_its_own_command(bare: Path) -> None:
     source = as_checkout(bare)
-    assert printed(WHY_NOT, path=source).endswith("run pip install -e . in the checkout")
+    assert printed(WHY_NOT, path=source).endswith("-m pip install -e . in the checkout")
 
 
 def test_an_extension_for_another_python_is_named(bare: Path) -> None:

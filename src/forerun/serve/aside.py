@@ -83,7 +83,7 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: tuple[str, bytes]) -> Any:
-        """The answer of the process. One that has ended, as the system may do to it, is started anew, once for a job."""
+        """The answer of the process. One that has ended, as the system may end it, is started anew, once for a job."""
         for is_again in (False, True):
             try:
                 pipe = self._pipe or self._start()
