@@ -51,12 +51,36 @@ def test_a_file_in_a_wheel_is_found_without_importing_it(monkeypatch: pytest.Mon
     assert model.path() != file
 
 
-def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["smollm2", "shipped"])
+def test_a_name_means_its_model_whatever_lies_beside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """What is written with a slash, or given as a Path, is a folder; a drafter's name is no folder either."""
+    model = named.named_models()[name]
+    monkeypatch.setattr(named.NamedModel, "path", lambda self: tmp_path / self.name / "file")
+    monkeypatch.chdir(tmp_path)
+    for folder in (name, "lookup"):
+        (tmp_path / folder).mkdir()
+    assert locate(name) == tmp_path / name / "file"
+    assert named.find(name) is named.of(name) is model
+    assert not is_hub_id(name)
+    for written in (f"./{name}", f"{name}/", str(tmp_path / name), Path(name)):
+        assert locate(written) == Path(written)
+        assert (named.find(written), named.there(written)) == (None, Path(written))
+    assert drafters.resolve("lookup")[0] == "lookup"
+    loaded = [drafters.OwnCheckpoint(written).weights(None) for written in (name, f"./{name}")]
+    assert loaded == [(name, None), (str(tmp_path / name), None)]
+
+
+@pytest.mark.usefixtures("without_wheel")
+def test_a_folder_of_that_name_does_not_stand_for_the_hubs_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    assert locate("smollm2") == Path("smollm2")
-    assert named.find("smollm2") is None
-    assert named.find(Path("shipped")) is None
+    assert is_hub_id("smollm2")
+    with pytest.raises(NotFound, match="smollm2 is not here"):
+        locate("smollm2")
 
 
 @pytest.mark.usefixtures("without_wheel")

@@ -120,9 +120,12 @@ def test_what_changes_nothing_is_taken() -> None:
     assert (job.stream, job.include_usage, job.continuous_usage) == (True, True, True)
 
 
-def test_names_of_a_model(tmp_path: Path) -> None:
+def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     assert model_names(str(tmp_path / "small")) == ("small", str(tmp_path / "small"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert (model_names("smollm2"), model_names("./smollm2")) == (("smollm2",), ("smollm2", "./smollm2"))
     assert model_names("org/name@v2") == ("org/name", "org/name@v2")
     for name in (*NAMES, None):
         assert read(CHAT, model=name).model == "small", "the answer says what answered"

@@ -22,6 +22,7 @@ from forerun.bench.results import Tally, Variant
 from forerun.bench.tables import Column, table
 from forerun.bench.tune_prediction import Prediction
 from forerun.config import EngineConfig
+from forerun.models import named
 
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
@@ -256,8 +257,8 @@ def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict
     for name in ("draft", "extra_drafts", "spec_length", "pacing"):
         options.pop(name, None)
     if config.target is not None:
-        path = Path(config.target).expanduser()
-        options = {"target": str(path.resolve()) if path.exists() else config.target, **options}
+        path = named.there(config.target)
+        options = {"target": config.target if path is None else str(path.resolve()), **options}
     if concurrency > config.max_batch_size:
         options["max_batch_size"] = concurrency
     options["draft"] = chosen.way.draft

@@ -211,7 +211,8 @@ class OwnCheckpoint:
     def weights(self, shipped: str | None) -> Hashable:
         """Return what is equal where two of them load the same weights. shipped: where the path None leads to."""
         path = self.path or shipped or ""
-        place = os.path.realpath(path) if path and os.path.exists(path) else path
+        found = named.there(path) if path else None
+        place = path if found is None else os.path.realpath(found)
         return place, None if self.quantization is None else Quantization.parse(self.quantization)
 
 

@@ -64,7 +64,7 @@ Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with thei
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True, check: Check | None = None) -> Path:
     """The folder or file that `name` means; what the hub has under it is fetched into the cache first.
 
-    name: a path; where no such path exists, a name of data/models.toml or a hub id org/name[@revision]. A Path is
+    name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
     nothing but a path. With :FILE.gguf behind it, or a type such as :Q4_K_M that one file's name ends with, a hub id
     means that file, which is fetched whole. config_only: fetch config.json alone. weights=False: fetch all but the
     weights. check: called with the folder when the small files are there and the weights are not yet fetched; what it
@@ -74,15 +74,15 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     weights, CapacityError for a full disk.
     """
     name = hub_id_of(name) if isinstance(name, str) else name
+    known = named.find(name)
     try:
         folder = Path(name).expanduser()
-        if str(name) and folder.exists():
+        if known is None and str(name) and folder.exists():
             return folder
-        if folder.is_symlink():
+        if known is None and folder.is_symlink():
             raise unreadable(folder, "")
     except (RuntimeError, OSError) as error:  # ~name without such a user; a name that is too long
         raise NotFound(f"there is no folder {name!s:.60} ({error}): name {WANTED}") from error
-    known = named.find(name)
     if known is not None and (path := known.path()) is not None:
         return path
     model = None if isinstance(name, Path) else _as_hub_model(name)
@@ -139,7 +139,8 @@ def _kind(name: str) -> str:
 
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name means a model of the hub: it has the form of one, or only the hub has it; no such path exists."""
-    return isinstance(name, str) and not os.path.exists(name) and _as_hub_model(name) is not None
+    is_path = named.find(name) is None and os.path.exists(name)
+    return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:

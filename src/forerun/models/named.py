@@ -1,12 +1,14 @@
 """Models that have a name: what they are, what is here of them, and how to get them. The list is data/models.toml.
 
-A file or folder of such a name comes first, as it does for hub ids. Nothing here imports torch.
+A name means its model whatever lies in the working directory; a folder called so is written with a slash, ./smollm2.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +107,11 @@ def of(target: str | Path | None) -> NamedModel | None:
 
 
 def find(name: str | Path | None) -> NamedModel | None:
-    """The model that a name means; None where it is no such name, or where a file or folder is called so."""
-    found = named_models().get(name) if isinstance(name, str) else None
-    return None if found is None or Path(found.name).exists() else found
+    """The model that a name means; None where it is no such name. A Path is nothing but a path."""
+    return named_models().get(name) if isinstance(name, str) else None
+
+
+def there(name: str | Path) -> Path | None:
+    """The file or folder that a target or a draft means; None where it means something else, or nothing is there."""
+    path = os.path.expanduser(name)  # as it is where there is no such user
+    return Path(path) if find(name) is None and os.path.exists(path) else None

@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
+from forerun.models.named import there
 from forerun.registry import by_name, unknown
 from forerun.types import SamplingParams
 
@@ -173,8 +173,8 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
 
 def model_names(target: str) -> tuple[str, ...]:
     """What requests may call a target: its folder's name or its path; its hub id, with or without the revision."""
-    path = Path(target)
-    if path.exists():
+    path = there(target)
+    if path is not None:
         return tuple(dict.fromkeys((path.resolve().name, target)))
     return tuple(dict.fromkeys((target.partition("@")[0], target)))
 
