@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import http.client
 import json
+import socket
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +15,13 @@ from urllib.error import HTTPError
 import httpx
 import pytest
 
-from forerun.errors import BadOption
+from forerun import LLM
+from forerun.errors import BadOption, InternalError
+from forerun.serve.app import make_app
 from forerun.serve.bodies import Refused
 from forerun.serve.origins import Origins
+from forerun.serve.server import ServerOptions, origins_of
+from forerun.serve.service import Service
 from serve.running import Running, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
@@ -65,12 +72,11 @@ def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Runn
     ):
         for path in ("/v1/completions", "/tokenize", "/lab/api/theory"):
             assert ask(friendly, path, host=host, **said) == (403, "host_not_allowed"), host
-    for origin in (f"http://{own}", FRIEND, FRIEND.upper()):
+    for origin in (f"http://{own}", FRIEND, FRIEND.upper(), f"http://localhost:{port}"):
         assert ask(friendly, origin=origin, **said)[0] == 200, origin
     for origin in (
         "http://evil.example",
         "null",
-        f"http://localhost:{port}",
         f"{FRIEND}.evil.example",
         "http://127.0.0.1",
     ):
@@ -101,14 +107,108 @@ def test_clients_as_they_are_get_an_answer(friendly: Running) -> None:
         urllib.request.urlopen(f"{friendly.url}/v1/completions", BODY, timeout=60)
 
 
+HEADERS = {b"host": b"llm.example.org", b"content-type": b"application/json"}
+
+
+def is_served(origins: Origins, method: str = "POST", path: str = "/v1/completions", **headers: str) -> bool:
+    given = HEADERS | {name.encode(): value.encode() for name, value in headers.items()}
+    try:
+        origins.check(method, path, given)
+    except Refused as error:
+        return error.status != 403
+    return True
+
+
 def test_origins() -> None:
-    headers = {b"host": b"llm.example.org", b"content-type": b"application/json"}
-    Origins().check("POST", headers)  # a public server has any name
-    Origins.parse(["https://llm.example.org/"], only_local=True).check("POST", headers)
-    Origins.parse(["*"], only_local=True).check("POST", {**headers, b"origin": b"null"})
-    Origins.parse([], only_local=True).check("POST", {b"content-type": b"application/json"})  # HTTP/1.0
-    with pytest.raises(Refused, match="by a name of this machine"):
-        Origins.parse([], only_local=True).check("GET", headers)
+    assert is_served(Origins())  # whoever has the key may use any name
+    assert is_served(Origins.parse(["https://llm.example.org/"], only_local=True))
+    assert is_served(Origins.parse(["*"], only_local=True), origin="null")
+    Origins.parse([], only_local=True).check("POST", "/", {b"content-type": b"application/json"})  # HTTP/1.0
+    with pytest.raises(Refused, match=r"by a name of this machine.*--allow-host and that name, or with --api-key"):
+        Origins.parse([], only_local=True).check("GET", "/", HEADERS)
+    with pytest.raises(Refused, match=r"where a proxy with that address does not pass its Host on.*--allow-origin"):
+        Origins().check("POST", "/", {**HEADERS, b"origin": b"https://chat.example.org"})
     for wrong in ("chat.example.org", "https://", "https://a/b", ""):
         with pytest.raises(BadOption, match="--allow-origin"):
             Origins.parse([wrong])
+    for wrong in ("https://a", "a:80", "a/b", "a b", ""):
+        with pytest.raises(BadOption, match="--allow-host"):
+            Origins.parse([], [wrong])
+
+
+def test_a_public_server_without_a_key_is_called_by_addresses_and_names_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that points its own name here has that name as Host and in its Origin."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box.lan.example")
+    options = ServerOptions(host="0.0.0.0", allow_hosts=("LLM.example.net",))
+    public, local = origins_of(options), origins_of(dataclasses.replace(options, host="127.1"))
+    own = ("localhost", "a.localhost", "127.0.0.1", "127.1", "127.9.9.9", "[::1]", "[::ffff:127.0.0.1]", "localhost.")
+    names = ("box", "box.local", "box.lan.example", "llm.example.net", "LLM.example.net.")
+    addresses = ("192.168.1.5", "8.8.8.8", "[fe80::1]", "[::ffff:10.0.0.1]", "0.0.0.0", "10.1")
+    foreign = ("evil.example", "box.evil.example", "192.168.1.5.evil.example", "forerun", "localhost.evil.example")
+    broken = ("[::1", "localhost:x", "localhost@evil.example", ":80", "127.0.0.1 evil.example")
+    for host in (*own, *names, *addresses, *foreign, *broken):
+        for port in ("",) if host in broken else ("", ":8000"):
+            assert is_served(public, host=host + port) == (host in (*own, *names, *addresses)), host
+            assert is_served(local, host=host + port) == (host in (*own, *names)), host
+    evil = "evil.example:8000"
+    assert not is_served(public, host=evil, origin=f"http://{evil}")
+    assert is_served(origins_of(dataclasses.replace(options, api_key="x")), host=evil, origin=f"http://{evil}")
+    assert is_served(origins_of(dataclasses.replace(options, allow_hosts=("*",))), host=evil)
+    assert is_served(origins_of(ServerOptions(host="llm.lan")), host="llm.lan:8000")
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "is_own"),
+    [
+        ("http://localhost", "localhost:80", True),
+        ("https://llm.example.org", "llm.example.org:443", True),
+        ("https://llm.example.org:443", "llm.example.org", True),
+        ("http://localhost:8000", "127.0.0.1:8000", True),
+        ("http://[::1]:8000", "localhost:8000", True),
+        ("http://127.0.0.1:8000", "127.1:8000", True),
+        ("http://127.0.0.1:8000", "[::ffff:127.0.0.1]:8000", True),
+        ("http://[fe80::1]:8000", "[fe80:0:0::1]:8000", True),
+        ("http://localhost:3000", "localhost:8000", False),
+        ("http://localhost", "localhost:443", False),
+        ("https://localhost", "localhost:80", False),
+        ("http://localhost:8000", "192.168.1.5:8000", False),
+        ("http://evil.example:8000", "localhost:8000", False),
+        ("http://localhost.evil.example:8000", "localhost:8000", False),
+        ("ftp://localhost:8000", "localhost:8000", False),
+        ("http://[::1", "[::1", False),
+        ("null", "null", False),
+    ],
+)
+def test_default_ports_and_names_of_this_machine_are_one_origin(origin: str, host: str, is_own: bool) -> None:
+    assert is_served(Origins(), host=host, origin=origin) == is_own
+    if not host.startswith("[::1"):
+        assert is_served(Origins.parse([f"{origin}"], "*"), host="x.example", origin=f"http://{host}") == (
+            is_own and origin.startswith("http:")
+        )
+
+
+def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read() -> None:
+    """Also where the engine has failed: then the reason is for those who call the server by its own name."""
+    llm = LLM("shipped", draft="none", max_batch_size=1)
+
+    async def test() -> None:
+        service = Service(llm, ("small",))
+        app = httpx.ASGITransport(make_app(service, origins=origins_of(ServerOptions(host="0.0.0.0"))))
+        try:
+            async with httpx.AsyncClient(transport=app, base_url="http://evil.example", timeout=60) as client:
+                for path in ("/health", "/ready"):
+                    assert (await client.get(path)).json() == {"status": "ok"}
+                    assert (await client.post(path)).status_code == 403
+                for path in ("/metrics", "/openapi.json", "/v1/models", "/v1/models/small", "/lab/", "/nowhere"):
+                    answer = await client.get(path)
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), path
+                service.failure = InternalError("a secret")
+                assert (await client.get("/health")).json() == {"status": "failed"}
+                own = await client.get("/health", headers={"host": "10.0.0.1:8000"})
+                assert own.json() == {"status": "failed", "message": "a secret"}
+        finally:
+            service.close()
+
+    asyncio.run(test())

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.serve import ORIGIN_HELP
+from forerun.cli.serve import HOST_HELP, ORIGIN_HELP
 from forerun.cli.signatures import Given
 from forerun.errors import not_installed
 
@@ -40,6 +40,7 @@ def lab(
         typer.Option(envvar="FORERUN_API_KEY", help="what the page asks for [default: nothing]", show_default=False),
     ] = None,
     allow_origin: Annotated[list[str] | None, typer.Option(help=ORIGIN_HELP, show_default=False)] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help=HOST_HELP, show_default=False)] = None,
 ) -> None:
     """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
     config = flags.engine_config({**engine, "target": target}, max_batch_size=VIEWERS)
@@ -49,7 +50,13 @@ def lab(
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
         raise not_installed("forerun lab", "serve", error.name) from None
-    options = ServerOptions(host=host, port=port, api_key=api_key or None, allow_origins=tuple(allow_origin or ()))
+    options = ServerOptions(
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        allow_origins=tuple(allow_origin or ()),
+        allow_hosts=tuple(allow_host or ()),
+    )
     if config.extra_drafts is None:  # all that can be had, for the menu of the widget Live
         config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(config)))
     raise typer.Exit(run(config, options, {"/lab": make_lab}))

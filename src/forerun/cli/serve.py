@@ -22,6 +22,10 @@ ORIGIN_HELP = (
     "web page that may use this server, as SCHEME://HOST[:PORT], or * for any; may be repeated [default: its own "
     "pages alone]"
 )
+HOST_HELP = (
+    "name by which this server may be called without a key, or * for any; may be repeated [default: addresses and the "
+    "names of this machine]"
+)
 
 
 def serve(
@@ -34,6 +38,7 @@ def serve(
         typer.Option(envvar="FORERUN_API_KEY", help="what requests must bring [default: nothing]", show_default=False),
     ] = None,
     allow_origin: Annotated[list[str] | None, typer.Option(help=ORIGIN_HELP, show_default=False)] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help=HOST_HELP, show_default=False)] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
     ignore_unsupported: Annotated[bool, typer.Option("--ignore-unsupported", help=IGNORE_HELP)] = False,
     max_queue: Annotated[int, typer.Option(help="choices that wait at most; more get status 429")] = 256,
@@ -65,6 +70,7 @@ def serve(
         served_names=tuple(served_model_name or ()),
         api_key=api_key or None,
         allow_origins=tuple(allow_origin or ()),
+        allow_hosts=tuple(allow_host or ()),
         ignore_unsupported=ignore_unsupported,
         metrics_prefix=metrics_prefix,
         log_format=log_format,

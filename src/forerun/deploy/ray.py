@@ -32,8 +32,7 @@ from forerun.registry import checked
 from forerun.serve.app import make_app
 from forerun.serve.limits import Limits
 from forerun.serve.metrics import CONTENT_TYPE
-from forerun.serve.origins import Origins
-from forerun.serve.server import ServerOptions, check, loaded, make_service
+from forerun.serve.server import ServerOptions, check, loaded, make_service, origins_of
 
 NAME = "forerun"  # of the application and of its deployment
 # Ray's variables: a function whose middleware every proxy runs, and the header by which requests belong together.
@@ -157,7 +156,8 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
     def build() -> FastAPI:
         service = make_service(loaded(config), options)
         key = options.api_key or os.environ.get("FORERUN_API_KEY") or None
-        app = make_app(service, api_key=key, origins=Origins.parse(options.allow_origins))
+        origins = origins_of(dataclasses.replace(options, api_key=key, host="0.0.0.0"))  # the proxies': others reach it
+        app = make_app(service, api_key=key, origins=origins)
         app.state.service, app.state.watching = service, asyncio.create_task(service.watch_delay())
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/metrics"]
         app.get("/metrics")(_all_metrics)
@@ -213,8 +213,8 @@ async def _all_metrics() -> Response:
 def application(arguments: Mapping[str, Any]) -> Any:
     """Build the application from the arguments of `serve run`, or of a file.
 
-    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names and allow_origins may be
-    separated by commas. Raises BadOption for an argument that cannot be honoured.
+    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names, allow_origins and allow_hosts
+    may be separated by commas. Raises BadOption for an argument that cannot be honoured.
     """
     left = dict(arguments)
     take = partial(_take, left)
@@ -223,7 +223,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         if name in left:
             raise BadOption(f"{name} is not an argument of a replica: HTTP and logs are Ray's, set them there")
     lists = {}
-    for name in ("served_names", "allow_origins"):
+    for name in ("served_names", "allow_origins", "allow_hosts"):
         given = left.pop(name, ())
         lists[name] = tuple(given.split(",")) if isinstance(given, str) else tuple(given)
     options = dataclasses.replace(take(ServerOptions), limits=limits, **lists)

@@ -68,17 +68,18 @@ def make_app(
     """The application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
 
     pages: path -> an application of its own; what lies below /api in it needs the key, too. origins: of the web pages
-    that may use it; None = its own alone.
+    that may use it; None = its own alone, by whatever name it is called.
     """
+    origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()), origins=origins or Origins())
+    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()), origins=origins)
     app.add_exception_handler(HTTPException, _http_error)
     bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
     for url, api in APIS.items():
         app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(service, api))
     _add_counting(app, service, bodies)
     _add_models(app, service)
-    _add_state(app, service)
+    _add_state(app, service, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
     return app
@@ -152,21 +153,22 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return JSONResponse(body, status)
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_state(app: FastAPI, service: Service, origins: Origins) -> None:
     @app.get("/health", responses=openapi.ERRORS)
-    async def health() -> JSONResponse:
+    async def health(request: Request) -> JSONResponse:
         """Whether the engine is sound; what is not should be restarted."""
         service.look_for_failure()  # it may have failed on what came through a page
         if service.failure is not None:
-            return JSONResponse({"status": "failed", "message": str(service.failure)}, 503)
+            why = {"message": str(service.failure)} if origins.knows(dict(request.scope["headers"])) else {}
+            return JSONResponse({"status": "failed", **why}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready", responses=openapi.ERRORS)
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> JSONResponse:
         """Whether requests should be sent here: not while the server shuts down, nor when its engine has failed."""
         if service.gate.is_draining:
             return JSONResponse({"status": "draining"}, 503)
-        return await health()
+        return await health(request)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -270,7 +272,7 @@ class Door:
         if not self._is_known(scope["path"], headers):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise Refused(message, code="invalid_api_key", status=401)
-        self._origins.check(scope["method"], headers)
+        self._origins.check(scope["method"], scope["path"], headers)
         if self._asks_page(scope["path"]):
             self._check_page(scope, headers)
 

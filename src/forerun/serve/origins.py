@@ -2,13 +2,16 @@
 
 A browser sends what any page asks it to, also to a server that nobody but its own machine reaches. It says of which
 page a request is (Origin), and asks first before it sends JSON elsewhere; but a page may point a name of its own at
-this machine's address, and then everything here is the page's own. So names are looked at, too.
+this machine's address (DNS rebinding), and then everything here is the page's own. An API key keeps it out. Without
+one the server looks at the name that it is called by (Host): nobody can point an address elsewhere, nor localhost, nor
+a name that this machine has.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,46 +20,64 @@ from forerun.errors import BadOption, shown
 from forerun.serve.bodies import Refused
 
 ANY = "*"
+PROBES = ("/health", "/ready")  # they say one word, to whoever asks by whatever name: load balancers call them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+|null|\*", re.IGNORECASE)
+_HOST = re.compile(r"[\w.-]+|\*")
+_SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127.1 is 127.0.0.1
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SAFE = ("GET", "HEAD", "OPTIONS")  # they make nothing here, and another page cannot read what they are answered
+_PORTS = {"http": 80, "https": 443}  # what a browser leaves out
+_LOCAL = "localhost"
 
 
 @dataclass(frozen=True)
 class Origins:
-    """allowed: origins beside the server's own; "*" = any. only_local: the server has to be called by a local name."""
+    """What may call a server, and how.
+
+    allowed: origins beside the server's own; "*" = any. hosts: names that it is called by, beside this machine's own
+    and addresses; "*" = any. only_local: of addresses, those of this machine alone.
+    """
 
     allowed: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset((ANY,))
     only_local: bool = False
 
     @classmethod
-    def parse(cls, origins: Iterable[str], *, only_local: bool = False) -> Origins:
-        """Raises BadOption for what is no origin."""
-        found = [origin.rstrip("/") for origin in origins]
+    def parse(cls, origins: Iterable[str], hosts: Iterable[str] = (), *, only_local: bool = False) -> Origins:
+        """Raises BadOption for what is no origin, or no name of a host."""
+        found, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
         for origin in found:
             if not _ORIGIN.fullmatch(origin):
                 raise BadOption(
                     f"--allow-origin={shown(origin)} is not possible: write SCHEME://HOST[:PORT], as in "
                     "https://chat.example.org, or * for any"
                 )
-        return cls(frozenset(map(str.lower, found)), only_local)
+        for name in names:
+            if not _HOST.fullmatch(name) and _address(_bare(name)) is None:
+                raise BadOption(
+                    f"--allow-host={shown(name)} is not possible: write a name without scheme and port, as in "
+                    "llm.example.org, or * for any"
+                )
+        return cls(frozenset(found), frozenset(map(_canonical, names)), only_local)
 
-    def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise Refused for a request of a page that may not use this server, or one that a page need not ask for."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        if self.only_local and ANY not in self.allowed and not self._is_ours(host):
+        is_safe = method in _SAFE
+        if not (self.knows(headers) or (is_safe and path in PROBES)):
             raise Refused(
-                f"this server is called by a name of this machine, such as localhost, and not {shown(host)}: where a "
-                "proxy is in front of it give --api-key, or --allow-origin with the proxy's address",
+                "this server is called by a name of this machine, such as localhost, or by its address, and not by "
+                f"{shown(_header(headers, b'host'))}: to call it so, as through a proxy, start it with --allow-host "
+                "and that name, or with --api-key",
                 code="host_not_allowed",
                 status=403,
             )
-        if method in _SAFE:
+        if is_safe:
             return
-        origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if origin and not {ANY, origin} & self.allowed and origin.partition("://")[2] != host:
+        origin = _header(headers, b"origin")
+        if origin and not self._allows(origin, _header(headers, b"host")):
             raise Refused(
-                f"pages of {shown(origin)} may not use this server: to let them, start it with --allow-origin and that",
+                f"pages of {shown(origin)} may not use this server: to let them, or where a proxy with that address "
+                "does not pass its Host on, start it with --allow-origin and that",
                 code="origin_not_allowed",
                 status=403,
             )
@@ -68,18 +89,81 @@ class Origins:
                 status=415,
             )
 
-    def _is_ours(self, host: str) -> bool:
-        """Whether a Host header is a name of this machine or of an allowed origin; HTTP/1.0 may have none."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+    def knows(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request calls the server by a name that no page can have given it; HTTP/1.0 may name none."""
+        host = _header(headers, b"host")
+        if not host or ANY in self.hosts | self.allowed:
+            return True
+        place = _place(host, 0)
+        if place is None:
             return False
-        return not host or is_local(name.rstrip(".")) or any(urlsplit(one).hostname == name for one in self.allowed)
+        name = place[0]
+        if name == _LOCAL or (not self.only_local and _address(name) is not None):
+            return True
+        friends = (_place(origin.partition("://")[2], 0) for origin in self.allowed)
+        return name in self.hosts | _own_names() or name in {friend[0] for friend in friends if friend is not None}
+
+    def _allows(self, origin: str, host: str) -> bool:
+        """Whether a page's origin is among those that are allowed, or where the request itself goes."""
+        if ANY in self.allowed:
+            return True
+        scheme, _, where = origin.partition("://")
+        found = _place(where, _PORTS.get(scheme, 0))
+        if scheme not in _PORTS or found is None:
+            return origin in self.allowed
+        friends = (one.partition("://") for one in self.allowed)
+        return found == _place(host, _PORTS[scheme]) or any(
+            found == _place(friend, _PORTS[scheme]) for kind, _, friend in friends if kind == scheme
+        )
 
 
 def is_local(name: str) -> bool:
     """Whether a host's name or address leads to this machine alone."""
+    return _canonical(name) == _LOCAL
+
+
+def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1").strip().lower()
+
+
+def _place(where: str, usual: int) -> tuple[str, int] | None:
+    """The host and the port of HOST[:PORT]; None where it is none. usual: the port that is left out."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        parts = urlsplit(f"//{where}")
+        port = usual if parts.port is None else parts.port
     except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
+        return None
+    return (_canonical(parts.hostname), port) if parts.hostname and parts.username is None else None
+
+
+def _canonical(name: str) -> str:
+    """A host's name or address, by which it can be compared: whatever leads to this machine alone is localhost."""
+    name = name.lower().rstrip(".")
+    address = _address(_bare(name))
+    if address is not None:
+        return _LOCAL if address.is_loopback else str(address)
+    return _LOCAL if name.endswith(f".{_LOCAL}") else name
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("[").removesuffix("]")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text is, also one of IPv4 in the form of IPv6 or with fewer numbers; None for a name."""
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        try:
+            short = socket.inet_aton(name) if _SHORT_ADDRESS.fullmatch(name) else None
+        except OSError:
+            short = None
+        return None if short is None else ipaddress.IPv4Address(short)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _own_names() -> frozenset[str]:
+    """What this machine calls itself, alone and in its own network (mDNS)."""
+    name = socket.gethostname().lower().rstrip(".")
+    first = name.partition(".")[0]
+    return frozenset((name, first, f"{first}.local"))

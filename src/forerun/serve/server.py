@@ -6,6 +6,7 @@ SIGTERM and Ctrl-C let every accepted request finish while new ones get 503; a s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import math
@@ -32,7 +33,7 @@ from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
 from forerun.serve.limits import Limits
 from forerun.serve.metrics import Metrics
-from forerun.serve.origins import Origins, is_local
+from forerun.serve.origins import ANY, Origins, is_local
 from forerun.serve.service import Service
 from forerun.text.terminal import note, visible
 
@@ -55,6 +56,7 @@ class ServerOptions:
     served_names: Seq[str] = ()
     api_key: str | None = None
     allow_origins: Seq[str] = ()  # of web pages that may use it, beside its own
+    allow_hosts: Seq[str] = ()  # names that it is called by without a key, beside this machine's own and addresses
     ignore_unsupported: bool = False
     metrics_prefix: str = "forerun"
     log_format: str = "text"
@@ -94,9 +96,11 @@ def check(options: ServerOptions) -> None:
 
 
 def origins_of(options: ServerOptions) -> Origins:
-    """The web pages that may use the server; without a key, what only this machine reaches has only local names."""
-    only_local = is_local(options.host) and options.api_key is None
-    return Origins.parse(options.allow_origins, only_local=only_local)
+    """The web pages that may use the server, and the names by which it is called; with a key it has any name."""
+    found = Origins.parse(options.allow_origins, options.allow_hosts, only_local=is_local(options.host))
+    if options.api_key is not None:
+        return dataclasses.replace(found, hosts=frozenset((ANY,)))
+    return dataclasses.replace(found, hosts=found.hosts | {options.host.lower()})
 
 
 @contextmanager
