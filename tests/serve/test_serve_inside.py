@@ -20,6 +20,7 @@ import httpx
 import pytest
 import schemathesis
 import uvicorn
+from fastapi.responses import JSONResponse
 from hypothesis import HealthCheck, given, seed, settings
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,11 +31,11 @@ from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
 from forerun.errors import ForerunError, InternalError
 from forerun.serve import server
-from forerun.serve.app import APIS, make_app
+from forerun.serve.app import APIS, Door, make_app
 from forerun.serve.bodies import Refused
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Gate, Limits, Patience
-from forerun.serve.origins import is_local
+from forerun.serve.origins import Origins, is_local
 from forerun.serve.server import PatientProtocol, _end_on_signals, _Server
 from forerun.serve.service import Service
 from serve.running import CODE, Running
@@ -610,3 +611,32 @@ def test_a_request_is_a_span_below_the_clients_own() -> None:
         assert span.kind is trace.SpanKind.SERVER
         assert span.attributes["forerun.status"] == status
         assert CODE not in str(dict(span.attributes))
+
+
+def test_a_page_takes_what_the_context_allows() -> None:
+    """And says what to do with more; the limit of all bodies holds there, too."""
+    llm = LLM("shipped", draft="none", max_batch_size=1)
+
+    async def test() -> None:
+        for most_bytes, most, option in ((4 << 20, 40_000, "--max-seq-len"), (9_000, 9_000, "--max-body-bytes")):
+            service = Service(llm, ("small",), limits=Limits(max_body_bytes=most_bytes))
+            service.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
+            page = Door(answered, service, None, ("/lab",), Origins())
+            try:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
+                    for length, status in ((most, 200), (most + 1, 413)):
+                        body = json.dumps("x" * (length - 2)).encode()
+                        headers = {"content-type": "application/json"}
+                        answer = await client.post("/lab/api/live", content=body, headers=headers)
+                        assert answer.status_code == status
+                    message = answer.json()["error"]["message"]
+                    assert f"takes {most:,} bytes at once, and this has {most + 1:,}: shorten it" in message
+                    assert message.endswith(f"or raise {option}")
+            finally:
+                service.llm = llm
+                service.close()
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        await JSONResponse({})(scope, receive, send)
+
+    run(test)

@@ -35,7 +35,9 @@ from forerun.serve.tracing import span
 
 LOG = logging.getLogger("forerun.serve.requests")
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
-MOST_PAGE_BYTES = 32 << 10  # of a body that a page's API gets: it is read by the event loop
+# Of a body that a page's API gets, at most; more where the context is longer. Pages read theirs in this process, and
+# what parses JSON or cuts words into tokens holds up the step: so it is about what fits, and not --max-body-bytes.
+MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN = 32 << 10, 8
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -281,11 +283,15 @@ class Door:
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Routes of the server read bodies and take places themselves; pages know neither limits nor gate."""
-        length, most = headers.get(b"content-length", b""), min(MOST_PAGE_BYTES, self._service.limits.max_body_bytes)
+        length, limits = headers.get(b"content-length", b""), self._service.limits
+        by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._service.llm.engine.max_seq_len)
+        most = min(by_context, limits.max_body_bytes)
         if scope["method"] == "POST" and not length.isdigit():
             raise Refused("the length of the body is missing: send content-length", status=411)
         if length and int(length) > most:
-            raise Refused(f"the body has more than {most:,} bytes: send a shorter one", status=413)
+            option = "--max-body-bytes" if most < by_context else "--max-seq-len"
+            message = f"the page takes {most:,} bytes at once, and this has {int(length):,}: shorten it, send a prompt "
+            raise Refused(f"{message}to /v1/completions, or raise {option}", code="body_too_large", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""
