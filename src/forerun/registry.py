@@ -48,6 +48,8 @@ def with_fields(cls: type[T]) -> type[T]:
     """Add to a dataclass's docstring what the fields' metadata say of them, so that help() has words for each."""
     lines = []
     for one in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if "help" not in one.metadata:
+            continue
         unit = f", {one.metadata['unit']}" if "unit" in one.metadata else ""
         default = "" if one.default is dataclasses.MISSING else f" [default: {one.default!r}]"
         head = f"    {one.name}{unit}: "

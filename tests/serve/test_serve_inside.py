@@ -34,7 +34,8 @@ from forerun.serve import server
 from forerun.serve.app import APIS, Door, make_app
 from forerun.serve.bodies import Refused
 from forerun.serve.events import KEEP_ALIVE
-from forerun.serve.limits import Gate, Limits, Patience
+from forerun.serve.limits import Gate, Patience
+from forerun.serve.options import Limits, ServerOptions
 from forerun.serve.origins import Origins, is_local
 from forerun.serve.server import PatientProtocol, _end_on_signals, _Server
 from forerun.serve.service import Service
@@ -573,7 +574,7 @@ def test_much_of_what_the_document_describes_is_answered(server: Running) -> Non
 def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
     names = ("", "uvicorn.error", "asyncio")
     before = [logging.getLogger(name).level for name in names]
-    with server._logging(server.ServerOptions(log_level="error")):
+    with server._logging(ServerOptions(log_level="error")):
         assert logging.getLogger("asyncio").level == logging.ERROR
     assert [logging.getLogger(name).level for name in names] == before
 
@@ -581,7 +582,7 @@ def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
 def test_the_log_says_of_each_request_how_much_was_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     """By a line of the engine, which the server shows as its own."""
     llm = LLM("shipped", **llm_options())
-    with server._logging(server.ServerOptions(log_level="info")):
+    with server._logging(ServerOptions(log_level="info")):
         llm.generate("def f(", SamplingParams(max_tokens=8, temperature=0))
     assert re.search(r"request \d+ \(\w+\): 8 tokens in \d+ steps", capsys.readouterr().err)
 

@@ -19,8 +19,9 @@ from forerun import LLM
 from forerun.errors import BadOption, InternalError
 from forerun.serve.app import make_app
 from forerun.serve.bodies import Refused
+from forerun.serve.options import ServerOptions
 from forerun.serve.origins import Origins
-from forerun.serve.server import ServerOptions, origins_of
+from forerun.serve.server import origins_of
 from forerun.serve.service import Service
 from serve.running import Running, serving
 

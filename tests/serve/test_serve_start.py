@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -15,7 +16,9 @@ import yaml
 
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
+from forerun.registry import flag_of
 from forerun.serve import server
+from forerun.serve.options import LabOptions, Limits, ServerOptions
 from serve.running import serving
 
 pytestmark = pytest.mark.once("nothing is drafted")
@@ -86,9 +89,9 @@ def pod() -> tuple[list[str], dict[str, str]]:
 
 def test_every_command_that_is_shown_starts_a_server(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the model: options and variables are read, and the key that a variable holds is asked for."""
-    started: list[server.ServerOptions] = []
+    started: list[ServerOptions] = []
 
-    def run(config: EngineConfig, options: server.ServerOptions, pages: Any) -> int:
+    def run(config: EngineConfig, options: ServerOptions, pages: Any) -> int:
         server.check(options)
         started.append(options)
         return 0
@@ -100,6 +103,50 @@ def test_every_command_that_is_shown_starts_a_server(cli: Callable[..., Any], mo
         done = cli(*words, **given)
         assert done.returncode == 0, (words, given, done.stderr)
         assert started.pop().api_key == given.get("FORERUN_API_KEY"), words
+
+
+def test_an_option_of_the_server_is_one_field(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field with a help text is a flag that reaches the server; what is not given has the field's default."""
+    started: list[ServerOptions] = []
+    monkeypatch.setattr(server, "run", lambda config, options, pages: started.append(options) or 0)
+    line = (
+        "--host 0.0.0.0 --port 0 --api-key k --allow-host a --allow-host b --allow-origin https://a "
+        "--served-model-name x --ignore-unsupported --metrics-prefix vllm --log-format json --log-level debug "
+        "--log-texts --max-queue 0 --max-body-bytes 9 --request-timeout-s 1.5 --body-timeout-s 2 --stall-timeout-s 3"
+    )
+    words = line.split()
+    limits = Limits(0, 9, 1.5, 2.0, 3.0)
+    lists: dict[str, Any] = {"allow_origins": ("https://a",), "allow_hosts": ("a", "b"), "served_names": ("x",)}
+    options = ServerOptions("0.0.0.0", 0, "k", **lists, ignore_unsupported=True, metrics_prefix="vllm", limits=limits)
+    options = dataclasses.replace(options, log_format="json", log_level="debug", log_texts=True)
+    for command, expected in (
+        (["serve", "shipped", *words], options),
+        (["serve", "shipped"], ServerOptions()),
+        (["lab", "shipped"], LabOptions()),
+        (["lab", "shipped", "--port", "0", "--allow-host", "a"], LabOptions(port=0, allow_hosts=("a",))),
+    ):
+        assert cli(*command).returncode == 0, command
+        assert started.pop() == expected
+    asked = {flag_of(one) for kind in (Limits, ServerOptions) for one in dataclasses.fields(kind) if one.metadata}
+    assert asked == {word for word in words if word.startswith("--")}
+    assert cli("serve", "shipped", FORERUN_API_KEY="").returncode == 0
+    assert started.pop().api_key is None
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"max_queue": -1}, "--max-queue=-1 is not possible: it must be at least 0"),
+        ({"body_timeout_s": 0.0}, "--body-timeout-s=0.0 is not possible: it must be above 0"),
+        ({"stall_timeout_s": float("nan")}, "--stall-timeout-s=nan is not possible: it must be above 0"),
+        ({"log_level": "loud"}, "--log-level='loud' is not possible: it must be debug, info, warning or error"),
+        ({"log_format": "xml"}, "--log-format='xml' is not possible: it must be text or json"),
+    ],
+)
+def test_an_option_is_inside_of_its_range(given: dict[str, Any], sentence: str) -> None:
+    kind = Limits if given.keys() <= Limits.__dataclass_fields__.keys() else ServerOptions
+    with pytest.raises(BadOption, match=f"^{re.escape(sentence)}$"):
+        kind(**given)
 
 
 def test_a_pod_asks_for_the_key_of_its_secret(checkpoints: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.serve import HOST_HELP, ORIGIN_HELP
-from forerun.cli.signatures import Given
+from forerun.cli.signatures import Fields, Given
 from forerun.errors import not_installed
+from forerun.serve.options import LabOptions
 
 VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
 
@@ -28,35 +28,23 @@ ENGINE = (
     "max_seq_len",
     *flags.MODEL,
 )
+OWN = ("host", "port", "api_key", "allow_origins", "allow_hosts")
 
 
 def lab(
     engine: Annotated[Given, flags.engine(*ENGINE)],
+    own: Annotated[Given, Fields(LabOptions, OWN, is_plan=True)],
     target: flags.TargetArgument = None,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 = one that is free")] = 8001,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="FORERUN_API_KEY", help="what the page asks for [default: nothing]", show_default=False),
-    ] = None,
-    allow_origin: Annotated[list[str] | None, typer.Option(help=ORIGIN_HELP, show_default=False)] = None,
-    allow_host: Annotated[list[str] | None, typer.Option(help=HOST_HELP, show_default=False)] = None,
 ) -> None:
     """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
+    options = LabOptions(**own)
     config = flags.engine_config({**engine, "target": target}, max_batch_size=VIEWERS)
     try:
         from forerun.engine.factory import usable_drafts
         from forerun.lab.app import make_lab
-        from forerun.serve.server import ServerOptions, run
+        from forerun.serve.server import run
     except ImportError as error:
         raise not_installed("forerun lab", "serve", error.name) from None
-    options = ServerOptions(
-        host=host,
-        port=port,
-        api_key=api_key or None,
-        allow_origins=tuple(allow_origin or ()),
-        allow_hosts=tuple(allow_host or ()),
-    )
     if config.extra_drafts is None:  # all that can be had, for the menu of the widget Live
         config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(config)))
     raise typer.Exit(run(config, options, {"/lab": make_lab}))

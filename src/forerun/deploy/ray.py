@@ -30,9 +30,9 @@ from forerun.deploy.merging import merged
 from forerun.errors import BadOption
 from forerun.registry import checked
 from forerun.serve.app import make_app
-from forerun.serve.limits import Limits
 from forerun.serve.metrics import CONTENT_TYPE
-from forerun.serve.server import ServerOptions, check, loaded, make_service, origins_of
+from forerun.serve.options import Limits, ServerOptions
+from forerun.serve.server import check, loaded, make_service, origins_of
 
 NAME = "forerun"  # of the application and of its deployment
 # Ray's variables: a function whose middleware every proxy runs, and the header by which requests belong together.

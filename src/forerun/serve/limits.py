@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from forerun.serve.bodies import Refused
@@ -14,19 +13,6 @@ from forerun.serve.bodies import Refused
 T = TypeVar("T")
 MAX_RETRY_S = 60
 _HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past when one ends
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server is started with."""
-
-    max_queue: int = 256  # choices that wait, beyond the batch that runs
-    max_body_bytes: int = 4 << 20
-    max_header_bytes: int = 64 << 10
-    request_timeout_s: float = 600.0  # from the first byte of the body to the last of the answer's tokens
-    body_timeout_s: float = 30.0  # to send the headers, and then to send the body
-    stall_timeout_s: float = 60.0  # a reader that takes nothing of its stream
-    keep_alive_s: float = 15.0  # between two signs of life in a stream that has nothing to say
 
 
 class Arriving:

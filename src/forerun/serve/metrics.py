@@ -17,7 +17,6 @@ from forerun.engine.request import Request
 from forerun.types import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIXES = ("forerun", "vllm")
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
 _SECONDS = (*_SHORT_SECONDS, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0)
 _DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)

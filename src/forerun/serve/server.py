@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import Any
@@ -31,38 +30,19 @@ from forerun.engine.llm import LLM
 from forerun.errors import BadOption
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
-from forerun.serve.limits import Limits
 from forerun.serve.metrics import Metrics
+from forerun.serve.options import ServerOptions
 from forerun.serve.origins import ANY, Origins, is_local
 from forerun.serve.service import Service
 from forerun.text.terminal import note, visible
 
 LOG = logging.getLogger(__name__)
-LOG_FORMATS = ("text", "json")
 WARM_UP_TOKENS = 8
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
 STALL_MARGIN_S = 1.0  # a route that has a limit of its own says first why it ends
 BACKLOG = 2048
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What the server is started with, beside the engine."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 = one that is free
-    served_names: Seq[str] = ()
-    api_key: str | None = None
-    allow_origins: Seq[str] = ()  # of web pages that may use it, beside its own
-    allow_hosts: Seq[str] = ()  # names that it is called by without a key, beside this machine's own and addresses
-    ignore_unsupported: bool = False
-    metrics_prefix: str = "forerun"
-    log_format: str = "text"
-    log_level: str = "info"
-    log_texts: bool = False
-    limits: Limits = field(default_factory=Limits)
 
 
 def run(config: EngineConfig, options: ServerOptions, pages: Pages | None = None) -> int:
@@ -83,15 +63,7 @@ def run(config: EngineConfig, options: ServerOptions, pages: Pages | None = None
 
 
 def check(options: ServerOptions) -> None:
-    """Raise BadOption for a value that is not possible."""
-    from forerun.serve.metrics import PREFIXES
-
-    for name, value, known in (
-        ("metrics-prefix", options.metrics_prefix, PREFIXES),
-        ("log-format", options.log_format, LOG_FORMATS),
-    ):
-        if value not in known:
-            raise BadOption(f"--{name}={value!r} is not possible: it must be {' or '.join(known)}")
+    """Raise BadOption for what is no origin, or no name of a host."""
     origins_of(options)
 
 
@@ -302,10 +274,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     records: Queue[Any] = Queue(MOST_LOG_LINES)
     listener = QueueListener(records, handler)
     root, sending = logging.getLogger(), _Queue(records)
-    levels = logging.getLevelNamesMapping()
-    level = levels.get(options.log_level.upper())
-    if level is None:
-        raise BadOption(f"--log-level={options.log_level!r} is not possible: it must be debug, info, warning or error")
+    level = logging.getLevelNamesMapping()[options.log_level.upper()]
     root.addHandler(sending)
     loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio"))]
     before = [logger.level for logger in loggers]

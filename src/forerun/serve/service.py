@@ -15,8 +15,9 @@ from forerun.errors import CapacityError, ForerunError, InternalError, PromptToo
 from forerun.serve.aside import LONG_BYTES, Aside
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.generation import Generation, News
-from forerun.serve.limits import Arriving, Gate, Limits
+from forerun.serve.limits import Arriving, Gate
 from forerun.serve.metrics import Metrics
+from forerun.serve.options import Limits
 from forerun.serve.texts import TextOptions, Texts
 
 T = TypeVar("T")
