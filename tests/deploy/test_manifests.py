@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
-from forerun.cli.serve import serve
+from forerun.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -23,9 +23,10 @@ def test_pods_run_a_command_that_is_there() -> None:
     """Options that the server has, probes of routes that it has, more time to end than a request may take."""
     [pod] = [d["spec"]["template"]["spec"] for d in documents("kubernetes.yaml") if d["kind"] == "Deployment"]
     [container] = pod["containers"]
-    options = [word[2:].replace("-", "_") for word in container["args"] if word.startswith("--")]
+    options = {word for word in container["args"] if word.startswith("--")}
     assert options
-    assert set(options) <= set(inspect.signature(serve).parameters)
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert options <= {flag for param in serve.params for flag in param.opts}
     for probe, path in (("startupProbe", "/ready"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
         assert container[probe]["httpGet"]["path"] == path
     assert pod["terminationGracePeriodSeconds"] > 600
