@@ -24,7 +24,6 @@ from benchmarks.serving_picture import draw
 from benchmarks.serving_results import GOODPUT_NOTE, NOTE, Limits, Line, lines_of, record_of, table_of
 from benchmarks.serving_servers import (
     PEERS,
-    SHIPPED,
     VARIANTS,
     forerun_command,
     free_port,
@@ -41,6 +40,7 @@ from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
+from forerun.engine.factory import target_of
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.models.hub import locate
 from forerun.registry import option
@@ -190,7 +190,7 @@ def _servers(
         port = free_port()
         try:
             if name in PEERS:
-                command = peer_command(name, config, Path(locate(config.target or SHIPPED)), port)
+                command = peer_command(name, config, Path(locate(target_of(config))), port)
             else:
                 command = forerun_command(of_variant(name, config), port)
             console.print(f"starting {name} ...")

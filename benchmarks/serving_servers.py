@@ -25,13 +25,13 @@ import httpx
 
 from benchmarks.serving_client import Server, find_model
 from forerun.config import COMMAND_VARIABLES, DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.engine.factory import target_of
 from forerun.errors import BadOption, InternalError, NotFound, UserError
 
 PLAIN, FIXED, AUTO = VARIANTS = ("plain", "fixed", "auto")
 LLAMA, VLLM = PEERS = ("llama-server", "vllm")
 START_LIMIT_S = 900.0  # models of gigabytes, calibration, and what others compile
 END_LIMIT_S = 20.0
-SHIPPED = "shipped"  # as `forerun models` calls it; without a name, forerun serve may choose another one
 LAST_LINES = 5  # of a server that did not start
 
 
@@ -46,7 +46,7 @@ def of_variant(variant: str, config: EngineConfig) -> EngineConfig:
 
 def forerun_command(config: EngineConfig, port: int) -> list[str]:
     """The command line of a server with these options."""
-    command = [sys.executable, "-m", "forerun", "serve", config.target or SHIPPED]
+    command = [sys.executable, "-m", "forerun", "serve", target_of(config)]
     command += ["--port", str(port), "--log-level", "warning"]
     for option in fields(config):
         value = getattr(config, option.name)
