@@ -149,8 +149,8 @@ def _missing_tools() -> str:
 
 def _reinstall() -> str:
     root = _checkout()
-    if root is None:  # a wheel that pip built without a compiler lies in its cache
-        return f"run {pip('install --force-reinstall --no-deps --no-cache-dir forerun')}"
+    if root is None:  # the package is on no index yet, where anyone could take its name: so its sources are meant
+        return f"run {pip('install --force-reinstall --no-deps --no-cache-dir .')} in the folder of forerun's sources"
     return "run make native" if Path(sys.prefix) == root / ".venv" else f"run {pip('install -e .')} in the checkout"
 
 

@@ -75,7 +75,7 @@ def test_it_works_without_the_extension(tmp_path: Path) -> None:
     assert found["operators"]["default_dtype"] == "float32"
     assert found["bandwidth"]["bytes_per_s"] > 1e8
     assert found["faster"][0].startswith("The extension was not built when forerun was installed: ")
-    assert found["faster"][0].endswith("-m pip install --force-reinstall --no-deps --no-cache-dir forerun.")
+    assert found["faster"][0].endswith("--no-deps --no-cache-dir . in the folder of forerun's sources.")
 
 
 # ------------------------------------------------------------------------------------------------------------- advice

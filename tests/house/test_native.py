@@ -246,7 +246,7 @@ def as_checkout(bare: Path) -> Path:
 def test_a_package_without_the_extension_says_how_to_get_it(bare: Path) -> None:
     said = printed(WHY_NOT, path=bare)
     assert said.startswith("None; reference; the extension was not built when forerun was installed: ")
-    assert said.endswith("-m pip install --force-reinstall --no-deps --no-cache-dir forerun")
+    assert said.endswith("--no-deps --no-cache-dir . in the folder of forerun's sources")
     without_compiler = printed(WHY_NOT, path=bare, PATH="/nowhere")
     assert "install a C++ compiler (g++)" in without_compiler
     refused = run(ISA, path=bare, FORERUN_ISA="avx2").stderr
