@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"steps": 12, "tokens_per_step": 512, "seq_len_tokens": 
 
 def learned(root: Path) -> dict[str, Mapping[str, Any]]:
     """By method, the options that name a head of the shipped target in this folder."""
-    write(writer_of(None), root / "samples", 6000)
+    write(writer_of("shipped"), root / "samples", 6000)
     checkpoint = load_target(EngineConfig(target="shipped"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "FIT_TOKENS", 8192)
