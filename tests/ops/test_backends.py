@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, native, ops
-from forerun.blocks import Experts, Mlp, Plain, Spec
-from forerun.cli.words import closing_line
+from forerun.blocks import Experts, Mlp, Plain, Spec, weight_shapes
+from forerun.cli import doctor
+from forerun.cli.words import backend, closing_line
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, UnsupportedModel
+from forerun.models.families import family
+from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.registry import stated
-from tiny import write_tiny
+from tiny import byte_tokenizer, write_tiny
 
 PLAIN = Plain("llama", 61, 32, 2, 4, 2, 8, 48, 1e-5, 64, tied=True).spec
 needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
@@ -61,6 +64,51 @@ def test_the_closing_line_says_what_computes_and_why(tmp_path: Path, monkeypatch
     llm = LLM(str(folder), draft="none")
     said = closing_line(llm, llm.generate([[5, 6]], params)[0], params)
     assert "reference operators (the native kernels compute no such thing), greedy" in said
+
+
+def write_odd(folder: Path, **changes: int) -> Path:
+    """A tiny GPT-2 whose heads have 5 dimensions, which the kernels refuse."""
+    sizes = {"n_embd": 15, "n_head": 3, "n_layer": 1, "n_positions": 128, "vocab_size": 257, **changes}
+    spec = family("gpt2").read({"model_type": "gpt2", **sizes})
+    generator = torch.Generator().manual_seed(3)
+    weights = {n: torch.randn(shape, generator=generator) * 0.3 for n, shape in weight_shapes(spec).items()}
+    folder.mkdir(parents=True)
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    save_checkpoint(folder, spec, weights, torch.float32, end_ids=[0], tokenizer_folder=folder)
+    return folder
+
+
+@needs_native
+def test_target_and_draft_model_are_each_computed_by_the_best(tmp_path: Path) -> None:
+    """And the texts are those of the target alone; what an option names computes both, or refuses."""
+    native_one, odd = str(write_tiny(tmp_path / "tiny")), str(write_odd(tmp_path / "odd"))
+    params = SamplingParams(max_tokens=8, temperature=0)
+    reason = "the native kernels compute no pairs of dimensions where head_dim is odd, as 5"
+    for target, draft, expected in (
+        (native_one, odd, f"native operators; drafts by reference operators ({reason})"),
+        (odd, native_one, f"reference operators ({reason}); drafts by native operators"),
+        (odd, odd, f"reference operators ({reason})"),
+    ):
+        plain = LLM(target, draft="none", max_seq_len=128).generate([[5, 6, 7]], params)[0].token_ids
+        llm = LLM(target, draft=draft, pacing="fixed", spec_length=3, max_seq_len=128)
+        (out,) = llm.generate([[5, 6, 7]], params)
+        assert out.token_ids == plain
+        assert out.report.num_drafted > 0
+        assert backend(llm) == expected
+    with pytest.raises(UnsupportedModel, match=f"cannot run on ops='native': {reason}"):
+        LLM(native_one, draft=odd, ops="native", max_seq_len=128)
+    llm = LLM(native_one, draft=odd, ops="reference", max_seq_len=128)
+    assert backend(llm) == "reference operators"
+
+
+@needs_native
+def test_doctor_says_what_computes_a_model(tmp_path: Path) -> None:
+    found = doctor.computed(str(write_odd(tmp_path / "odd")))
+    assert found.backend == "reference"
+    assert found.slower_because == {
+        "native": "the native kernels compute no pairs of dimensions where head_dim is odd, as 5"
+    }
+    assert doctor.computed(str(write_tiny(tmp_path / "tiny"))).slower_because == {}
 
 
 @pytest.mark.parametrize(

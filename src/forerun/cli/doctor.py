@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,15 +80,28 @@ class Facts:
         return self.bandwidth.bytes_per_s / self.example_bytes
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What would compute a model here. slower_because: by faster backend, why it does not compute the model."""
+
+    model: str
+    backend: str
+    slower_because: Mapping[str, str]
+
+
 def doctor(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="models: say which operators compute each, and why none that are faster")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what this machine has, and what would make forerun faster."""
+    found = [computed(name) for name in models or ()]  # a model that is not here is refused at once
     facts = examine()
     if as_json:
-        typer.echo(json.dumps(as_dict(facts)))
+        typer.echo(json.dumps(as_dict(facts) | {"models": [dataclasses.asdict(own) for own in found]}))
     else:
-        _print(facts)
+        _print(facts, found)
 
 
 # --------------------------------------------------------------------------------------------------------- the facts
@@ -126,6 +139,16 @@ def examine(root: Path = Path("/")) -> Facts:
         bandwidth=bandwidth,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+
+
+def computed(name: str) -> Computed:
+    """Ask which operators would compute a model on the CPU, by its config.json. Raises UserError where none do."""
+    from forerun import ops
+    from forerun.models.loading import read_config, read_raw_config
+
+    spec = read_config(read_raw_config(name))
+    backend = ops.resolve("auto", "cpu", spec)
+    return Computed(name, backend, dict(ops.faster(backend, "cpu", spec)))
 
 
 def openmp_runtimes(maps: str) -> list[str]:
@@ -241,14 +264,14 @@ def _advice_on_threads(facts: Facts) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------- what is shown
 
 
-def _print(facts: Facts) -> None:
+def _print(facts: Facts, models: Sequence[Computed] = ()) -> None:
     from rich.text import Text
 
     from forerun.text.terminal import make_console
 
     console = make_console()
     width = min(console.width, MAX_WIDTH)
-    for label, text in _lines(facts):
+    for label, text in (*_lines(facts), *map(_line_of, models)):
         lines = folded(text, width - LABEL_WIDTH).splitlines()
         console.print(Text(f"{label:{LABEL_WIDTH}}", style="bold"), lines[0], sep="", soft_wrap=True)
         for line in lines[1:]:
@@ -283,6 +306,11 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
         f"a model of {EXAMPLE_PARAMETERS / 1e9:.2f} B parameters in bfloat16 reads {facts.example_bytes / 1e9:.2f} GB "
         f"per token: at most {facts.example_tokens_per_s:.1f} tokens/s without speculation",
     )
+
+
+def _line_of(found: Computed) -> tuple[str, str]:
+    reasons = "; ".join(found.slower_because.values())
+    return "model", f"{found.model}: {found.backend} operators" + (f" ({reasons})" if reasons else "")
 
 
 def _cores(cores: native.Cores) -> str:

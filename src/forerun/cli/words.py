@@ -14,6 +14,7 @@ from forerun.types import BEAM, FinishReason, SamplingParams
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
     from forerun.engine.request import RequestOutput, RequestReport
+    from forerun.types import Model
 
 
 def counted(num: int, noun: str) -> str:
@@ -40,12 +41,22 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """What computes the model, and why nothing faster does."""
-    from forerun import ops
+    """What computes the model, and why nothing faster does; and draft models, where something else computes them."""
+    target = llm.checkpoint.model
+    runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
+    others = {computed(own) for own in (runner.model for runner in runners) if own.ops.name != target.ops.name}
+    return "; ".join([computed(target), *(f"drafts by {found}" for found in sorted(others))])
 
-    model = llm.checkpoint.model
-    reasons = [reason for _, reason in ops.faster(model.ops.name, model.device.type, model.config)]
-    return f"{model.ops.name} operators" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+def computed(model: Model) -> str:
+    """The operators of a model, and why none that are faster compute it."""
+    from forerun import ops
+    from forerun.blocks import Spec
+
+    spec = model.config
+    found = ops.faster(model.ops.name, model.device.type, spec) if isinstance(spec, Spec) else ()
+    reasons = "; ".join(reason for _, reason in found)
+    return f"{model.ops.name} operators" + (f" ({reasons})" if reasons else "")
 
 
 def model_name(llm: LLM) -> str:

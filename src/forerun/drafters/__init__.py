@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from forerun import ops
 from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.models import named
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from forerun.models.loading import Checkpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Runner, Scores
+    from forerun.ops.reference import ReferenceOps
     from forerun.types import Model
 
 T = TypeVar("T")
@@ -272,7 +274,7 @@ class Wanted:
 class Target:
     """What a drafter may know of the engine that it is built for."""
 
-    model: Model  # the target model; the draft model has the same device, dtype and operators
+    model: Model  # the target model; the draft model has the same device and dtype
     tokenizer: Any  # forerun.text.tokenizer.Tokenizer, or None where ids are all there is
     end_ids: frozenset[int]
     num_ids: int  # ids that have a token
@@ -285,8 +287,18 @@ class Target:
     auto: str = WITHOUT_MODEL  # what the drafter `auto` is for this target
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
     ignore_config_keys: frozenset[str] = frozenset()  # of the config.json of a draft model
+    ops: str | None = None  # the option of that name; None = draft models have the target's operators
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def operators(self, spec: Spec) -> ReferenceOps:
+        """Return what computes a draft model. Raises UnsupportedModel where nothing does that the option allows."""
+        own = self.model.ops
+        if self.ops is None:
+            return own
+        its = cast("Spec", self.model.config)
+        name = ops.beside(self.ops, own.name, self.model.device.type, its, spec)
+        return own if name == own.name else ops.make(name, self.model.device.type, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made when these weights were first asked for: the drafters of an engine share them."""

@@ -465,7 +465,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model beside the target: same device, dtype and operators.
+    """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
 
     Raises VocabularyMismatch where an id has one token in the target's map and another in the draft's. Ids that only
     one of them knows are never drafted. End-of-sequence ids may differ, as those of a chat model and of a base model
@@ -537,7 +537,7 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
         name,
         dtype=model.weight_dtype,
         device=model.device,
-        ops=model.ops,
+        ops=target.operators,
         with_tokenizer=target.tokenizer is not None,
         ignore_config_keys=target.ignore_config_keys,
         quantization=options.quantization,

@@ -505,6 +505,7 @@ def _drafters_target(
         prefix_caching=config.prefix_caching,
         auto=auto_of(checkpoint, config, has_loaded_draft=draft is not None),
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
+        ops=config.ops,
         loaded_draft=draft,
         ignore_config_keys=config.ignored_config_keys,
     )

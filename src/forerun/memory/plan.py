@@ -11,9 +11,10 @@ both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -211,17 +212,21 @@ class _Needs:
     def total_bytes(self) -> int:
         return sum(part.bytes for part in self.parts())
 
+    @property
+    def models(self) -> Mapping[str, Spec]:
+        return {"target": self.target, **self.drafts}
+
     def parts(self) -> tuple[MemoryPart, ...]:
-        models = {"target": self.target, **self.drafts}
         loaded = {
             name: model
-            for name, model in models.items()
+            for name, model in self.models.items()
             if name not in self.shared and (name not in self.made or self.schemes[name])
         }
-        pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
-        activations = self.sizes.activations(self._passes())
+        pools = [self._pool(name, model.cache_shape) for name, model in self.models.items()]
+        passes = self._passes()
+        activations = [part for own in self.backends for part in self.sizes[own].activations(self._of(own, passes))]
         running = [
-            *self.sizes.weights(loaded, self.beside),
+            *self._weights(loaded, self.beside),
             *self._head_rows(),
             *pools,
             *activations,
@@ -230,15 +235,44 @@ class _Needs:
         return (*running, *self._loading(loaded, running))
 
     def later(self) -> tuple[MemoryPart, ...]:
-        return self.sizes.later(self._passes())
+        passes = self._passes()
+        return tuple(part for own in self.backends for part in self.sizes[own].later(self._of(own, passes)))
 
     @cached_property
-    def sizes(self) -> Sizes:
-        """The sizes of the operators that will run. Raises BadOption where they cannot."""
+    def backend_of(self) -> Mapping[str, str]:
+        """By the name of a model, the backend that will run it. Raises BadOption where none does."""
+        option, target = self.config.ops, ops.resolve(self.config.ops, self.device, self.target)
+        found = {"target": target} | dict.fromkeys(self.made, target)
+        for name, model in self.drafts.items():
+            if name not in found:
+                found[name] = ops.beside(option, target, self.device, self.target, model)
+        return found
+
+    @cached_property
+    def backends(self) -> Seq[str]:
+        """The backends of all models that have passes, the target's first."""
+        return list(dict.fromkeys(self.backend_of[run.name] for run in self._passes()))
+
+    @cached_property
+    def sizes(self) -> Mapping[str, Sizes]:
+        """The sizes of the operators that will run, by their backend."""
         rounded = frozenset(name for name in self.made if self.schemes[name])
         in_place = self.config.kv_cache_backend == "contiguous"
         wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
-        return ops.backend(ops.resolve(self.config.ops, self.device, self.target)).sizes(wanted)
+        return {own: ops.backend(own).sizes(wanted) for own in dict.fromkeys(self.backend_of.values())}
+
+    def _of(self, backend: str, passes: Seq[Pass]) -> list[Pass]:
+        return [run for run in passes if self.backend_of[run.name] == backend]
+
+    def _weights(
+        self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
+    ) -> list[MemoryPart]:
+        """Return the parts of the weights of these models; those of heads lie beside the target's."""
+        found = list[MemoryPart]()
+        for backend, sizes in self.sizes.items():
+            own = {name: model for name, model in models.items() if self.backend_of[name] == backend}
+            found += sizes.weights(own, beside if backend == self.backend_of["target"] else {}) if own else []
+        return found
 
     def _passes(self) -> list[Pass]:
         """Return the largest pass of each model. The passes run one after another."""
@@ -252,8 +286,8 @@ class _Needs:
         peak = 0
         for name, model in models.items():
             loaded[name] = model
-            held = sum(part.bytes for part in self.sizes.weights(loaded))
-            peak = max(peak, held + self.sizes.loading_bytes(model))
+            held = sum(part.bytes for part in self._weights(loaded))
+            peak = max(peak, held + self.sizes[self.backend_of[name]].loading_bytes(model))
         more = peak - sum(part.bytes for part in running)
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
@@ -261,12 +295,18 @@ class _Needs:
         once: dict[tuple[str, int], str] = {}
         for name, num in self.head_rows.items():
             once.setdefault((self.shared.get(name, name), num), name)
-        found = {name: self.sizes.head_bytes(name, self.drafts[name], num) for (_, num), name in once.items()}
+        found = {
+            name: self.sizes[self.backend_of[name]].head_bytes(name, self.drafts[name], num)
+            for (_, num), name in once.items()
+        }
         how = "{:,} rows of the LM head, once more for drafts at temperature > 0"
         return [MemoryPart(f"{name} head rows", n, how.format(self.head_rows[name])) for name, n in found.items() if n]
 
+    def _cache_dtype_of(self, name: str) -> torch.dtype:
+        return self.sizes[self.backend_of[name]].cache_dtype_of(name)
+
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
-        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.sizes.cache_dtype_of(name))
+        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self._cache_dtype_of(name))
         batch, per_sequence = self.config.max_batch_size, tokens // self.config.max_batch_size
         counted = f"{batch} x {per_sequence:,}" if self.config.kv_cache_tokens is None else f"{tokens:,}"
         return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")

@@ -80,6 +80,17 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
     return name
 
 
+def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -> str:
+    """Return the backend that computes a draft model. name: the option; target: the backend that runs the target.
+
+    One that the option names computes all models; "auto" takes the best for each. But where the target was loaded for
+    another backend than it would have now, drafts are computed there, too, if they can be. Raises as `resolve`.
+    """
+    if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
+        return target
+    return resolve(name, device, spec)
+
+
 def why_not(name: str, device: str, spec: Spec | None) -> str | None:
     """Return why a backend cannot compute a model on a device; None where it can."""
     module = backends()[name]
