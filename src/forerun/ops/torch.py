@@ -172,9 +172,9 @@ class Step:
 
 
 class TorchAttention:
-    """The attention of one block. at: the beginning of its weights' names. table: the bias that it shares."""
+    """The attention of one block. at: the beginning of its weights' names. biased: the block whose bias it shares."""
 
-    def __init__(self, a: Attention, parts: Parts, at: str, table: Tensor | None = None) -> None:
+    def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = a
         own = f"{at}self_attn."
         q, kv = ["q_proj", *(["gate_proj"] if a.gate else [])], list[str]()
@@ -188,10 +188,13 @@ class TorchAttention:
         self.k_norm = Normed.of(parts, f"{own}k_norm", a.k_norm) if has_own else None
         self.v_norm = Normed.of(parts, f"{own}v_norm", a.v_norm) if has_own else None
         sinks = parts.vector(f"{own}sinks") if a.sinks else None
-        buckets = a.bias if isinstance(a.bias, blocks.Buckets) else None
-        self.table = parts.vector(f"{own}relative_attention_bias.weight") if buckets is not None else table
-        is_plain = (a.scale, a.softcap, sinks, self.table, a.sees) == (None, None, None, None, "past")
-        self.scoring = PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, self.table, a.sees == "all")
+        buckets, table = (None, None) if biased is None else (biased.scoring.buckets, biased.scoring.table)
+        if isinstance(a.bias, blocks.Buckets):
+            buckets, table = a.bias, parts.vector(f"{own}relative_attention_bias.weight")
+        is_plain = (a.scale, a.softcap, sinks, table, a.sees) == (None, None, None, None, "past")
+        self.scoring: Scoring = (
+            PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, table, a.sees == "all")
+        )
 
     def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
         """What the block's branch adds [T, H], of rows y that its projections read. i: the block's number."""
@@ -318,14 +321,14 @@ class TorchExperts:
 class TorchBlock:
     """One block: its norms, its attention, and its feed-forward part or experts."""
 
-    def __init__(self, block: Block, parts: Parts, at: str, table: Tensor | None = None) -> None:
+    def __init__(self, block: Block, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = block
         self.pre_attention = Normed.of(parts, f"{at}input_layernorm", block.pre_attention)
         self.post_attention = Normed.of(parts, f"{at}post_attention_layernorm", block.post_attention)
         self.pre_mlp = Normed.of(parts, at + blocks.pre_mlp_name(block), block.pre_mlp)
         self.post_mlp = Normed.of(parts, f"{at}post_feedforward_layernorm", block.post_mlp)
         a, mlp, experts = block.attention, block.mlp, block.experts
-        self.attention = None if a is None else TorchAttention(a, parts, at, table)
+        self.attention = None if a is None else TorchAttention(a, parts, at, biased)
         self.mlp = None if mlp is None else TorchMlp(mlp, parts, f"{at}mlp.")
         self.experts = None if experts is None else TorchExperts(experts, parts, f"{at}mlp.")
         self.out_scale = parts.vector(f"{at}layer_scalar") if block.out_scale else None
@@ -391,9 +394,8 @@ class TorchModel:
         self.blocks: list[TorchBlock] = []
         for i, block in enumerate(spec.blocks):
             shared = None if block.attention is None else block.attention.bias
-            other = self.blocks[shared].attention if isinstance(shared, int) else None
-            table = None if other is None else other.table
-            self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", table))
+            biased = self.blocks[shared].attention if isinstance(shared, int) else None
+            self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", biased))
         ropes = {a.rope: a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope is not None}
         dtype = self.activation_dtype
         self._rotations = {rope: Rotations(rope, dim, self.device, dtype) for rope, dim in ropes.items()}
