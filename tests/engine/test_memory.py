@@ -25,7 +25,7 @@ from engine.memory_cases import (
     one_pass,
     write_random,
 )
-from forerun.blocks import Spec, resized
+from forerun.blocks import Block, Spec, resized
 from forerun.config import EngineConfig
 from forerun.drafters import Needs, lookup, model
 from forerun.engine.factory import Outlines
@@ -167,14 +167,23 @@ PASSES: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
     "plain decoding": ({}, {"draft": "none"}, F32),
     "logits": ({"vocab_size": 60_000}, {"prefill_chunk_tokens": 6}, F32),
     "logits in bfloat16": ({"vocab_size": 60_000}, {"prefill_chunk_tokens": 6}, BF16),
+    "soft caps": ({"softcap": 30.0}, {}, F32),
+    "soft caps in bfloat16": ({"softcap": 30.0}, {}, BF16),
     "row by row": ({}, {"ops": "reference_row_by_row", "prefill_chunk_tokens": 64}, F32),
 }
+
+
+def capped(block: Block, softcap: float | None) -> Block:
+    """The block with a soft cap of its scores."""
+    assert block.attention is not None
+    return replace(block, attention=replace(block.attention, softcap=softcap))
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_activations_bound_a_real_pass(name: str, tmp_path: Path) -> None:
     sizes, more, dtype = PASSES[name]
-    config = resized(SMALL, **sizes)
+    config = resized(SMALL, **{key: value for key, value in sizes.items() if key != "softcap"})
+    config = replace(config, blocks=tuple(capped(block, sizes.get("softcap")) for block in config.blocks))
     options = EngineConfig(
         **{"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, **CHUNK, **more}
     )

@@ -149,7 +149,18 @@ class ReferenceSizes:
         gathered = (copies + self.row_by_row) * cached * size
         rotations = rope_table_bytes(model, self.max_seq_len, size) + run.num_rows * 2 * widths.head_dim * size
         reading = run.num_read * 8 + rotations
-        return masks + reading, max(building, converting + gathered + self._sdpa_bytes(run))
+        scored = self._scored_bytes(run) if _has_scores(model) else 0
+        return masks + reading, max(building, converting + gathered + max(scored, self._sdpa_bytes(run)))
+
+    def _scored_bytes(self, run: Pass) -> int:
+        """Return the bytes of scores that are more than a product, line by line as reference.py's `_scored`.
+
+        They are float32: the keys of each query head, and of the scores the product, what is made of it, and what a
+        soft cap has in between. Distances from rows to keys are int64.
+        """
+        widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
+        scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context
+        return FLOAT_BYTES * (run.context * (widths.q + widths.kv) + rows * widths.q + scores) + distances
 
     def _sdpa_bytes(self, run: Pass) -> int:
         """Return the bytes that torch's attention allocates; 0 on a CPU, where it works in tiles.
@@ -162,6 +173,12 @@ class ReferenceSizes:
         widths = Widths.of(run.model)
         expanded = 2 * run.context * widths.q
         return 4 * (expanded + 2 * widths.heads * run.longest_run * run.context)
+
+
+def _has_scores(spec: Spec) -> bool:
+    """Whether an attention writes its scores out: soft caps, sinks and biases of positions are no fused product."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    return any(a.softcap is not None or a.sinks or a.bias is not None for a in attentions)
 
 
 def weight_bytes(config: Spec, dtype: torch.dtype) -> int:
