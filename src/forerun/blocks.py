@@ -24,6 +24,13 @@ Role = Literal["matrix", "vector", "table", "experts"]
 Split = Literal["out", "in"]
 
 
+def _above_zero(**numbers: float | None) -> None:
+    """Raise UnsupportedModel for a number that is not above 0, in a field where None means that there is none."""
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise UnsupportedModel(f"{name}={number} is not possible: it must be above 0; None says that there is none")
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm of rows: root mean square (Zhang and Sennrich 2019, eq. 4) or layer norm (Ba et al. 2016, eq. 4).
@@ -65,6 +72,9 @@ class Rope:
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _above_zero(dims=self.dims)
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,9 @@ class Attention:
     position_scale: tuple[float, int] | None = None
     bias: Buckets | int | None = None
     shares_kv_of: int | None = None
+
+    def __post_init__(self) -> None:
+        _above_zero(window=self.window, softcap=self.softcap, reads=self.reads)
 
 
 @dataclass(frozen=True)
@@ -217,6 +230,9 @@ class Spec:
     logit_scale: float = 1.0
     encoder: Spec | None = None
     next_tokens: Spec | None = None
+
+    def __post_init__(self) -> None:
+        _above_zero(logit_softcap=self.logit_softcap)
 
     @property
     def num_layers(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Attention, Block, Buckets, Mlp, Norm, Rope, Spec, weight_shapes
+from forerun.errors import UnsupportedModel
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, pack
 from forerun.ops.reference import ReferenceOps
@@ -189,3 +190,14 @@ def test_rows_are_those_of_the_formula(name: str, way: Callable[[Bench], Tensor]
     spec = SPECS[name]
     expected, found = formula(spec, weights_of(spec)), way(Bench(spec, row_by_row))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), "angles and scores are float32"
+
+
+@pytest.mark.parametrize("field", ["window", "softcap", "reads"])
+def test_none_is_not_said_by_zero(field: str) -> None:
+    """Backends that read a number where there may be none would each make something else of it."""
+    with pytest.raises(UnsupportedModel, match=rf"{field}=0 is not possible: it must be above 0; None says"):
+        with_attention(**{field: 0})
+    with pytest.raises(UnsupportedModel, match="dims=0"):
+        Rope(dims=0)
+    with pytest.raises(UnsupportedModel, match=r"logit_softcap=0\.0"):
+        replace(SPECS["plain"], logit_softcap=0.0)
