@@ -59,12 +59,6 @@ def isa() -> str:
     return wanted
 
 
-def widens_pairs() -> bool:
-    """Tell whether products with bfloat16 widen their inputs here: on processors of Intel (docs/kernels.md)."""
-    module = extension()
-    return module is not None and isa() == "avx512" and bool(module.widens_pairs())
-
-
 def available_isas() -> list[str]:
     """Return the values that FORERUN_ISA may have here, best first; "reference" is always among them."""
     module = extension()

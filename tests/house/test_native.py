@@ -38,7 +38,7 @@ def run(code: str, *arguments: str, path: Path | None = None, **env: str) -> sub
         timeout=120,
         check=False,
         cwd=path,
-        env={**kept, **({"PYTHONPATH": str(path)} if path else {}), **env},
+        env={**kept, "PYTHONPATH": str(path or SOURCE.parent), **env},
     )
 
 

@@ -26,6 +26,6 @@ def test_a_forked_child_computes_the_same_and_ends(what: str) -> None:
         text=True,
         timeout=120,
         cwd=TESTS,
-        env={**os.environ, **TWO_THREADS, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, **TWO_THREADS, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
