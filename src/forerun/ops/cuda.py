@@ -1,0 +1,445 @@
+"""The CUDA backend: Triton kernels behind the interface of ops/reference.py, and whole models in CUDA graphs.
+
+Rows are float32 between two operators, whatever the weights are. The inputs of a product are rounded to the type of
+its weights, and so are queries, and keys and values before they enter the cache. The bits of a row depend on that row,
+its keys and values and the card alone, not on the number of rows, nor on where the cache keeps a token: tiles of 16
+rows, filled up, and fixed parts of K and of keys (ops/cuda_kernels.py, docs/gpu.md).
+
+Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import Act, Norm, Spec
+from forerun.kv.pool import Pool
+from forerun.ops import torch as in_torch
+from forerun.ops.cuda_rows import Rows, rows_of_view
+from forerun.ops.memory import Sizes, Wanted
+from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
+from forerun.ops.torch_memory import ReferenceSizes
+from forerun.types import CacheView
+
+if TYPE_CHECKING:
+    from forerun.ops.cuda_model import CudaModel
+
+NAME = "cuda"
+RANK = 3
+row_invariant = True
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
+SPLIT_KEYS = 128  # keys of a part of attention
+KEYS = 64  # keys of one step
+ROWS = 16  # of a tile: what the matrix instructions take at least
+MANY_ROWS = 32
+PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
+
+
+def interprets() -> bool:
+    """Tell whether Triton runs kernels in its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def usable(device: str) -> str | None:
+    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed: pip install triton"
+    if interprets():
+        return None
+    if device != "cuda":
+        return f"computes on a CUDA device and contradicts device={device!r}: drop one of them"
+    if not torch.cuda.is_available():
+        return "is not possible: torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name()
+        return f"needs a card that multiplies bfloat16 (compute capability 8.0 or more), which {name} does not"
+    return None
+
+
+def supports(spec: Spec) -> str | None:
+    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    if (reason := in_torch.supports(spec)) is not None:
+        return reason
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    if any(a.bias is not None for a in attentions):
+        return "the CUDA kernels have no biases of relative positions"
+    if any(a.sees != "past" for a in attentions):
+        return "the CUDA kernels let a row see earlier rows alone"
+    return None
+
+
+@cache
+def make() -> ReferenceOps:
+    """Return the operators."""
+    return CudaOps()
+
+
+def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> CudaModel:
+    """Make a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
+    from forerun.ops.cuda_model import CudaModel, back_to_back
+
+    return CudaModel(spec, back_to_back(spec, weights), operators)
+
+
+def sizes(wanted: Wanted) -> Sizes:
+    """Return the memory that weights and passes take."""
+    return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=False)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut. outs, ins: of a tile of weights. splits: parts of K; part: inputs of each, whole tiles."""
+
+    outs: int
+    ins: int
+    splits: int
+    part: int
+    warps: int = 4
+    stages: int = 4
+
+    @classmethod
+    @cache
+    def of(cls, num_out: int, num_in: int, itemsize: int) -> Tiles:
+        """Return how a matrix is cut: what every pass does, however many rows it has."""
+        ins = 128 if itemsize == 2 else 64
+        while ins > 16 and ins >= 2 * num_in:
+            ins //= 2
+        outs = 64 if num_out >= 16384 else 32 if num_out >= 4096 else 16
+        steps = -(-num_in // ins)
+        # As many programs as keep the memory busy, as far as a part has a few steps.
+        splits = 1
+        while -(-num_out // outs) * splits < 512 and steps // (2 * splits) >= 4:
+            splits *= 2
+        return cls(outs, ins, splits, -(-steps // splits) * ins)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a product left: parts [splits, T, O], to be added in order, and a bias that is not in them yet."""
+
+    sums: Tensor
+    bias: Tensor | None
+
+    @property
+    def splits(self) -> int:
+        """The number of parts."""
+        return len(self.sums)
+
+
+class CudaOps(ReferenceOps):
+    """The operators of ReferenceOps as Triton kernels. Weights are tensors, on the device, of one of DTYPES."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row_invariant, self.name = True, NAME
+        from forerun.ops import cuda_kernels
+
+        self.kernels: Any = cuda_kernels
+
+    @property
+    def build(self) -> str:
+        """The name of what computes: bits are promised, and speeds were measured, for it alone."""
+        import triton
+
+        card = "interpreter" if interprets() else torch.cuda.get_device_name()
+        return f"Triton {triton.__version__}, {card}"
+
+    def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
+        """Return the stored type where it has 16 bits, else bfloat16."""
+        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+    def rows_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return float32, whatever the weights are."""
+        return torch.float32
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
+        """Multiply x [T, I] by weight [O, I]; whole: the bias is in what is returned where there is one part."""
+        num, (num_out, num_in) = len(x), weight.shape
+        tiles = Tiles.of(num_out, num_in, weight.itemsize)
+        rows = ROWS if num <= ROWS else MANY_ROWS
+        pair = num > MANY_ROWS
+        adds_bias = whole and bias is not None and tiles.splits == 1
+        sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
+        grid = (-(-num // (rows * (2 if pair else 1))), -(-num_out // tiles.outs), tiles.splits)
+        self.kernels.product[grid](
+            x,
+            weight,
+            bias if adds_bias else weight,
+            sums,
+            num,
+            num_out,
+            num_in,
+            x.stride(0),
+            weight.stride(0),
+            ROWS=rows,
+            OUTS=tiles.outs,
+            INS=tiles.ins,
+            PART=tiles.part,
+            SPLITS=tiles.splits,
+            PAIR=pair,
+            EVEN=tiles.part * tiles.splits == num_in and num_out % tiles.outs == 0,
+            BIAS=adds_bias,
+            PRECISION=_precision(weight.dtype),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        return Parts(sums, None if adds_bias else bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply: x [T, I], weight [O, I], bias [O] -> float32 [T, O]."""
+        num, num_out = x.shape[0], weight.shape[0]
+        if num == 0:
+            return torch.empty(0, num_out, dtype=torch.float32, device=x.device)
+        found = self.product(x if x.stride(-1) == 1 else x.contiguous(), weight, bias, whole=True)
+        if found.splits == 1 and found.bias is None:
+            return found.sums[0]
+        out = torch.empty(num, num_out, dtype=torch.float32, device=x.device)
+        block = min(1024, _power(num_out))
+        self.kernels.summed[(num, -(-num_out // block))](
+            found.sums,
+            found.sums if found.bias is None else found.bias,
+            out,
+            num,
+            num_out,
+            SPLITS=found.splits,
+            BIAS=found.bias is not None,
+            BLOCK=block,
+        )
+        return out
+
+    def inner(self, act: Act, gated: bool, found: Parts, dtype: torch.dtype) -> Tensor:
+        """The inner rows [T, size] of a feed-forward part, in the type of the next weights."""
+        _, num, width = found.sums.shape
+        size = width // 2 if gated else width
+        out = torch.empty(num, size, dtype=dtype, device=found.sums.device)
+        block = min(512, _power(size))
+        self.kernels.activated[(num, -(-size // block))](
+            found.sums,
+            found.sums if found.bias is None else found.bias,
+            out,
+            num,
+            size,
+            SPLITS=found.splits,
+            BIAS=found.bias is not None,
+            GATED=gated,
+            ACT=act,
+            BLOCK=block,
+        )
+        return out
+
+    # ---------------------------------------------------------------------------------------------------- norms
+
+    def added(
+        self,
+        x: Tensor,
+        branch: Parts | None,
+        post: tuple[Norm, Tensor | None, Tensor | None] | None,
+        pre: tuple[Norm, Tensor | None, Tensor | None] | None,
+        dtype: torch.dtype,
+        *,
+        at_sum: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Add a branch, behind its norm `post`, to rows x [T, H]; returns the sums, and these behind the norm `pre`."""
+        num, width = x.shape
+        sums = x if branch is None else torch.empty_like(x)
+        out = torch.empty(num, width, dtype=dtype, device=x.device)
+        if num == 0:
+            return sums, out
+        (post_kind, post_w, post_b, post_eps, post_off), (pre_kind, pre_w, pre_b, pre_eps, pre_off) = map(
+            _norm_of, (post, pre)
+        )
+        bias = None if branch is None else branch.bias
+        self.kernels.added[(num,)](
+            x,
+            x if branch is None else branch.sums,
+            x if bias is None else bias,
+            x if post_w is None else post_w,
+            x if post_b is None else post_b,
+            x if pre_w is None else pre_w,
+            x if pre_b is None else pre_b,
+            sums,
+            out,
+            num,
+            width,
+            float(scale),
+            post_eps,
+            post_off,
+            pre_eps,
+            pre_off,
+            SPLITS=0 if branch is None else branch.splits,
+            PARTS_BIAS=bias is not None,
+            POST=post_kind,
+            POST_WEIGHT=post_w is not None,
+            POST_BIAS=post_b is not None,
+            AT_SUM=at_sum,
+            PRE=pre_kind,
+            PRE_WEIGHT=pre_w is not None,
+            PRE_BIAS=pre_b is not None,
+            HAS_SUMS=branch is not None,
+            BLOCK=_power(width),
+            num_warps=4 if width <= 1024 else 8,
+        )
+        return sums, out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
+        return self._norm(x, (Norm(eps=eps), weight, None))
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Compute the layer norm over the last dimension, in float32 (Ba et al. 2016, eq. 4)."""
+        return self._norm(x, (Norm("layer", eps), weight, bias))
+
+    def _norm(self, x: Tensor, norm: tuple[Norm, Tensor | None, Tensor | None]) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        return self.added(rows, None, None, norm, torch.float32)[1].view(x.shape)
+
+    # ------------------------------------------------------------------------------------------------ attention
+
+    def plan(self, view: CacheView) -> Any:
+        """Return where the keys of each row lie, on the device."""
+        return rows_of_view(view, view.write_rows.device)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        pool: Pool | None,
+        view: CacheView | None,
+        window: int | None,
+        scoring: Scoring = PLAIN,
+    ) -> Tensor:
+        """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> float32 [T, heads, D]."""
+        assert pool is not None
+        assert view is not None
+        rows = rows_of_view(view, q.device)
+        if k is not None and v is not None and len(k):
+            width = pool.keys.shape[1] * pool.keys.shape[2]
+            block = min(1024, _power(width))
+            self.kernels.written[(len(k), -(-width // block))](
+                rows.writes, k.contiguous(), v.contiguous(), pool.keys, pool.values, WIDTH=width, BLOCK=block
+            )
+        return self.attend(q.float().contiguous(), pool, rows, window, scoring, torch.float32)
+
+    def attend(
+        self, q: Tensor, pool: Pool, rows: Rows, window: int | None, scoring: Scoring, dtype: torch.dtype
+    ) -> Tensor:
+        """Attend with queries [T, heads, D] over what their rows see -> [T, heads, D] of a type."""
+        num, heads, dim = q.shape
+        out = torch.empty(num, heads, dim, dtype=dtype, device=q.device)
+        splits = max(1, -(-rows.num_keys // SPLIT_KEYS))
+        most = max(1, PARTS_BYTES // (heads * splits * (dim + 2) * 4)) if splits > 1 else max(num, 1)
+        for start in range(0, num, most):
+            self._attend(q, pool, rows, window, scoring, out, splits, range(start, min(start + most, num)))
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        pool: Pool,
+        rows: Rows,
+        window: int | None,
+        scoring: Scoring,
+        out: Tensor,
+        splits: int,
+        chosen: range,
+    ) -> None:
+        heads, dim = q.shape[1:]
+        kv_heads, num = pool.keys.shape[1], len(chosen)
+        own, out = q[chosen.start : chosen.stop], out[chosen.start : chosen.stop]
+        lengths, seen, runs, tails = rows.part(chosen.start, chosen.stop)
+        parts, stats = out, out
+        if splits > 1:
+            parts = torch.empty(num, heads, splits, dim, dtype=torch.float32, device=q.device)
+            stats = torch.empty(num, heads, splits, 2, dtype=torch.float32, device=q.device)
+        sinks = out if scoring.sinks is None else scoring.sinks
+        scale = dim**-0.5 if scoring.scale is None else scoring.scale
+        block = max(16, _power(dim))
+        self.kernels.attended[(num, kv_heads, splits)](
+            own,
+            pool.keys,
+            pool.values,
+            lengths,
+            seen,
+            runs,
+            tails,
+            rows.tables,
+            sinks,
+            parts,
+            stats,
+            out,
+            rows.tails.stride(0),
+            rows.tables.stride(0),
+            rows.block_tokens,
+            window or 0,
+            float(scale),
+            float(scoring.softcap or 1.0),
+            splits,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            GROUP=max(16, _power(heads // kv_heads)),
+            BLOCK=block,
+            SPLIT_KEYS=SPLIT_KEYS,
+            KEYS=KEYS,
+            WINDOW=window is not None,
+            SOFTCAP=scoring.softcap is not None,
+            SINKS=scoring.sinks is not None,
+            DIRECT=splits == 1,
+            PRECISION=_precision(pool.keys.dtype),
+            num_warps=4,
+            num_stages=2,
+        )
+        if splits > 1:
+            self.kernels.parts_joined[(num, heads)](
+                parts,
+                stats,
+                sinks,
+                lengths,
+                out,
+                window or 0,
+                splits,
+                HEADS=heads,
+                DIM=dim,
+                BLOCK=block,
+                SPLIT_KEYS=SPLIT_KEYS,
+                WINDOW=window is not None,
+                SINKS=scoring.sinks is not None,
+                num_warps=1 if dim <= 64 else 2,
+            )
+
+
+def _power(n: int) -> int:
+    """Return the least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return how products of a type are computed: float32 exactly, not as TF32."""
+    if interprets():
+        return "widened"
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _norm_of(
+    norm: tuple[Norm, Tensor | None, Tensor | None] | None,
+) -> tuple[str, Tensor | None, Tensor | None, float, float]:
+    if norm is None:
+        return "none", None, None, 0.0, 0.0
+    own, weight, bias = norm
+    return own.kind, weight, bias, float(own.eps), float(own.offset)

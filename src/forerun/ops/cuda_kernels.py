@@ -1,0 +1,551 @@
+"""The kernels of the CUDA backend, in Triton. Each also runs under Triton's interpreter on a CPU.
+
+What the bits of a row depend on is fixed by three rules. A product runs over tiles of 16 rows, filled up where there
+are fewer, so that every row takes the same instructions; K is cut into parts whose number depends on the matrix alone,
+and the parts are added in order. Attention walks the keys of a row in the order of their logical positions, in parts
+that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache does not matter. All
+else is computed row by row. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _erf(x):
+    """Abramowitz and Stegun 7.1.26 is too coarse: the series of Numerical Recipes' erfc, error below 1.2e-7."""
+    z = tl.abs(x)
+    t = 1.0 / (1.0 + 0.5 * z)
+    poly = 1.48851587 + t * (-0.82215223 + t * 0.17087277)
+    poly = -0.18628806 + t * (0.27886807 + t * (-1.13520398 + t * poly))
+    poly = -1.26551223 + t * (1.00002368 + t * (0.37409196 + t * (0.09678418 + t * poly)))
+    found = t * tl.exp(-z * z + poly)
+    return tl.where(x >= 0, 1.0 - found, found - 1.0)
+
+
+@triton.jit
+def _activated(x, ACT: tl.constexpr):
+    if ACT == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + _erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACT == "relu":
+        return tl.maximum(x, 0.0)
+    else:
+        return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """Add a b to acc. widened: the interpreter multiplies no bfloat16, whose products float32 holds exactly."""
+    if PRECISION == "widened":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    x_stride,
+    weight_stride,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    PART: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAIR: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
+
+    ROWS: 16 or 32 rows of a tile. PAIR: two tiles of rows share what is read of the weights. EVEN: PART parts of INS
+    inputs each fill I, and OUTS divides O.
+    """
+    first = tl.program_id(0) * ROWS * (2 if PAIR else 1)
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2)
+    rows = first + tl.arange(0, ROWS)
+    ins = split * PART + tl.arange(0, INS)
+    is_row, is_out = rows[:, None] < num_rows, outs[None, :] < num_out
+    xs = x + rows[:, None] * x_stride + ins[None, :]
+    ws = weight + outs[None, :].to(tl.int64) * weight_stride + ins[:, None]
+    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    more = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    for start in range(0, PART, INS):
+        if EVEN:
+            w = tl.load(ws + start)
+            a = tl.load(xs + start, mask=is_row, other=0.0).to(w.dtype)
+        else:
+            inside = split * PART + start + tl.arange(0, INS) < num_in
+            w = tl.load(ws + start, mask=is_out & inside[:, None], other=0.0)
+            a = tl.load(xs + start, mask=is_row & inside[None, :], other=0.0).to(w.dtype)
+        acc = _dot(a, w, acc, PRECISION)
+        if PAIR:
+            is_more = rows[:, None] + ROWS < num_rows
+            if EVEN:
+                b = tl.load(xs + start + ROWS * x_stride, mask=is_more, other=0.0).to(w.dtype)
+            else:
+                inside = split * PART + start + tl.arange(0, INS) < num_in
+                b = tl.load(xs + start + ROWS * x_stride, mask=is_more & inside[None, :], other=0.0).to(w.dtype)
+            more = _dot(b, w, more, PRECISION)
+    if BIAS:
+        added = tl.load(bias + outs, mask=outs < num_out, other=0.0).to(tl.float32)
+        acc += added[None, :]
+        more += added[None, :]
+    to = out + (split * num_rows + rows[:, None]).to(tl.int64) * num_out + outs[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row & is_out)
+    if PAIR:
+        is_more = rows[:, None] + ROWS < num_rows
+        tl.store(to + ROWS * num_out, more.to(out.dtype.element_ty), mask=is_more & is_out)
+
+
+@triton.jit
+def _summed(parts, at, stride, mask, SPLITS: tl.constexpr):
+    found = tl.load(parts + at, mask=mask, other=0.0)
+    for i in tl.static_range(1, SPLITS):
+        found += tl.load(parts + at + i * stride, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def summed(parts, bias, out, num_rows, num_out, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add parts [SPLITS, num_rows, O] and a bias [O] -> out [num_rows, O]."""
+    row = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = outs < num_out
+    found = _summed(parts, row.to(tl.int64) * num_out + outs, num_rows.to(tl.int64) * num_out, inside, SPLITS)
+    if BIAS:
+        found += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * num_out + outs, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def activated(
+    parts,
+    bias,
+    out,
+    num_rows,
+    size,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add parts [SPLITS, num_rows, O] and a bias, then act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
+    row = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = outs < size
+    width = size * 2 if GATED else size
+    stride = num_rows.to(tl.int64) * width
+    at = row.to(tl.int64) * width + outs
+    found = _summed(parts, at, stride, inside, SPLITS)
+    if BIAS:
+        found += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = _summed(parts, at + size, stride, inside, SPLITS)
+        if BIAS:
+            up += tl.load(bias + size + outs, mask=inside, other=0.0).to(tl.float32)
+        if ACT == "clamped_silu":
+            found = tl.minimum(found, 7.0)
+            up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        found = _activated(found, ACT) * up
+    else:
+        found = _activated(found, ACT)
+    tl.store(out + row.to(tl.int64) * size + outs, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(
+    x, weight, bias, at, inside, width, eps, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+):
+    """Norm x [BLOCK], 0 outside of a row of `width` numbers."""
+    if KIND == "layer":
+        x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
+    x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps))
+    if WEIGHT:
+        x = x * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
+    if BIAS:
+        x = x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def added(
+    x,
+    parts,
+    parts_bias,
+    post_weight,
+    post_bias,
+    pre_weight,
+    pre_bias,
+    sums,
+    out,
+    num_rows,
+    width,
+    scale,
+    post_eps,
+    post_offset,
+    pre_eps,
+    pre_offset,
+    SPLITS: tl.constexpr,
+    PARTS_BIAS: tl.constexpr,
+    POST: tl.constexpr,
+    POST_WEIGHT: tl.constexpr,
+    POST_BIAS: tl.constexpr,
+    AT_SUM: tl.constexpr,
+    PRE: tl.constexpr,
+    PRE_WEIGHT: tl.constexpr,
+    PRE_BIAS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
+
+    parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or AT_SUM of
+    the sum. sums: the new residual stream. PRE: the norm of `out`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    found = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        branch = _summed(parts, row * width + at, num_rows.to(tl.int64) * width, inside, SPLITS)
+        if PARTS_BIAS:
+            branch += tl.load(parts_bias + at, mask=inside, other=0.0).to(tl.float32)
+        if POST != "none" and not AT_SUM:
+            branch = _normed(
+                branch, post_weight, post_bias, at, inside, width, post_eps, post_offset, POST, POST_WEIGHT, POST_BIAS
+            )
+        found += branch * scale
+        if POST != "none" and AT_SUM:
+            found = _normed(
+                found, post_weight, post_bias, at, inside, width, post_eps, post_offset, POST, POST_WEIGHT, POST_BIAS
+            )
+    if HAS_SUMS:
+        tl.store(sums + row * width + at, found, mask=inside)
+    if PRE != "none":
+        found = _normed(found, pre_weight, pre_bias, at, inside, width, pre_eps, pre_offset, PRE, PRE_WEIGHT, PRE_BIAS)
+    tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def heads_of(
+    parts,
+    bias,
+    q_norm,
+    k_norm,
+    table,
+    positions,
+    writes,
+    queries,
+    keys,
+    values,
+    num_rows,
+    q_eps,
+    q_offset,
+    k_eps,
+    k_offset,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TURNED: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm of heads, rotation.
+
+    Queries go to [num_rows, HEADS, DIM], keys and values to rows `writes` of the pools; -1 = nowhere. table
+    [positions, 2, TURNED]: cos and sin, the first half of sin negated. TURNED: dimensions that turn, 0 = none.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < DIM
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    stride = num_rows.to(tl.int64) * width
+    start = row.to(tl.int64) * width + head * DIM
+    found = _summed(parts, start + at, stride, inside, SPLITS)
+    if BIAS:
+        found += tl.load(bias + head * DIM + at, mask=inside, other=0.0).to(tl.float32)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    inverse = 1.0
+    if Q_NORM != "none" or K_NORM != "none":
+        eps = tl.where(is_query, q_eps, k_eps)
+        if not is_value:
+            inverse = 1.0 / tl.sqrt_rn(tl.sum(found * found, 0) / DIM + eps)
+            found = found * inverse * _norm_weight(
+                q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM
+            )
+    if TURNED > 0:
+        if not is_value:
+            half: tl.constexpr = TURNED // 2
+            turns = at < TURNED
+            if ADJACENT:
+                place = at // 2 + (at % 2) * half
+                other = at ^ 1
+            else:
+                place = at
+                other = tl.where(at < half, at + half, at - half)
+            other = tl.where(turns, other, at)
+            partner = _summed(parts, start + other, stride, inside, SPLITS)
+            if BIAS:
+                partner += tl.load(bias + head * DIM + other, mask=inside, other=0.0).to(tl.float32)
+            if Q_NORM != "none" or K_NORM != "none":
+                partner = partner * inverse * _norm_weight(
+                    q_norm, k_norm, other, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM
+                )
+            angles = table + tl.load(positions + row).to(tl.int64) * (2 * TURNED) + place
+            cos = tl.load(angles, mask=turns, other=1.0)
+            sin = tl.load(angles + TURNED, mask=turns, other=0.0)
+            found = found * cos + partner * sin
+    if is_query:
+        tl.store(queries + (row * HEADS + head) * DIM + at, found, mask=inside)
+    else:
+        to = tl.load(writes + row).to(tl.int64)
+        if to >= 0:
+            if is_value:
+                place_v = values + (to * KV_HEADS + head - HEADS - KV_HEADS) * DIM + at
+                tl.store(place_v, found.to(values.dtype.element_ty), mask=inside)
+            else:
+                place_k = keys + (to * KV_HEADS + head - HEADS) * DIM + at
+                tl.store(place_k, found.to(keys.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_weight(
+    q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM: tl.constexpr, K_NORM: tl.constexpr
+):
+    """The weights of the norm of a head of queries or keys."""
+    weight = tl.full(at.shape, 1.0, tl.float32)
+    if Q_NORM == "weight":
+        weight = tl.where(is_query, tl.load(q_norm + at, mask=inside, other=0.0).to(tl.float32) + q_offset, weight)
+    if K_NORM == "weight":
+        weight = tl.where(is_query, weight, tl.load(k_norm + at, mask=inside, other=0.0).to(tl.float32) + k_offset)
+    return weight
+
+
+@triton.jit
+def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Put keys and values [n, WIDTH] into these rows of the pools; -1 = nowhere."""
+    row = tl.program_id(0)
+    to = tl.load(rows + row).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    if to >= 0:
+        k = tl.load(new_keys + row.to(tl.int64) * WIDTH + at, mask=inside, other=0.0)
+        v = tl.load(new_values + row.to(tl.int64) * WIDTH + at, mask=inside, other=0.0)
+        tl.store(keys + to * WIDTH + at, k.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + to * WIDTH + at, v.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attended(
+    queries,
+    keys,
+    values,
+    lengths,
+    seen,
+    runs,
+    tails,
+    tables,
+    sinks,
+    parts,
+    stats,
+    out,
+    tails_stride,
+    tables_stride,
+    block_tokens,
+    window,
+    scale,
+    softcap,
+    num_splits,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend with the query heads of one row and one head of keys to one part of the row's keys.
+
+    A row sees `lengths` keys. The i-th of them lies, for i below `seen`, where the block table of its run says, and
+    else in row tails[i - seen]. parts [T, HEADS, splits, DIM] and stats [T, HEADS, splits, 2] get the weighted sum of
+    values, the largest score and the sum of weights; DIRECT: there is one part, and `out` gets the result.
+    """
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(length - window, 0)
+    group: tl.constexpr = HEADS // KV_HEADS
+    heads = tl.arange(0, GROUP)
+    dims = tl.arange(0, BLOCK)
+    is_head, is_dim = heads < group, dims < DIM
+    first = split * SPLIT_KEYS
+    last = tl.minimum(first + SPLIT_KEYS, length)
+    if DIRECT or ((first < length) & (first + SPLIT_KEYS > lowest)):
+        whole = (row * HEADS + kv_head * group + heads).to(tl.int64)
+        q_mask = is_head[:, None] & is_dim[None, :]
+        q = tl.load(queries + whole[:, None] * DIM + dims[None, :], mask=q_mask, other=0.0)
+        q = (q * scale).to(keys.dtype.element_ty)
+        num_seen = tl.load(seen + row)
+        table = tables + tl.load(runs + row) * tables_stride
+        tail = tails + row * tails_stride - num_seen
+        largest = tl.full((GROUP,), -float("inf"), tl.float32)
+        mass = tl.zeros((GROUP,), dtype=tl.float32)
+        acc = tl.zeros((GROUP, BLOCK), dtype=tl.float32)
+        begin = tl.maximum(first, lowest) // KEYS * KEYS
+        for start in range(begin, last, KEYS):
+            i = start + tl.arange(0, KEYS)
+            is_key = (i < last) & (i >= lowest)
+            in_table = i < num_seen
+            block = tl.load(table + i // block_tokens, mask=is_key & in_table, other=0)
+            beyond = tl.load(tail + i, mask=is_key & (i >= num_seen), other=0)
+            place = tl.where(in_table, block * block_tokens + i % block_tokens, beyond).to(tl.int64)
+            at = (place * KV_HEADS + kv_head) * DIM
+            k = tl.load(keys + at[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+            v = tl.load(values + at[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+            scores = _dot(q, k, tl.zeros((GROUP, KEYS), dtype=tl.float32), PRECISION)
+            if SOFTCAP:
+                scores = softcap * _tanh(scores / softcap)
+            scores = tl.where(is_key[None, :], scores * LOG2E, -float("inf"))
+            new = tl.maximum(largest, tl.max(scores, 1))
+            shrunk = tl.exp2(largest - new)
+            weights = tl.exp2(scores - new[:, None])
+            mass = mass * shrunk + tl.sum(weights, 1)
+            acc = acc * shrunk[:, None]
+            acc = _dot(weights.to(v.dtype), v, acc, PRECISION)
+            largest = new
+        if DIRECT:
+            if SINKS:
+                sink = tl.load(sinks + kv_head * group + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+                new = tl.maximum(largest, sink)
+                shrunk = tl.exp2(largest - new)
+                mass = mass * shrunk + tl.exp2(sink - new)
+                acc = acc * shrunk[:, None]
+            found = tl.where((mass > 0)[:, None], acc / mass[:, None], 0.0)
+            tl.store(out + whole[:, None] * DIM + dims[None, :], found.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            part = whole * num_splits + split
+            tl.store(parts + part[:, None] * DIM + dims[None, :], acc, mask=q_mask)
+            tl.store(stats + part * 2, largest, mask=is_head)
+            tl.store(stats + part * 2 + 1, mass, mask=is_head)
+
+
+@triton.jit
+def parts_joined(
+    parts,
+    stats,
+    sinks,
+    lengths,
+    out,
+    window,
+    num_splits,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Join the parts of `attended` in the order of their keys -> out [T, HEADS, DIM]."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(lengths + row)
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(length - window, 0)
+    dims = tl.arange(0, BLOCK)
+    is_dim = dims < DIM
+    whole = (row * HEADS + head).to(tl.int64)
+    largest = -float("inf")
+    mass = 0.0
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(lowest // SPLIT_KEYS, tl.cdiv(length, SPLIT_KEYS)):
+        part = whole * num_splits + split
+        own = tl.load(stats + part * 2)
+        new = tl.maximum(largest, own)
+        shrunk, share = tl.exp2(largest - new), tl.exp2(own - new)
+        mass = mass * shrunk + tl.load(stats + part * 2 + 1) * share
+        acc = acc * shrunk + tl.load(parts + part * DIM + dims, mask=is_dim, other=0.0) * share
+        largest = new
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        new = tl.maximum(largest, sink)
+        shrunk = tl.exp2(largest - new)
+        mass = mass * shrunk + tl.exp2(sink - new)
+        acc = acc * shrunk
+    found = tl.where(mass > 0, acc / mass, 0.0)
+    tl.store(out + whole * DIM + dims, found.to(out.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def advanced(
+    found,
+    fed,
+    step,
+    ids,
+    positions,
+    writes,
+    lengths,
+    seen,
+    runs,
+    limits,
+    tables,
+    tables_stride,
+    block_tokens,
+    num_rows,
+):
+    """Feed what was found to the next pass of a run ahead: one program for each row.
+
+    fed [steps, num_rows]: all that was found, in order; -1 = logits were no numbers. step [num_rows]: how many passes
+    there were. limits [num_rows]: positions below which a row may write.
+    """
+    row = tl.program_id(0)
+    id_ = tl.load(found + row).to(tl.int32)
+    num = tl.load(step + row)
+    tl.store(fed + num * num_rows + row, id_)
+    tl.store(step + row, num + 1)
+    tl.store(ids + row, tl.maximum(id_, 0))
+    position = tl.load(positions + row) + 1
+    length = tl.load(lengths + row) + 1
+    at = length - 1
+    is_live = (length > 1) & (at < tl.load(limits + row))
+    block = tl.load(tables + tl.load(runs + row) * tables_stride + at // block_tokens, mask=is_live, other=0)
+    tl.store(positions + row, tl.where(is_live, position, 0))
+    tl.store(lengths + row, tl.where(is_live, length, 0))
+    tl.store(seen + row, tl.where(is_live, length, 0))
+    tl.store(writes + row, tl.where(is_live, block * block_tokens + at % block_tokens, -1))

@@ -1,0 +1,576 @@
+"""Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
+
+Blocks that are like Llama's or Gemma's run on joined kernels: two for the attention's products and two for those of
+the feed-forward part, and one behind each. Other blocks run operator by operator, as in ops/torch.py, in the same
+graph; those with experts, which choose what they compute, run without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from forerun import blocks as all_blocks
+from forerun.blocks import Norm, Rope, Spec
+from forerun.config import Quantization
+from forerun.kv.cache import BlockCache
+from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
+from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
+from forerun.ops.passes import check_layers, check_pass, end_of
+from forerun.ops.quantising import RoundedWeights
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, empty_weights, _write
+
+from forerun.types import RaggedBatch
+
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
+GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
+LEAST_POSITIONS = 4096  # of a table of cos and sin, which is made anew where a text grows beyond it
+
+Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
+
+
+def back_to_back(spec: Spec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return weights whose matrices of one product lie in one storage; copies them where they do not."""
+    groups = [group for group in all_blocks.products(all_blocks.weights(spec)).values() if len(group) > 1]
+    some = next(iter(weights.values()))
+
+    def follows(a: Tensor, b: Tensor) -> bool:
+        return a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes
+
+    if all(follows(weights[a.name], weights[b.name]) for group in groups for a, b in itertools.pairwise(group)):
+        return weights
+    own = empty_weights(spec, some.dtype, some.device)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+    return own
+
+
+@dataclass
+class _Stream:
+    """The residual stream x [T, H] between two parts of blocks, and what is still to be added to it."""
+
+    x: Tensor
+    branch: Parts | None = None
+    post: Told | None = None
+    at_sum: bool = False
+    scale: float = 1.0
+
+
+class _Joined:
+    """A block of joined kernels. See `joins` for which are."""
+
+    def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
+        self.ops, self.block, self.dtype = ops, block, dtype
+        spec, own = block.spec, block.attention
+        assert own is not None
+        assert own.spec is not None
+        self.attention, self.a = own, own.spec
+        self.pre_attention, self.post_attention = _told(block.pre_attention), _told(block.post_attention)
+        self.pre_mlp, self.post_mlp = _told(block.pre_mlp), _told(block.post_mlp)
+        self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
+        self.qkv = _whole(own._products[0][1])
+        self.o = own.o.parts[0]
+        assert block.mlp is not None
+        self.mlp = block.mlp
+        self.up, self.down = _whole(block.mlp.up), block.mlp.down.parts[0]
+
+    def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Rope, Tensor]) -> _Stream:
+        """Run the block; what its feed-forward part adds is left to be added."""
+        ops, a, rows = self.ops, self.a, cast(Rows, step.view)
+        assert step.cache is not None
+        x, y = added(ops, stream, self.pre_attention, self.dtype)
+        pool = step.cache.pools[i]
+        queries = self._heads(ops.product(y, *self.qkv), pool, rows, tables)
+        found = ops.attend(queries, pool, rows, a.window, self.attention.scoring, self.dtype)
+        branch = ops.product(found.view(len(x), -1), *self.o)
+        stream = _Stream(x, branch, self.post_attention, self.at_sum, self.scale)
+        x, y = added(ops, stream, self.pre_mlp, self.dtype)
+        inner = ops.inner(self.mlp.spec.act, self.mlp.spec.gated, ops.product(y, *self.up), self.dtype)
+        return _Stream(x, ops.product(inner, *self.down), self.post_mlp, self.at_sum, self.scale)
+
+    def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Rope, Tensor]) -> Tensor:
+        """Return the queries [T, heads, D], and put keys and values into the pool."""
+        a, own = self.a, self.attention
+        num = found.sums.shape[1]
+        queries = torch.empty(num, a.heads, a.head_dim, dtype=torch.float32, device=found.sums.device)
+        table = queries if a.rope is None else tables[a.rope]
+        q_norm, k_norm = own.q_norm, own.k_norm
+        self.ops.kernels.heads_of[(num, a.heads + 2 * a.kv_heads)](
+            found.sums,
+            found.sums if found.bias is None else found.bias,
+            queries if q_norm is None or q_norm.weight is None else q_norm.weight,
+            queries if k_norm is None or k_norm.weight is None else k_norm.weight,
+            table,
+            rows.positions,
+            rows.writes,
+            queries,
+            pool.keys,
+            pool.values,
+            num,
+            *_eps_of(q_norm),
+            *_eps_of(k_norm),
+            SPLITS=found.splits,
+            BIAS=found.bias is not None,
+            Q_NORM=_kind_of(q_norm),
+            K_NORM=_kind_of(k_norm),
+            HEADS=a.heads,
+            KV_HEADS=a.kv_heads,
+            DIM=a.head_dim,
+            TURNED=0 if a.rope is None else table.shape[-1],
+            ADJACENT=a.rope is not None and a.rope.pairs == "adjacent",
+            BLOCK=1 << (a.head_dim - 1).bit_length(),
+            num_warps=1,
+        )
+        return queries
+
+
+def _whole(product: Any) -> tuple[Tensor, Tensor | None]:
+    """One matrix of a product's, and its bias."""
+    return product.joined if product.joined is not None else product.parts[0]  # type: ignore[no-any-return]
+
+
+def _told(norm: Normed | None) -> Told | None:
+    return None if norm is None else (norm.norm, norm.weight, norm.bias)
+
+
+def _eps_of(norm: Normed | None) -> tuple[float, float]:
+    return (1.0, 0.0) if norm is None else (float(norm.norm.eps), float(norm.norm.offset))
+
+
+def _kind_of(norm: Normed | None) -> str:
+    return "none" if norm is None else "plain" if norm.weight is None else "weight"
+
+
+def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The residual stream with all that is to be added to it, and the same behind a norm."""
+    if stream.branch is None and pre is None and dtype == stream.x.dtype:
+        return stream.x, stream.x
+    return ops.added(
+        stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale
+    )
+
+
+def joins(block: TorchBlock) -> bool:
+    """Tell whether a block runs on joined kernels."""
+    spec, own = block.spec, block.attention
+    if own is None or block.mlp is None or block.experts is not None:
+        return False
+    a = own.spec
+    plain = a.shares_kv_of is None and not a.gate and not a.k_is_v and a.reads is None and a.position_scale is None
+    norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
+    if len(norms) == 1 or any(norm.kind != "rms" or norm.span != "head" or norm.bias for norm in norms):
+        return False
+    ropes = a.rope is None or a.rope.pairs == "half" or a.rope.pairs == "adjacent"
+    simple = not spec.parallel and not spec.out_scale and a.v_norm is None
+    products = [own._products[0][1], block.mlp.up]
+    whole = len(own._products) == 1 and all(p.joined is not None or len(p.parts) == 1 for p in products)
+    return plain and ropes and simple and whole and _same_biases(own._products[0][1])
+
+
+def _same_biases(product: Any) -> bool:
+    """Whether all matrices of a product have a bias, or none has."""
+    return len({bias is None for _, bias in product.parts}) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- graphs
+
+
+@dataclass
+class _Graph:
+    """A captured pass with the tensors that it reads and writes.
+
+    keeps: what must live as long as the graph, beside these.
+    """
+
+    replay: Callable[[], None]
+    out: Tensor
+    rows: Rows | None = None
+    hidden: Tensor | None = None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    keeps: Any = None
+
+
+class _Numbers:
+    """The numbers of a pass on their way to the device: a pinned copy on the host, and one buffer on the device."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=True)
+        self.device = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._array = self.host.numpy()
+        self._sent = torch.cuda.Event()
+
+    def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
+        """Copy the numbers of a pass to the device; returns the most keys that a row sees."""
+        self._sent.synchronize()  # of the pass before, which may not have read them yet
+        most = fill(self._array, self.layout, batch, tables, block_tokens)
+        self.device.copy_(self.host, non_blocking=True)
+        self._sent.record()
+        return most
+
+
+class CudaModel(TorchModel):
+    """A model on a CUDA device. Rows are float32; see TorchModel for the rest."""
+
+    def __init__(self, spec: Spec, weights: Mapping[str, Tensor], ops: ReferenceOps) -> None:
+        super().__init__(spec, weights, ops)
+        self._cuda = cast(CudaOps, ops)
+        self._joined = [_Joined(self._cuda, b, self.weight_dtype) if joins(b) else None for b in self.blocks]
+        self._captures = self.device.type == "cuda" and all(b.experts is None for b in self.blocks)
+        self._graphs: dict[Any, _Graph] = {}
+        self._numbers: dict[Any, _Numbers] = {}
+        self._num_positions = 0
+        self._memory: Any = None  # that all graphs share
+
+    # ------------------------------------------------------------------------------------------------- one pass
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
+        taps = taps or {}
+        chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
+        num = batch.run_starts[-1]
+        if num == 0:
+            return torch.empty(0, self.config.hidden_size, device=self.device)
+        tables = [] if cache is None else cache.tables(batch)
+        self._need_positions(end_of(batch))
+        layout = layout_of(batch, tables)
+        if cache is None or read is not None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
+            block_tokens = 1 if cache is None else cache.block_tokens
+            rows = rows_of(batch, tables, block_tokens, self.device)
+            return self._run(rows, cache, chosen, is_normed, hidden, taps, read)
+        graph = self._graph(batch, cache, tables, layout, tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps)))
+        if graph.hidden is not None and hidden is not None:
+            graph.hidden[:num].copy_(hidden)
+        graph.replay()
+        for k, rows_of_tap in taps.items():
+            rows_of_tap.copy_(graph.taps[k][:num])
+        return graph.out[:num].clone()
+
+    def _run(
+        self,
+        rows: Rows,
+        cache: BlockCache | None,
+        chosen: Seq[int],
+        is_normed: bool,
+        hidden: Tensor | None,
+        taps: Mapping[int, Tensor],
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Launch the kernels of one pass."""
+        ops = self._cuda
+        x = self._embedded(rows.ids) if hidden is None else hidden.float()
+        if hidden is None or (len(chosen) and chosen[0] == 0):
+            x = self._entered(x, rows.positions)
+        stream = _Stream(x.contiguous())
+        tables = {rope: self._table(rope) for rope in self._rotations}
+        step = Step(rows.positions, {}, cache, rows)
+        first = 0
+        for i in chosen:
+            if any(k in taps for k in range(first, i + 1)):
+                stream = _Stream(added(ops, stream, None, torch.float32)[0])
+                _write(taps, range(first, i + 1), stream.x)
+            first = i + 1
+            own = self._joined[i]
+            if own is not None and read is None and cache is not None:
+                stream = own.run(stream, i, step, tables)
+            else:
+                if not step.rotations:
+                    step.rotations = {
+                        rope: (table[rows.positions, 0, None], table[rows.positions, 1, None])
+                        for rope, table in tables.items()
+                    }
+                x = added(ops, stream, None, torch.float32)[0]
+                stream = _Stream(self.blocks[i].run(ops, x, i, step, read))
+            read = None
+        if taps:
+            stream = _Stream(added(ops, stream, None, torch.float32)[0])
+            _write(taps, range(first, self.config.num_layers + 1), stream.x)
+        norm = _told(self._final_norm) if is_normed else None
+        x, y = added(ops, stream, norm, torch.float32)
+        return y if is_normed else x
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = super()._embedded(tokens)
+        return x.float()
+
+    def _table(self, rope: Rope) -> Tensor:
+        """cos and sin of every position that was asked for so far [positions, 2, turned dimensions]."""
+        table = self._rotations[rope].table(self._num_positions)
+        return table.view(len(table), 2, -1)
+
+    def _need_positions(self, end: int) -> None:
+        """Make the tables of rotations long enough; graphs that read shorter ones are given up."""
+        if end > self._num_positions:
+            self._num_positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
+            for rope in self._rotations:
+                self._rotations[rope].table(self._num_positions)
+            self._graphs.clear()
+
+    # -------------------------------------------------------------------------------------------------- graphs
+
+    def _graph(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache,
+        tables: Seq[Seq[int]],
+        layout: Layout,
+        chosen: tuple[int, ...],
+        is_normed: bool,
+        has_hidden: bool,
+        taps: tuple[int, ...],
+    ) -> _Graph:
+        """Return the graph of a pass like this one, captured where there is none yet, with its numbers on the way."""
+        size = next(n for n in GRAPH_ROWS if n >= layout.rows)
+        runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
+        tail = 1 if layout.tail == 1 else GRAPH_TAIL
+        whole = Layout(size, tail, runs, max(64, 1 << (layout.blocks - 1).bit_length()))
+        numbers = self._numbers.get(whole)
+        if numbers is None:
+            numbers = self._numbers[whole] = _Numbers(whole, self.device)
+        most = numbers.send(batch, tables, cache.block_tokens)
+        splits = max(1, -(-most // SPLIT_KEYS))
+        num_keys = SPLIT_KEYS << (splits - 1).bit_length()
+        key = (whole, num_keys, chosen, is_normed, has_hidden, taps, id(cache))
+        if key not in self._graphs:
+            rows = self._static_rows(batch, numbers, whole, cache, num_keys)
+            shape = size, self.config.hidden_size
+            hidden = torch.zeros(shape, device=self.device) if has_hidden else None
+            static = {k: torch.empty(shape, device=self.device) for k in taps}
+
+            def run() -> Tensor:
+                return self._run(rows, cache, chosen, is_normed, hidden, static)
+
+            replay, out = self._captured(run)
+            self._graphs[key] = _Graph(replay, out, rows, hidden, static, (cache, numbers))
+        return self._graphs[key]
+
+    def _static_rows(
+        self, batch: RaggedBatch, numbers: _Numbers, layout: Layout, cache: BlockCache, num_keys: int
+    ) -> Rows:
+        empty = torch.empty(0, dtype=torch.int64)
+        return Rows(batch, empty, [], numbers.device, layout, cache.block_tokens, num_keys)
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run something once, capture it, and return what runs it again, and where its result is then."""
+        with torch.inference_mode():
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                run()  # compiles the kernels
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream):
+                out = run()
+        return graph.replay, out
+
+    # ------------------------------------------------------------------------------------------------ the head
+
+    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+
+        Ties go to the lowest id, and NaN counts as the largest. One copy comes to the host.
+        """
+        if not rows:
+            return [], []
+        found = self._best(hidden if len(rows) == len(hidden) else hidden[rows], num_ids)
+        ids, values = found.cpu().tolist()
+        return [int(id_) for id_ in ids], values
+
+    def _best(self, hidden: Tensor, num_ids: int) -> Tensor:
+        """Return ids and values of the largest logits of rows, float64 [2, R]."""
+        num = len(hidden)
+        if not self._captures or num > GRAPH_ROWS[-1]:
+            return self._largest(hidden, num_ids)
+        size = next(n for n in GRAPH_ROWS if n >= num)
+        key = ("best", size, num_ids)
+        if key not in self._graphs:
+            given = torch.zeros(size, self.config.hidden_size, device=self.device)
+            replay, out = self._captured(lambda: self._largest(given, num_ids))
+            self._graphs[key] = _Graph(replay, out, hidden=given)
+        graph = self._graphs[key]
+        assert graph.hidden is not None
+        graph.hidden[:num].copy_(hidden)
+        graph.replay()
+        return graph.out[:, :num]
+
+    def _largest(self, hidden: Tensor, num_ids: int) -> Tensor:
+        logits = self._logits(hidden, num_ids)
+        values, ids = logits.max(-1)
+        return torch.stack((ids.double(), values.double()))
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
+        return self._logits(hidden, num_ids)
+
+    def _logits(self, hidden: Tensor, num_ids: int | None) -> Tensor:
+        return super().logits(hidden, num_ids)
+
+    # --------------------------------------------------------------------------------------------- running ahead
+
+    def run_ahead(
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: BlockCache,
+        num_ids: int,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        ahead: Any = None,
+    ) -> list[list[int]] | None:
+        """Continue each run greedily with one synchronisation; as CpuModel.run_ahead, which says more."""
+        chosen = range(self.config.num_layers) if layers is None else layers
+        check_layers(self.config, chosen)
+        if not batch.slots:
+            return []
+        out = self.forward(batch, cache, layers, hidden)
+        if layers is not None and self.config.num_layers - 1 not in layers:
+            out = self.norm(out)
+        num, steps = len(batch.slots), max(lengths)
+        lasts = [stop - 1 for stop in batch.run_starts[1:]]
+        self._need_positions(end_of(batch) + steps)
+        found = self._ids(out if num == len(out) else out[lasts], num_ids)
+        if steps == 1:
+            return self._told_ids(found[None].tolist(), lengths)
+        return self._go_on(batch, lengths, cache, num_ids, tuple(chosen), found)
+
+    def _go_on(
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: BlockCache,
+        num_ids: int,
+        chosen: tuple[int, ...],
+        found: Tensor,
+    ) -> list[list[int]] | None:
+        """Feed what was found, one by one: each pass is one replay of a graph that ends in the next ids."""
+        num, steps = len(batch.slots), max(lengths)
+        size = next((n for n in GRAPH_ROWS if n >= num), num)
+        starts = list(range(num + 1))
+        positions = [batch.ids()[1][stop - 1] for stop in batch.run_starts[1:]]
+        cached = [batch.end(b) - 1 for b in range(num)]
+        tables = cache.tables(batch)
+        last = RaggedBatch([0] * num, positions, starts, batch.slots, cached)
+        blocks = max(64, 1 << (max(map(len, tables)) - 1).bit_length())
+        layout = Layout(size, 1, size, blocks)
+        most = max(cached) + steps + 1
+        num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
+        key = ("ahead", layout, num_keys, chosen, num_ids, id(cache))
+        loop = self._graphs.get(key)
+        if loop is None:
+            loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids)
+        ahead: _Ahead = loop.keeps
+        limits = [own + length for own, length in zip(cached, lengths, strict=True)]
+        ahead.begin(last, tables, cache.block_tokens, limits, found)
+        for _ in range(steps - 1):
+            loop.replay()
+        ahead.fed[steps - 1].copy_(ahead.found)
+        return self._told_ids(ahead.fed[:steps, :num].cpu().tolist(), lengths)
+
+    def _loop(
+        self,
+        batch: RaggedBatch,
+        layout: Layout,
+        num_keys: int,
+        cache: BlockCache,
+        chosen: tuple[int, ...],
+        num_ids: int,
+    ) -> _Graph:
+        ahead = _Ahead(layout, self.device)
+        rows = Rows(batch, torch.empty(0), [], ahead.numbers, layout, cache.block_tokens, num_keys)
+
+        def run() -> Tensor:
+            self._cuda.kernels.advanced[(layout.rows,)](
+                ahead.found,
+                ahead.fed,
+                ahead.step,
+                rows.ids,
+                rows.positions,
+                rows.writes,
+                rows.lengths,
+                rows.seen,
+                rows.runs,
+                ahead.limits,
+                rows.tables,
+                rows.tables.stride(0),
+                cache.block_tokens,
+                layout.rows,
+            )
+            out = self._run(rows, cache, chosen, True, None, {})
+            ahead.found.copy_(self._ids(out, num_ids))
+            return ahead.found
+
+        if not self._captures:
+            return _Graph(lambda: (run(), None)[1], ahead.found, rows, keeps=ahead)
+        replay, out = self._captured(run)
+        return _Graph(replay, out, rows, keeps=ahead)
+
+    def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
+        """The ids of the largest logits of rows on the device, int32; -1 where logits are no numbers."""
+        ids, values = self._largest(hidden, num_ids)
+        return torch.where(values.isfinite(), ids, -1.0).int()
+
+    @staticmethod
+    def _told_ids(found: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
+        ids = [[found[i][b] for i in range(length)] for b, length in enumerate(lengths)]
+        return None if any(id_ < 0 for own in ids for id_ in own) else ids
+
+    # ------------------------------------------------------------------------------------------------- the rest
+
+    def rounded(self, quantization: Quantization) -> CudaModel:
+        """Return a second model with what each rounded matrix stands for; the first stays as it is."""
+        weights = RoundedWeights(
+            all_blocks.weights(self.config),
+            lambda name, rows: self.weights[name][rows.start : rows.stop],
+            self.weights.__getitem__,
+            quantization,
+            self.weight_dtype,
+        )
+        own = dict(weights)
+        return CudaModel(self.config, back_to_back(self.config, own), self.ops)  # type: ignore[arg-type]
+
+
+MOST_AHEAD = 256  # passes of one run ahead
+
+
+class _Ahead:
+    """What a run ahead keeps on the device between its passes."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.numbers = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self.found = torch.zeros(layout.rows, dtype=torch.int32, device=device)
+        self.fed = torch.zeros(MOST_AHEAD, layout.rows, dtype=torch.int32, device=device)
+        self.step = torch.zeros(layout.rows, dtype=torch.int32, device=device)
+        self.limits = torch.zeros(layout.rows, dtype=torch.int32, device=device)
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(layout.size + layout.rows, dtype=torch.int32, pin_memory=is_cuda)
+
+    def begin(
+        self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], found: Tensor
+    ) -> None:
+        """Begin behind the last row of each run, for which `found` was found."""
+        array = self._host.numpy()
+        size, num = self.layout.size, len(limits)
+        fill(array[:size], self.layout, batch, tables, block_tokens)
+        array[size : size + num] = limits
+        self.numbers.copy_(self._host[:size], non_blocking=True)
+        self.limits.copy_(self._host[size:], non_blocking=True)
+        self.found[:num].copy_(found)
+        self.step.zero_()

@@ -1,0 +1,143 @@
+"""What one pass of the CUDA backend knows of its rows: where each is written, and where the keys that it sees lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forerun.types import CacheView, RaggedBatch, bits
+
+PER_ROW = 6  # numbers of each row: id, position, row of the pool, keys that it sees, those in its table, its run
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many rows, places of tails and of tables the numbers of a pass have room for."""
+
+    rows: int
+    tail: int
+    runs: int
+    blocks: int
+
+    @property
+    def size(self) -> int:
+        """The int32 numbers in all."""
+        return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
+
+    def holds(self, other: Layout) -> bool:
+        """Whether the numbers of another pass fit, with padding."""
+        own, their = (self.rows, self.tail, self.runs, self.blocks), (other.rows, other.tail, other.runs, other.blocks)
+        return all(a >= b for a, b in zip(own, their, strict=True))
+
+
+@dataclass(frozen=True)
+class Rows(CacheView):
+    """The numbers of a pass on the device, int32.
+
+    ids, positions, writes, lengths, seen, runs [T]; tails [T, tail]; tables [runs, blocks]. Row t sees lengths[t] keys
+    in the order of their logical positions: the first seen[t] of them where the table of its run says, the others in
+    the rows tails[t]. writes: -1 = nowhere. num_keys: the most keys that a row may see.
+    """
+
+    numbers: Tensor
+    layout: Layout
+    block_tokens: int
+    num_keys: int
+
+    def __post_init__(self) -> None:
+        n = self.layout.rows
+        parts = [self.numbers[i * n : (i + 1) * n] for i in range(PER_ROW)]
+        tails_end = n * (PER_ROW + self.layout.tail)
+        tails = self.numbers[n * PER_ROW : tails_end].view(n, self.layout.tail)
+        tables = self.numbers[tails_end : self.layout.size].view(self.layout.runs, self.layout.blocks)
+        names = ("ids", "positions", "writes", "lengths", "seen", "runs", "tails", "tables")
+        for name, part in zip(names, (*parts, tails, tables), strict=True):
+            object.__setattr__(self, name, part)
+
+    ids: Tensor = None  # type: ignore[assignment]
+    positions: Tensor = None  # type: ignore[assignment]
+    writes: Tensor = None  # type: ignore[assignment]
+    lengths: Tensor = None  # type: ignore[assignment]
+    seen: Tensor = None  # type: ignore[assignment]
+    runs: Tensor = None  # type: ignore[assignment]
+    tails: Tensor = None  # type: ignore[assignment]
+    tables: Tensor = None  # type: ignore[assignment]
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return lengths, seen, runs and tails of some rows."""
+        return self.lengths[start:stop], self.seen[start:stop], self.runs[start:stop], self.tails[start:stop]
+
+
+def layout_of(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
+    """Return the least layout of a pass."""
+    tail = max((batch.ancestors[row].bit_count() for row in _tree_rows(batch)), default=0)
+    blocks = max((len(table) for table in tables), default=0)
+    return Layout(batch.run_starts[-1], max(tail, 1), max(len(batch.slots), 1), max(blocks, 1))
+
+
+def _tree_rows(batch: RaggedBatch) -> Iterable[int]:
+    return (row for b in range(len(batch.slots)) if batch.is_tree(b) for row in batch.run(b))
+
+
+def fill(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
+    """Write the numbers of a pass in a layout that holds them. Returns the most keys that a row sees.
+
+    Rows of padding see nothing and are written nowhere.
+    """
+    n, num = layout.rows, batch.run_starts[-1]
+    by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
+    by_row[:, num:] = 0
+    by_row[2, num:] = -1
+    by_row[0, :num], by_row[1, :num] = batch.ids()
+    tails = numbers[n * PER_ROW : n * (PER_ROW + layout.tail)].reshape(n, layout.tail)
+    room = numbers[n * (PER_ROW + layout.tail) : layout.size].reshape(layout.runs, layout.blocks)
+    most = 0
+    for b, blocks in enumerate(tables):
+        table = np.array(blocks, dtype=np.int32)
+        room[b, : len(table)] = table
+        rows, end, cached = batch.run(b), batch.end(b), batch.cached[b]
+        start, stop = rows.start, rows.stop
+        own = np.arange(end - len(rows), end, dtype=np.int32)  # logical rows of the slot that the run is written to
+        by_row[2, start:stop] = table[own // block_tokens] * block_tokens + own % block_tokens
+        by_row[5, start:stop] = b
+        most = max(most, end)
+        if not batch.is_tree(b):
+            by_row[3, start:stop] = by_row[4, start:stop] = own + 1
+            continue
+        behind = np.arange(cached, end, dtype=np.int32)
+        places = table[behind // block_tokens] * block_tokens + behind % block_tokens
+        for row in rows:
+            seen = bits(batch.ancestors[row])
+            by_row[3, row], by_row[4, row] = cached + len(seen), cached
+            tails[row, : len(seen)] = places[seen]
+    return most
+
+
+def rows_of(
+    batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, device: torch.device, view: CacheView | None = None
+) -> Rows:
+    """Return the numbers of a pass on a device."""
+    layout = layout_of(batch, tables)
+    numbers = np.zeros(layout.size, dtype=np.int32)
+    most = fill(numbers, layout, batch, tables, block_tokens)
+    empty = torch.empty(0, dtype=torch.int64)
+    writes, reads = (empty, []) if view is None else (view.write_rows, view.read_rows)
+    return Rows(batch, writes, reads, torch.from_numpy(numbers).to(device), layout, block_tokens, most)
+
+
+def rows_of_view(view: CacheView, device: torch.device) -> Rows:
+    """Return the numbers of a pass whose rows of the cache are known one by one."""
+    if isinstance(view, Rows):
+        return view
+    return rows_of(view.batch, [rows.tolist() for rows in view.read_rows], 1, device, view)
+
+
+def with_keys(rows: Rows, num_keys: int) -> Rows:
+    """Return the same numbers, of rows that may see more keys."""
+    return replace(rows, num_keys=num_keys)
