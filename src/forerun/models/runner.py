@@ -214,7 +214,7 @@ class Runner:
         logits = self.model.logits(wanted, self.head_rows)[:, : self.width]
         if self.holes:
             logits[:, self.holes] = -torch.inf
-        return logits
+        return logits if logits.device.type == "cpu" else _on_host(logits)
 
 
 def _picked(hidden: Tensor, rows: list[int]) -> Tensor:
@@ -228,6 +228,15 @@ def _picked(hidden: Tensor, rows: list[int]) -> Tensor:
     if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
         return torch.from_numpy(hidden.numpy()[rows])
     return hidden[rows]
+
+
+def _on_host(logits: Tensor) -> Tensor:
+    """Return all rows of a device in one copy, which is there once the model has been waited for.
+
+    The pipeline of sampling takes rows one by one, and would wait for a copy of each.
+    """
+    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=logits.device.type == "cuda")
+    return host.copy_(logits, non_blocking=True)
 
 
 def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tuple[list[Tensor], list[list[int]]]:

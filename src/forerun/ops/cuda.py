@@ -42,6 +42,8 @@ SPLIT_KEYS = 128  # keys of a part of attention
 KEYS = 64  # keys of one step
 ROWS = 16  # of a tile: what the matrix instructions take at least
 MANY_ROWS = 32
+AHEAD_LINES = 8  # of 128 bytes, of a part of an output's weights, that are asked for ahead
+PART_IDS = 4096  # logits that one program looks through
 PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
 
 
@@ -114,11 +116,11 @@ class Tiles:
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
             ins //= 2
-        outs = 64 if num_out >= 16384 else 32 if num_out >= 4096 else 16
+        outs = 64 if num_out >= 16384 else 32
         steps = -(-num_in // ins)
-        # As many programs as keep the memory busy, as far as a part has a few steps.
+        # As many programs as keep the memory busy, as far as a part has a few steps (docs/gpu.md has the times).
         splits = 1
-        while -(-num_out // outs) * splits < 512 and steps // (2 * splits) >= 4:
+        while (-(-num_out // outs) * splits < 256 or ins * steps // splits > 4096) and steps // (2 * splits) >= 4:
             splits *= 2
         return cls(outs, ins, splits, -(-steps // splits) * ins)
 
@@ -145,6 +147,9 @@ class CudaOps(ReferenceOps):
         from forerun.ops import cuda_kernels
 
         self.kernels: Any = cuda_kernels
+        # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
+        self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        self.launch: dict[str, Any] = {"EARLY": self.early, **({"launch_pdl": True} if self.early else {})}
 
     @property
     def build(self) -> str:
@@ -168,11 +173,12 @@ class CudaOps(ReferenceOps):
         """Multiply x [T, I] by weight [O, I]; whole: the bias is in what is returned where there is one part."""
         num, (num_out, num_in) = len(x), weight.shape
         tiles = Tiles.of(num_out, num_in, weight.itemsize)
-        rows = ROWS if num <= ROWS else MANY_ROWS
-        pair = num > MANY_ROWS
+        rows, pair, outs = self.cut(num, tiles)
+        even = tiles.part * tiles.splits == num_in and num_out % outs == 0
+        lines = min(AHEAD_LINES, tiles.part * weight.itemsize // 128) if even else 0
         adds_bias = whole and bias is not None and tiles.splits == 1
         sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
-        grid = (-(-num // (rows * (2 if pair else 1))), -(-num_out // tiles.outs), tiles.splits)
+        grid = (-(-num // (rows * (2 if pair else 1))), -(-num_out // outs), tiles.splits)
         self.kernels.product[grid](
             x,
             weight,
@@ -184,18 +190,29 @@ class CudaOps(ReferenceOps):
             x.stride(0),
             weight.stride(0),
             ROWS=rows,
-            OUTS=tiles.outs,
+            OUTS=outs,
             INS=tiles.ins,
             PART=tiles.part,
             SPLITS=tiles.splits,
             PAIR=pair,
-            EVEN=tiles.part * tiles.splits == num_in and num_out % tiles.outs == 0,
+            EVEN=even,
             BIAS=adds_bias,
             PRECISION=_precision(weight.dtype),
+            LINES=lines,
+            LINE=128 // weight.itemsize,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            **self.launch,
         )
         return Parts(sums, None if adds_bias else bias)
+
+    @staticmethod
+    def cut(num: int, tiles: Tiles) -> tuple[int, bool, int]:
+        """Return the rows of a tile, whether two tiles share weights, and the outputs of a program.
+
+        None of these changes the bits of a row; what does is in Tiles.
+        """
+        return (ROWS if num <= ROWS else MANY_ROWS), num > MANY_ROWS, tiles.outs
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply: x [T, I], weight [O, I], bias [O] -> float32 [T, O]."""
@@ -216,6 +233,7 @@ class CudaOps(ReferenceOps):
             SPLITS=found.splits,
             BIAS=found.bias is not None,
             BLOCK=block,
+            **self.launch,
         )
         return out
 
@@ -236,8 +254,30 @@ class CudaOps(ReferenceOps):
             GATED=gated,
             ACT=act,
             BLOCK=block,
+            **self.launch,
         )
         return out
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and values of the largest of each row of logits [T, V], float32 [2, T], and the ids, int32 [T].
+
+        Ties go to the lowest id. Where logits are no numbers the value is none, and the second id is -1.
+        """
+        num, width = logits.shape
+        parts = -(-width // PART_IDS)
+        device = logits.device
+        values = torch.empty(num, parts, dtype=torch.float32, device=device)
+        ids = torch.empty(num, parts, dtype=torch.int32, device=device)
+        pairs = torch.empty(2, num, dtype=torch.float32, device=device)
+        found = torch.empty(num, dtype=torch.int32, device=device)
+        if num:
+            self.kernels.largest_in_parts[(num, parts)](
+                logits, values, ids, width, BLOCK=min(PART_IDS, _power(width)), **self.launch
+            )
+            self.kernels.largest_of_parts[(num,)](
+                values, ids, pairs, found, parts, BLOCK=_power(parts), **self.launch
+            )
+        return pairs, found
 
     # ---------------------------------------------------------------------------------------------------- norms
 
@@ -291,6 +331,7 @@ class CudaOps(ReferenceOps):
             HAS_SUMS=branch is not None,
             BLOCK=_power(width),
             num_warps=4 if width <= 1024 else 8,
+            **self.launch,
         )
         return sums, out
 
@@ -332,8 +373,7 @@ class CudaOps(ReferenceOps):
             width = pool.keys.shape[1] * pool.keys.shape[2]
             block = min(1024, _power(width))
             self.kernels.written[(len(k), -(-width // block))](
-                rows.writes, k.contiguous(), v.contiguous(), pool.keys, pool.values, WIDTH=width, BLOCK=block
-            )
+                rows.writes, k.contiguous(), v.contiguous(), pool.keys, pool.values, WIDTH=width, BLOCK=block, **self.launch)
         return self.attend(q.float().contiguous(), pool, rows, window, scoring, torch.float32)
 
     def attend(
@@ -404,6 +444,7 @@ class CudaOps(ReferenceOps):
             PRECISION=_precision(pool.keys.dtype),
             num_warps=4,
             num_stages=2,
+            **self.launch,
         )
         if splits > 1:
             self.kernels.parts_joined[(num, heads)](
@@ -421,7 +462,8 @@ class CudaOps(ReferenceOps):
                 WINDOW=window is not None,
                 SINKS=scoring.sinks is not None,
                 num_warps=1 if dim <= 64 else 2,
-            )
+            **self.launch,
+        )
 
 
 def _power(n: int) -> int:

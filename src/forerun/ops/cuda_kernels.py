@@ -16,6 +16,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _begun(EARLY: tl.constexpr):
+    """Let the next kernel begin, and wait for the one before.
+
+    EARLY: kernels are launched before the one before them has ended (programmatic dependent launch). Each waits before
+    it reads what others write, and so does not end before all that came before it.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _tanh(x):
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
@@ -75,12 +87,26 @@ def product(
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    LINES: tl.constexpr,
+    LINE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
 
     ROWS: 16 or 32 rows of a tile. PAIR: two tiles of rows share what is read of the weights. EVEN: PART parts of INS
-    inputs each fill I, and OUTS divides O.
+    inputs each fill I, and OUTS divides O. LINES: cache lines, of LINE weights, of each output's part that are asked
+    for before the kernel before this one has ended.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES > 0:
+            asked = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+            at = asked[:, None].to(tl.int64) * weight_stride + tl.program_id(2) * PART
+            lines = weight + at + (tl.arange(0, LINES) * LINE)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+            )
+        tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * ROWS * (2 if PAIR else 1)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
@@ -128,8 +154,9 @@ def _summed(parts, at, stride, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def summed(parts, bias, out, num_rows, num_out, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def summed(parts, bias, out, num_rows, num_out, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Add parts [SPLITS, num_rows, O] and a bias [O] -> out [num_rows, O]."""
+    _begun(EARLY)
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outs < num_out
@@ -151,8 +178,10 @@ def activated(
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add parts [SPLITS, num_rows, O] and a bias, then act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
+    _begun(EARLY)
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outs < size
@@ -219,12 +248,14 @@ def added(
     PRE_BIAS: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
 
     parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or AT_SUM of
     the sum. sums: the new residual stream. PRE: the norm of `out`.
     """
+    _begun(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -276,12 +307,14 @@ def heads_of(
     TURNED: tl.constexpr,
     ADJACENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm of heads, rotation.
 
     Queries go to [num_rows, HEADS, DIM], keys and values to rows `writes` of the pools; -1 = nowhere. table
     [positions, 2, TURNED]: cos and sin, the first half of sin negated. TURNED: dimensions that turn, 0 = none.
     """
+    _begun(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -350,8 +383,9 @@ def _norm_weight(
 
 
 @triton.jit
-def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Put keys and values [n, WIDTH] into these rows of the pools; -1 = nowhere."""
+    _begun(EARLY)
     row = tl.program_id(0)
     to = tl.load(rows + row).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -396,6 +430,7 @@ def attended(
     SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend with the query heads of one row and one head of keys to one part of the row's keys.
 
@@ -403,6 +438,7 @@ def attended(
     else in row tails[i - seen]. parts [T, HEADS, splits, DIM] and stats [T, HEADS, splits, 2] get the weighted sum of
     values, the largest score and the sum of weights; DIRECT: there is one part, and `out` gets the result.
     """
+    _begun(EARLY)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -480,8 +516,10 @@ def parts_joined(
     SPLIT_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Join the parts of `attended` in the order of their keys -> out [T, HEADS, DIM]."""
+    _begun(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -528,12 +566,14 @@ def advanced(
     tables_stride,
     block_tokens,
     num_rows,
+    EARLY: tl.constexpr,
 ):
     """Feed what was found to the next pass of a run ahead: one program for each row.
 
     fed [steps, num_rows]: all that was found, in order; -1 = logits were no numbers. step [num_rows]: how many passes
     there were. limits [num_rows]: positions below which a row may write.
     """
+    _begun(EARLY)
     row = tl.program_id(0)
     id_ = tl.load(found + row).to(tl.int32)
     num = tl.load(step + row)
@@ -549,3 +589,34 @@ def advanced(
     tl.store(lengths + row, tl.where(is_live, length, 0))
     tl.store(seen + row, tl.where(is_live, length, 0))
     tl.store(writes + row, tl.where(is_live, block * block_tokens + at % block_tokens, -1))
+
+
+@triton.jit
+def largest_in_parts(logits, values, ids, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The largest logit of each part of BLOCK ids of each row, and its id; NaN counts as infinity."""
+    _begun(EARLY)
+    row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
+    found = tl.where(found != found, float("inf"), found)
+    value, place = tl.max(found, 0, return_indices=True)
+    tl.store(values + row * num_parts + part, value)
+    tl.store(ids + row * num_parts + part, part * BLOCK + place)
+
+
+@triton.jit
+def largest_of_parts(values, ids, pairs, found, num_parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The largest of the parts, the lowest id on ties: pairs float32 [2, T] of ids and values, found int32 [T].
+
+    found is -1 where logits are no numbers.
+    """
+    _begun(EARLY)
+    row, num_rows = tl.program_id(0), tl.num_programs(0)
+    at = tl.arange(0, BLOCK)
+    own = tl.load(values + row * num_parts + at, mask=at < num_parts, other=-float("inf"))
+    value, place = tl.max(own, 0, return_indices=True)
+    id_ = tl.load(ids + row * num_parts + place)
+    is_number = (value < float("inf")) & (value > -float("inf"))
+    tl.store(pairs + row, id_.to(tl.float32))
+    tl.store(pairs + num_rows + row, value)
+    tl.store(found + row, tl.where(is_number, id_, -1))

@@ -126,6 +126,7 @@ class _Joined:
             ADJACENT=a.rope is not None and a.rope.pairs == "adjacent",
             BLOCK=1 << (a.head_dim - 1).bit_length(),
             num_warps=1,
+            **self.ops.launch,
         )
         return queries
 
@@ -394,7 +395,7 @@ class CudaModel(TorchModel):
         return [int(id_) for id_ in ids], values
 
     def _best(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """Return ids and values of the largest logits of rows, float64 [2, R]."""
+        """Return ids and values of the largest logits of rows, float32 [2, R]."""
         num = len(hidden)
         if not self._captures or num > GRAPH_ROWS[-1]:
             return self._largest(hidden, num_ids)
@@ -411,16 +412,7 @@ class CudaModel(TorchModel):
         return graph.out[:, :num]
 
     def _largest(self, hidden: Tensor, num_ids: int) -> Tensor:
-        logits = self._logits(hidden, num_ids)
-        values, ids = logits.max(-1)
-        return torch.stack((ids.double(), values.double()))
-
-    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
-        return self._logits(hidden, num_ids)
-
-    def _logits(self, hidden: Tensor, num_ids: int | None) -> Tensor:
-        return super().logits(hidden, num_ids)
+        return self._cuda.largest(self.logits(hidden, num_ids))[0]
 
     # --------------------------------------------------------------------------------------------- running ahead
 
@@ -511,6 +503,7 @@ class CudaModel(TorchModel):
                 rows.tables.stride(0),
                 cache.block_tokens,
                 layout.rows,
+                **self._cuda.launch,
             )
             out = self._run(rows, cache, chosen, True, None, {})
             ahead.found.copy_(self._ids(out, num_ids))
@@ -523,8 +516,7 @@ class CudaModel(TorchModel):
 
     def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
         """The ids of the largest logits of rows on the device, int32; -1 where logits are no numbers."""
-        ids, values = self._largest(hidden, num_ids)
-        return torch.where(values.isfinite(), ids, -1.0).int()
+        return self._cuda.largest(self.logits(hidden, num_ids))[1]
 
     @staticmethod
     def _told_ids(found: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
