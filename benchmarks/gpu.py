@@ -145,7 +145,7 @@ def wide(out: dict[str, Any]) -> None:
         num = max(1, -(-300_000_000 // (num_out * num_in * 2)))
         weights = [torch.randn(num_out, num_in, device=DEVICE, dtype=torch.bfloat16) for _ in range(num)]
         x = torch.randn(64, num_in, device=DEVICE).bfloat16()
-        cuda.CudaOps.cut = cut  # type: ignore[method-assign]
+        cuda.CudaOps.cut = staticmethod(cut)  # type: ignore[method-assign]
         alone = torch.cat([ops.product(x[i : i + 1], weights[0]).sums for i in range(64)], 1)
         for own in ((16, False, 64), (32, True, 32), (32, True, 64), (32, True, 128), (64, False, 64), (64, False, 128)):
             cuda.CudaOps.cut = staticmethod(lambda num, tiles, own=own: own)  # type: ignore[method-assign, assignment]
@@ -156,7 +156,7 @@ def wide(out: dict[str, Any]) -> None:
             except Exception as error:
                 found.append({"shape": (num_out, num_in), "cut": own, "error": repr(error)[:200]})
             print("wide", found[-1], flush=True)
-    cuda.CudaOps.cut = cut  # type: ignore[method-assign]
+    cuda.CudaOps.cut = staticmethod(cut)  # type: ignore[method-assign]
 
 
 def variants(num_out: int, num_in: int) -> list[tuple[int, int, int, int, int]]:
@@ -217,6 +217,58 @@ def passes(out: dict[str, Any]) -> None:
             }
             print(name, rows, {k: round(v, 3) if isinstance(v, float) else v for k, v in found[f"{name} {rows}"].items()}, flush=True)
         many(name, runner, cache, out)
+        del model, cache, runner
+        torch.cuda.empty_cache()
+
+
+def settings(out: dict[str, Any]) -> None:
+    """The time of a pass with kernels that begin early or not, lines asked for ahead, and matrices cut otherwise."""
+    found = out["settings"] = []
+    ops: Any = cuda.make()
+    usual = cuda.Tiles.of
+
+    def finer(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
+        own = usual(num_out, num_in, itemsize)
+        wanted = 64 if num_out >= 16384 else 32 if num_out >= 4096 else 16
+        splits = own.splits
+        while -(-num_out // wanted) * splits < 512 and num_in // own.ins // (2 * splits) >= 4:
+            splits *= 2
+        return cuda.Tiles(wanted, own.ins, splits, -(-(-(-num_in // own.ins)) // splits) * own.ins)
+
+    def deeper(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
+        own = usual(num_out, num_in, itemsize)
+        return cuda.Tiles(own.outs, own.ins, own.splits, own.part, own.warps, 6)
+
+    def split(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
+        own = usual(num_out, num_in, itemsize)
+        more = own.splits * (1 if num_out > 65536 else 2)
+        return cuda.Tiles(own.outs, own.ins, more, -(-(-(-num_in // own.ins)) // more) * own.ins)
+
+    for name, spec in SHAPES.items():
+        model = random_model(spec)
+        cache = BlockCache.create(
+            spec.cache_shape, "paged", max_batch_size=2, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
+        )
+        runner = Runner(model, cache)
+        cache.open(0)
+        runner.forward([Run(0, list(range(512)), "none")])
+        cache.keep({0: range(512)})
+        for tiles, cut in (("usual", usual), ("finer", finer), ("deeper", deeper), ("split", split)):
+            for early, lines in ((False, 0), (True, 0), (True, 2), (True, 8)):
+                if tiles != "usual" and lines == 8:
+                    continue
+                cuda.Tiles.of = cut  # type: ignore[method-assign, assignment]
+                cuda.AHEAD_LINES = lines
+                ops.launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
+                model._graphs.clear()
+                own = {"model": name, "tiles": tiles, "early": early, "lines": lines}
+                for rows in (1, 8):
+                    runner.forward([Run(0, list(range(rows)), "all", None, True)])
+                    graphs = [g for key, g in model._graphs.items() if getattr(key[0], "rows", key[1]) == rows]
+                    own[f"ms_{rows}"] = [round(seconds(g.replay) * 1e3, 4) for g in graphs]
+                found.append(own)
+                print(own, flush=True)
+        cuda.Tiles.of = usual  # type: ignore[method-assign]
         del model, cache, runner
         torch.cuda.empty_cache()
 
@@ -306,7 +358,7 @@ def engine(out: dict[str, Any]) -> None:
             print(draft, "FAILED", repr(error)[:300], flush=True)
 
 
-PARTS = {"products": products, "parity": parity, "passes": passes, "wide": wide, "tune": tune, "engine": engine}
+PARTS = {"products": products, "parity": parity, "passes": passes, "wide": wide, "settings": settings, "tune": tune, "engine": engine}
 
 
 def main(folder: str, *chosen: str) -> None:

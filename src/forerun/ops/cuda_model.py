@@ -231,6 +231,7 @@ class CudaModel(TorchModel):
 
     # ------------------------------------------------------------------------------------------------- one pass
 
+    @torch.inference_mode()
     def forward(
         self,
         batch: RaggedBatch,
@@ -253,7 +254,8 @@ class CudaModel(TorchModel):
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.device)
             return self._run(rows, cache, chosen, is_normed, hidden, taps, read)
-        graph = self._graph(batch, cache, tables, layout, tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps)))
+        wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
+        graph = self._graph(batch, cache, tables, layout, wanted)
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:num].copy_(hidden)
         graph.replay()
@@ -329,10 +331,7 @@ class CudaModel(TorchModel):
         cache: BlockCache,
         tables: Seq[Seq[int]],
         layout: Layout,
-        chosen: tuple[int, ...],
-        is_normed: bool,
-        has_hidden: bool,
-        taps: tuple[int, ...],
+        wanted: tuple[tuple[int, ...], bool, bool, tuple[int, ...]],
     ) -> _Graph:
         """Return the graph of a pass like this one, captured where there is none yet, with its numbers on the way."""
         size = next(n for n in GRAPH_ROWS if n >= layout.rows)
@@ -345,7 +344,8 @@ class CudaModel(TorchModel):
         most = numbers.send(batch, tables, cache.block_tokens)
         splits = max(1, -(-most // SPLIT_KEYS))
         num_keys = SPLIT_KEYS << (splits - 1).bit_length()
-        key = (whole, num_keys, chosen, is_normed, has_hidden, taps, id(cache))
+        key = (whole, num_keys, wanted, id(cache))
+        chosen, is_normed, has_hidden, taps = wanted
         if key not in self._graphs:
             rows = self._static_rows(batch, numbers, whole, cache, num_keys)
             shape = size, self.config.hidden_size
@@ -383,6 +383,7 @@ class CudaModel(TorchModel):
 
     # ------------------------------------------------------------------------------------------------ the head
 
+    @torch.inference_mode()
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
         """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
 
@@ -416,6 +417,7 @@ class CudaModel(TorchModel):
 
     # --------------------------------------------------------------------------------------------- running ahead
 
+    @torch.inference_mode()
     def run_ahead(
         self,
         batch: RaggedBatch,
