@@ -20,10 +20,15 @@ from typing import Any
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun import blocks
 from forerun.blocks import Plain, Rope, Spec
+from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.ops import cuda, load_model
+from forerun.ops.cuda_packed import Packed
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
+from forerun.ops.quantising import is_rounded, quantise, scheme_for, scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import empty_weights
 
@@ -147,8 +152,8 @@ def wide(out: dict[str, Any]) -> None:
         x = torch.randn(64, num_in, device=DEVICE).bfloat16()
         cuda.CudaOps.cut = staticmethod(cut)  # type: ignore[method-assign]
         alone = torch.cat([ops.product(x[i : i + 1], weights[0]).sums for i in range(64)], 1)
-        for own in ((16, False, 64), (32, True, 32), (32, True, 64), (32, True, 128), (64, False, 64), (64, False, 128)):
-            cuda.CudaOps.cut = staticmethod(lambda num, tiles, own=own: own)  # type: ignore[method-assign, assignment]
+        for own in ((16, 64), (32, 32), (32, 64), (64, 64), (64, 128), (128, 64)):
+            cuda.CudaOps.cut = staticmethod(lambda num, outs, own=own: own)  # type: ignore[method-assign, assignment]
             try:
                 same = torch.equal(ops.product(x, weights[0]).sums, alone)
                 took = seconds(captured(lambda: [ops.product(x, w) for w in weights]), 7) / num
@@ -180,11 +185,115 @@ def random_model(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> Any:
     return load_model(spec, weights, cuda.make())
 
 
+def random_codes(spec: Spec, quantization: str) -> Any:
+    """A model of random codes and scales."""
+    wanted = Quantization.parse(quantization)
+    weights: dict[str, Any] = {}
+    for weight in blocks.weights(spec):
+        if not is_rounded(weight):
+            weights[weight.name] = torch.ones(weight.shape, dtype=torch.bfloat16, device=DEVICE)
+            continue
+        scheme = scheme_for(weight, wanted)
+        num_out, num_in = weight.shape
+        shape = num_out, num_in // scheme.group
+
+        def rows(num_out: int = num_out, num_in: int = num_in, shape: Any = shape, scheme: Any = scheme) -> Any:
+            codes = torch.randint(0, 1 << scheme.bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
+            zeros = torch.full(shape, 128 if scheme.bits == 8 else 7, dtype=torch.uint8, device=DEVICE)
+            yield QuantisedRows(scheme, codes, torch.full(shape, 1e-3, dtype=torch.bfloat16, device=DEVICE), zeros)
+
+        weights[weight.name] = QuantisedMatrix(scheme, (num_out, num_in), rows)
+    return load_model(spec, weights, cuda.make())
+
+
+def codes(out: dict[str, Any]) -> None:
+    """Products of 4 and 8 bits: parity with what the codes stand for, and equal bits of a row."""
+    ops = cuda.CudaOps()
+    found = out["codes"] = []
+    for bits, group in ((8, 128), (8, 32), (4, 128), (4, 32)):
+        for num_out, num_in in ((3072, 2048), (2048, 8192), (1000, 384)):
+            rows = quantise(torch.randn(num_out, num_in, device=DEVICE), scheme_of(bits, group))
+            matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), lambda rows=rows: iter([rows])), DEVICE)
+            x = torch.randn(100, num_in, device=DEVICE)
+            whole = ops.linear(x, matrix)
+            exact = x.bfloat16().double() @ rows.dequantise().double().T
+            differ = []
+            for num in (1, 2, 8, 16, 17, 33, 64, 65):
+                for first in {0, 5, 100 - num}:
+                    own = ops.linear(x[first : first + num], matrix)
+                    if first + num <= 100 and not torch.equal(own, whole[first : first + num]):
+                        differ.append((num, first))
+            error = float((whole.double() - exact).norm() / exact.norm())
+            found.append({"bits": bits, "group": group, "shape": (num_out, num_in), "error": error, "differ": differ})
+            print(found[-1], flush=True)
+
+
+def pair(out: dict[str, Any]) -> None:
+    """The shipped pair, its target widened: speculation over plain decoding, one request and 64 at once."""
+    from forerun.bench.widen import load_widened
+    from forerun.config import EngineConfig
+    from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+    from forerun.text.terminal import make_console
+
+    lines = (SHIPPED_TARGET.parent / "prompts.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"][:160] for line in lines[:64]]
+    found = out["pair"] = {}
+    config = EngineConfig(target=str(SHIPPED_TARGET), device="cuda", max_seq_len=512)
+    for shape in ("llama-3.2-1b", "llama-3.2-3b"):
+        checkpoint = load_widened(config, shape, make_console())
+        for draft, more in (
+            ("none", {}),
+            (f"model:path={SHIPPED_DRAFT}", {"pacing": "fixed", "spec_length": 5}),
+            (f"model:path={SHIPPED_DRAFT}", {"pacing": "fixed", "spec_length": 8}),
+            (f"model:path={SHIPPED_DRAFT}", {"pacing": "auto"}),
+        ):
+            name = f"{shape} {draft.split(':')[0]} {more}"
+            try:
+                llm = LLM(checkpoint, draft=draft, device="cuda", max_batch_size=64, max_seq_len=512, **more)
+                own = found[name] = {}
+                for kind, temperature in (("greedy", 0.0), ("T=1", 1.0)):
+                    params = SamplingParams(max_tokens=96, temperature=temperature, ignore_eos=True)
+                    llm.generate(texts[:2], params)
+                    start, num = time.perf_counter(), 0
+                    reports: list[Any] = []
+                    for text in texts[:8]:
+                        num += sum(len(o.token_ids) for o in _outputs(llm.generate([text], params)))
+                    own[kind] = num / (time.perf_counter() - start)
+                    del reports
+                params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+                llm.generate(texts, params)
+                start = time.perf_counter()
+                num = sum(len(o.token_ids) for o in _outputs(llm.generate(texts, params)))
+                own["64 at once"] = num / (time.perf_counter() - start)
+                print(name, own, flush=True)
+            except Exception as error:
+                found[name] = {"failed": "".join(traceback.format_exception(error))[-1500:]}
+                print(name, "FAILED", found[name]["failed"][-900:], flush=True)
+        del checkpoint, llm
+        torch.cuda.empty_cache()
+
+
+def _outputs(results: Any) -> list[Any]:
+    return [own for result in results for own in (result.outputs if hasattr(result, "outputs") else [result])]
+
+
+def coded_passes(out: dict[str, Any]) -> None:
+    """The same with weights of 8 and 4 bits."""
+    for quantization in ("int8:group=128", "int4:group=128", "int8:group=32", "int4:group=32"):
+        for name in ("llama-3.2-1b", "qwen3-8b"):
+            _passes(out, f"{name} {quantization}", random_codes(SHAPES[name], quantization), (1, 4, 8, 16, 64))
+
+
 def passes(out: dict[str, Any]) -> None:
     """The time of a pass of some rows behind 512 tokens, on the device and on the clock."""
-    found = out.setdefault("passes", {})
     for name, spec in SHAPES.items():
-        model = random_model(spec)
+        _passes(out, name, random_model(spec), ROWS)
+
+
+def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]) -> None:
+    found = out.setdefault("passes", {})
+    spec = model.config
+    if True:
         cache = BlockCache.create(
             spec.cache_shape, "paged", max_batch_size=66, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
         )
@@ -194,7 +303,7 @@ def passes(out: dict[str, Any]) -> None:
             runner.forward([Run(0, list(range(512)), "none")])
         cache.keep({0: range(512)})
         num_bytes = model.bytes_per_pass
-        for rows in ROWS:
+        for rows in rows_of:
             run = Run(0, list(range(rows)), "all", None, True)
             for _ in range(3):
                 runner.forward([run])
@@ -358,7 +467,7 @@ def engine(out: dict[str, Any]) -> None:
             print(draft, "FAILED", repr(error)[:300], flush=True)
 
 
-PARTS = {"products": products, "parity": parity, "passes": passes, "wide": wide, "settings": settings, "tune": tune, "engine": engine}
+PARTS = {"products": products, "codes": codes, "parity": parity, "passes": passes, "coded_passes": coded_passes, "pair": pair, "wide": wide, "settings": settings, "tune": tune, "engine": engine}
 
 
 def main(folder: str, *chosen: str) -> None:
@@ -372,7 +481,7 @@ def main(folder: str, *chosen: str) -> None:
         for name in chosen or PARTS:
             start = time.perf_counter()
             try:
-                if name == "engine":
+                if name in ("engine", "pair"):
                     with torch.inference_mode(False):
                         PARTS[name](out)
                 else:

@@ -132,8 +132,10 @@ def load_checkpoint(
     computed = _dtype(dtype, device, source, operators)
     stored = StoredWeights(source, computed, device, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
+    packed = packed_schemes(operators, computed)
+    lazy = operators.packs or any(own.scheme and packed(own.scheme) for own in source.tensors.values())
     with operators.alone():  # unpacking is thousands of small operations, for which torch's threads would wait
-        weights = cast(Mapping[str, Tensor], stored) if operators.packs else _read_all(stored, config)
+        weights = cast(Mapping[str, Tensor], stored) if lazy else _read_all(stored, config)
         model = load_model(config, weights, operators, consume=True)
     _give_freed_memory_back()
     return Checkpoint(

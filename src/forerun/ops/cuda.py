@@ -23,8 +23,10 @@ from torch import Tensor
 from forerun.blocks import Act, Norm, Spec
 from forerun.kv.pool import Pool
 from forerun.ops import torch as in_torch
+from forerun.ops.cuda_packed import Laid, Packed, packs
 from forerun.ops.cuda_rows import Rows, rows_of_view
 from forerun.ops.memory import Sizes, Wanted
+from forerun.ops.quantised import Scheme
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch_memory import ReferenceSizes
 from forerun.types import CacheView
@@ -40,9 +42,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
 SPLIT_KEYS = 128  # keys of a part of attention
 KEYS = 64  # keys of one step
-ROWS = 16  # of a tile: what the matrix instructions take at least
-MANY_ROWS = 32
-AHEAD_LINES = 8  # of 128 bytes, of a part of an output's weights, that are asked for ahead
+ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
+AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
 PART_IDS = 4096  # logits that one program looks through
 PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
 
@@ -88,9 +89,9 @@ def make() -> ReferenceOps:
 
 def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> CudaModel:
     """Make a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
-    from forerun.ops.cuda_model import CudaModel, back_to_back
+    from forerun.ops.cuda_model import CudaModel
 
-    return CudaModel(spec, back_to_back(spec, weights), operators)
+    return CudaModel(spec, Laid(spec, weights), operators)
 
 
 def sizes(wanted: Wanted) -> Sizes:
@@ -107,7 +108,7 @@ class Tiles:
     splits: int
     part: int
     warps: int = 4
-    stages: int = 4
+    stages: int = 6
 
     @classmethod
     @cache
@@ -122,7 +123,32 @@ class Tiles:
         splits = 1
         while (-(-num_out // outs) * splits < 256 or ins * steps // splits > 4096) and steps // (2 * splits) >= 4:
             splits *= 2
-        return cls(outs, ins, splits, -(-steps // splits) * ins)
+        return cls(outs, ins, splits, -(-steps // splits) * ins, stages=6 if itemsize == 2 else 4)
+
+
+@dataclass(frozen=True)
+class CodeTiles:
+    """How a product of codes is cut. outs: of a tile. splits: parts of K; units: of each; step: units of one step."""
+
+    outs: int
+    splits: int
+    units: int
+    step: int
+    warps: int = 4
+    stages: int = 4
+
+    @classmethod
+    @cache
+    def of(cls, num_out: int, num_in: int, bits: int, group: int) -> CodeTiles:
+        """Return how a matrix is cut, however many rows a pass has."""
+        units = -(-num_in // (group * (2 if bits == 4 else 1)))
+        step = max(1, min(128 // group, units))
+        outs = 64 if num_out >= 16384 else 32
+        steps = -(-units // step)
+        splits = 1
+        while -(-num_out // outs) * splits < 256 and steps // (2 * splits) >= 4:
+            splits *= 2
+        return cls(outs, splits, -(-steps // splits) * step, step)
 
 
 @dataclass(frozen=True)
@@ -167,18 +193,24 @@ class CudaOps(ReferenceOps):
         """Return float32, whatever the weights are."""
         return torch.float32
 
+    def packs_scheme(self, scheme: Scheme) -> bool:
+        """Tell whether a model takes a QuantisedMatrix of this scheme in place of a tensor."""
+        return packs(scheme)
+
     # ------------------------------------------------------------------------------------------------- products
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
+    def product(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
         """Multiply x [T, I] by weight [O, I]; whole: the bias is in what is returned where there is one part."""
+        if isinstance(weight, Packed):
+            return self._product_of_codes(x, weight, bias, whole=whole)
         num, (num_out, num_in) = len(x), weight.shape
         tiles = Tiles.of(num_out, num_in, weight.itemsize)
-        rows, pair, outs = self.cut(num, tiles)
+        rows, outs = self.cut(num, tiles.outs)
         even = tiles.part * tiles.splits == num_in and num_out % outs == 0
         lines = min(AHEAD_LINES, tiles.part * weight.itemsize // 128) if even else 0
         adds_bias = whole and bias is not None and tiles.splits == 1
         sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
-        grid = (-(-num // (rows * (2 if pair else 1))), -(-num_out // outs), tiles.splits)
+        grid = (-(-num // rows), -(-num_out // outs), tiles.splits)
         self.kernels.product[grid](
             x,
             weight,
@@ -194,7 +226,6 @@ class CudaOps(ReferenceOps):
             INS=tiles.ins,
             PART=tiles.part,
             SPLITS=tiles.splits,
-            PAIR=pair,
             EVEN=even,
             BIAS=adds_bias,
             PRECISION=_precision(weight.dtype),
@@ -206,15 +237,57 @@ class CudaOps(ReferenceOps):
         )
         return Parts(sums, None if adds_bias else bias)
 
+    def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> Parts:
+        num, (num_out, num_in) = len(x), weight.shape
+        tiles = CodeTiles.of(num_out, num_in, weight.bits, weight.group)
+        rows, outs = self.cut(num, tiles.outs)
+        adds_bias = whole and bias is not None and tiles.splits == 1
+        sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
+        per_unit = weight.group * (2 if weight.bits == 4 else 1)
+        even = tiles.units * tiles.splits * per_unit == num_in and num_out % outs == 0
+        self.kernels.product_of_codes[(-(-num // rows), -(-num_out // outs), tiles.splits)](
+            x,
+            weight.codes,
+            weight.scales,
+            weight.codes if weight.zeros is None else weight.zeros,
+            weight.scales if weight.minimums is None else weight.minimums,
+            bias if adds_bias else weight.scales,
+            sums,
+            num,
+            num_out,
+            num_in,
+            num_in // weight.group,
+            x.stride(0),
+            weight.codes.stride(0),
+            ROWS=rows,
+            OUTS=outs,
+            GROUP=weight.group,
+            UNITS=tiles.units,
+            STEP=tiles.step,
+            SPLITS=tiles.splits,
+            BITS=weight.bits,
+            ZEROS=weight.zeros is not None,
+            MINIMUMS=weight.minimums is not None,
+            EVEN=even,
+            BIAS=adds_bias,
+            PRECISION=_precision(torch.bfloat16),
+            LINES=min(AHEAD_LINES, tiles.units * weight.group // 128) if even else 0,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **self.launch,
+        )
+        return Parts(sums, None if adds_bias else bias)
+
     @staticmethod
-    def cut(num: int, tiles: Tiles) -> tuple[int, bool, int]:
-        """Return the rows of a tile, whether two tiles share weights, and the outputs of a program.
+    def cut(num: int, outs: int) -> tuple[int, int]:
+        """Return the rows and the outputs of a tile, of a matrix that is cut into tiles of `outs` for few rows.
 
-        None of these changes the bits of a row; what does is in Tiles.
+        Neither changes the bits of a row; what does is in Tiles.
         """
-        return (ROWS if num <= ROWS else MANY_ROWS), num > MANY_ROWS, tiles.outs
+        rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
+        return rows, max(outs, 64) if rows == ROWS[-1] else outs
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """Multiply: x [T, I], weight [O, I], bias [O] -> float32 [T, O]."""
         num, num_out = x.shape[0], weight.shape[0]
         if num == 0:

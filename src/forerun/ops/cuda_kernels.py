@@ -83,7 +83,6 @@ def product(
     INS: tl.constexpr,
     PART: tl.constexpr,
     SPLITS: tl.constexpr,
-    PAIR: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -93,7 +92,7 @@ def product(
 ):
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
 
-    ROWS: 16 or 32 rows of a tile. PAIR: two tiles of rows share what is read of the weights. EVEN: PART parts of INS
+    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/gpu.md). EVEN: PART parts of INS
     inputs each fill I, and OUTS divides O. LINES: cache lines, of LINE weights, of each output's part that are asked
     for before the kernel before this one has ended.
     """
@@ -107,7 +106,7 @@ def product(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
             )
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(0) * ROWS * (2 if PAIR else 1)
+    first = tl.program_id(0) * ROWS
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
     rows = first + tl.arange(0, ROWS)
@@ -116,7 +115,6 @@ def product(
     xs = x + rows[:, None] * x_stride + ins[None, :]
     ws = weight + outs[None, :].to(tl.int64) * weight_stride + ins[:, None]
     acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
-    more = tl.zeros((ROWS, OUTS), dtype=tl.float32)
     for start in range(0, PART, INS):
         if EVEN:
             w = tl.load(ws + start)
@@ -126,23 +124,121 @@ def product(
             w = tl.load(ws + start, mask=is_out & inside[:, None], other=0.0)
             a = tl.load(xs + start, mask=is_row & inside[None, :], other=0.0).to(w.dtype)
         acc = _dot(a, w, acc, PRECISION)
-        if PAIR:
-            is_more = rows[:, None] + ROWS < num_rows
-            if EVEN:
-                b = tl.load(xs + start + ROWS * x_stride, mask=is_more, other=0.0).to(w.dtype)
-            else:
-                inside = split * PART + start + tl.arange(0, INS) < num_in
-                b = tl.load(xs + start + ROWS * x_stride, mask=is_more & inside[None, :], other=0.0).to(w.dtype)
-            more = _dot(b, w, more, PRECISION)
     if BIAS:
         added = tl.load(bias + outs, mask=outs < num_out, other=0.0).to(tl.float32)
         acc += added[None, :]
-        more += added[None, :]
     to = out + (split * num_rows + rows[:, None]).to(tl.int64) * num_out + outs[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=is_row & is_out)
-    if PAIR:
-        is_more = rows[:, None] + ROWS < num_rows
-        tl.store(to + ROWS * num_out, more.to(out.dtype.element_ty), mask=is_more & is_out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_of_codes(
+    x,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    num_groups,
+    x_stride,
+    code_stride,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNITS: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Multiply x [num_rows, I] by a packed matrix (cuda_packed.Packed) -> out [SPLITS, num_rows, O].
+
+    UNITS: of each part, a unit being what GROUP bytes hold: one group of 8 bits, two of 4. STEP: units of one step.
+    Inputs and codes, less their zero, are multiplied exactly; each group's sum is scaled once.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        if LINES > 0:
+            asked = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+            at = asked[:, None].to(tl.int64) * code_stride + tl.program_id(2) * UNITS * GROUP
+            lines = codes + at + (tl.arange(0, LINES) * 128)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+            )
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * ROWS
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2)
+    rows = first + tl.arange(0, ROWS)
+    at = tl.arange(0, GROUP)
+    is_row, is_out = rows < num_rows, outs < num_out
+    cs = codes + outs[None, :].to(tl.int64) * code_stride + at[:, None]
+    xs = x + rows[:, None] * x_stride + at[None, :]
+    numbers = outs.to(tl.int64) * num_groups
+    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    halves: tl.constexpr = 2 if BITS == 4 else 1
+    for start in range(split * UNITS, (split + 1) * UNITS, STEP):
+        for step in tl.static_range(STEP):
+            unit = start + step
+            if EVEN:
+                c = tl.load(cs + unit * GROUP)
+            else:
+                c = tl.load(cs + unit * GROUP, mask=is_out[None, :] & (unit * GROUP * halves + 0 * at[:, None] < num_in), other=0)
+            for half in tl.static_range(halves):
+                group = unit * halves + half
+                is_in = is_out & (group + 0 * outs < num_groups)
+                if EVEN:
+                    a = tl.load(xs + group * GROUP, mask=is_row[:, None], other=0.0).to(tl.bfloat16)
+                    scale = tl.load(scales + numbers + group).to(tl.float32)
+                else:
+                    a = tl.load(
+                        xs + group * GROUP, mask=is_row[:, None] & (group * GROUP + at[None, :] < num_in), other=0.0
+                    ).to(tl.bfloat16)
+                    scale = tl.load(scales + numbers + group, mask=is_in, other=0.0).to(tl.float32)
+                if BITS == 4:
+                    own = (c >> (4 * half)) & 15 if half == 0 else c >> 4
+                else:
+                    own = c
+                if PRECISION == "widened":
+                    w = own.to(tl.float32)
+                    if ZEROS:
+                        w = w - tl.load(zeros + numbers + group, mask=is_in, other=0).to(
+                            tl.float32
+                        )[None, :]
+                    found = tl.dot(a.to(tl.float32), w, input_precision="ieee")
+                else:
+                    if BITS == 4:  # 128 + code, whose bits are the code's behind the exponent, less 128 + zero
+                        w = (own.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+                        lowest = tl.full((OUTS,), 128.0, tl.float32)
+                        if ZEROS:
+                            if EVEN:
+                                lowest += tl.load(zeros + numbers + group).to(tl.float32)
+                            else:
+                                lowest += tl.load(
+                                    zeros + numbers + group, mask=is_in, other=0
+                                ).to(tl.float32)
+                        w = w - lowest.to(tl.bfloat16)[None, :]
+                    else:
+                        w = own.to(tl.bfloat16)
+                    found = tl.dot(a, w)
+                acc += found * scale[None, :]
+                if MINIMUMS:
+                    least = tl.load(minimums + numbers + group, mask=is_in, other=0.0)
+                    acc -= tl.sum(a.to(tl.float32), 1)[:, None] * least[None, :]
+    if BIAS:
+        acc += tl.load(bias + outs, mask=is_out, other=0.0).to(tl.float32)[None, :]
+    to = out + (split * num_rows + rows[:, None]).to(tl.int64) * num_out + outs[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
 
 
 @triton.jit

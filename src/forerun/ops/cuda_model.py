@@ -7,7 +7,6 @@ graph; those with experts, which choose what they compute, run without one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,16 +14,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from forerun import blocks as all_blocks
+from forerun import blocks
 from forerun.blocks import Norm, Rope, Spec
 from forerun.config import Quantization
+from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
 from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
-from forerun.ops.passes import check_layers, check_pass, end_of
+from forerun.ops.cuda_packed import Laid, Packed
+from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, empty_weights, _write
+from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, _write
 
 from forerun.types import RaggedBatch
 
@@ -33,22 +34,6 @@ GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
 LEAST_POSITIONS = 4096  # of a table of cos and sin, which is made anew where a text grows beyond it
 
 Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
-
-
-def back_to_back(spec: Spec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights whose matrices of one product lie in one storage; copies them where they do not."""
-    groups = [group for group in all_blocks.products(all_blocks.weights(spec)).values() if len(group) > 1]
-    some = next(iter(weights.values()))
-
-    def follows(a: Tensor, b: Tensor) -> bool:
-        return a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes
-
-    if all(follows(weights[a.name], weights[b.name]) for group in groups for a, b in itertools.pairwise(group)):
-        return weights
-    own = empty_weights(spec, some.dtype, some.device)
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
-    return own
 
 
 @dataclass
@@ -219,8 +204,9 @@ class _Numbers:
 class CudaModel(TorchModel):
     """A model on a CUDA device. Rows are float32; see TorchModel for the rest."""
 
-    def __init__(self, spec: Spec, weights: Mapping[str, Tensor], ops: ReferenceOps) -> None:
-        super().__init__(spec, weights, ops)
+    def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps) -> None:
+        super().__init__(spec, weights, ops, weights.join)
+        self.weights, self._packed = weights, None  # which `join` lets go of, for backends that copy
         self._cuda = cast(CudaOps, ops)
         self._joined = [_Joined(self._cuda, b, self.weight_dtype) if joins(b) else None for b in self.blocks]
         self._captures = self.device.type == "cuda" and all(b.experts is None for b in self.blocks)
@@ -307,8 +293,10 @@ class CudaModel(TorchModel):
         return y if is_normed else x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        x = super()._embedded(tokens)
-        return x.float()
+        if not isinstance(self._embedding, Packed):
+            return super()._embedded(tokens).float()
+        x = self._embedding.rows(tokens)
+        return x if self.config.embed_scale == 1 else x * float(torch.tensor(self.config.embed_scale, dtype=self.weight_dtype))
 
     def _table(self, rope: Rope) -> Tensor:
         """cos and sin of every position that was asked for so far [positions, 2, turned dimensions]."""
@@ -527,17 +515,35 @@ class CudaModel(TorchModel):
 
     # ------------------------------------------------------------------------------------------------- the rest
 
+    @property
+    def weight_bits(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The bits of the quantised matrices, ascending; () = none is."""
+        return tuple(sorted({part.bits for part in self.weights.values() if isinstance(part, Packed)}))
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        dense = any(part.ndim > 1 for part in self.weights.values() if isinstance(part, Tensor))
+        return kinds_in_words(self.weight_bits, [self.weight_dtype] * (dense or not self.weight_bits))
+
     def rounded(self, quantization: Quantization) -> CudaModel:
-        """Return a second model with what each rounded matrix stands for; the first stays as it is."""
+        """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
+
+        Raises BadOption where the weights are quantised already, or groups do not divide a row.
+        """
+        if self.weight_bits:
+            raise BadOption(
+                f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
+                "it from an unquantised checkpoint"
+            )
         weights = RoundedWeights(
-            all_blocks.weights(self.config),
+            blocks.weights(self.config),
             lambda name, rows: self.weights[name][rows.start : rows.stop],
             self.weights.__getitem__,
             quantization,
-            self.weight_dtype,
+            None,
         )
-        own = dict(weights)
-        return CudaModel(self.config, back_to_back(self.config, own), self.ops)  # type: ignore[arg-type]
+        return CudaModel(self.config, Laid(self.config, weights), self.ops)
 
 
 MOST_AHEAD = 256  # passes of one run ahead
