@@ -152,7 +152,7 @@ def wide(out: dict[str, Any]) -> None:
         x = torch.randn(64, num_in, device=DEVICE).bfloat16()
         cuda.CudaOps.cut = staticmethod(cut)  # type: ignore[method-assign]
         alone = torch.cat([ops.product(x[i : i + 1], weights[0]).sums for i in range(64)], 1)
-        for own in ((16, 64), (32, 32), (32, 64), (64, 64), (64, 128), (128, 64)):
+        for own in ((16, 64), (64, 64)):
             cuda.CudaOps.cut = staticmethod(lambda num, outs, own=own: own)  # type: ignore[method-assign, assignment]
             try:
                 same = torch.equal(ops.product(x, weights[0]).sums, alone)
@@ -216,7 +216,7 @@ def codes(out: dict[str, Any]) -> None:
             matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), lambda rows=rows: iter([rows])), DEVICE)
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, matrix)
-            exact = x.bfloat16().double() @ rows.dequantise().double().T
+            exact = x.bfloat16().double() @ rows.dequantise().bfloat16().double().T
             differ = []
             for num in (1, 2, 8, 16, 17, 33, 64, 65):
                 for first in {0, 5, 100 - num}:
@@ -226,6 +226,50 @@ def codes(out: dict[str, Any]) -> None:
             error = float((whole.double() - exact).norm() / exact.norm())
             found.append({"bits": bits, "group": group, "shape": (num_out, num_in), "error": error, "differ": differ})
             print(found[-1], flush=True)
+
+
+def code_tiles(out: dict[str, Any]) -> None:
+    """The time of products of codes cut in several ways."""
+    ops = cuda.CudaOps()
+    usual = cuda.CodeTiles.of
+    found = out["code_tiles"] = []
+    for bits, group in ((4, 128), (8, 128), (4, 32)):
+        for num_out, num_in in ((16384, 2048), (4096, 12288)):
+            num = max(1, -(-200_000_000 * 8 // (num_out * num_in * bits)))
+            matrices = []
+            for _ in range(num):
+                rows = QuantisedRows(
+                    scheme_of(bits, group),
+                    torch.randint(0, 1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE),
+                    torch.full((num_out, num_in // group), 1e-3, dtype=torch.bfloat16, device=DEVICE),
+                    torch.full((num_out, num_in // group), 7 if bits == 4 else 128, dtype=torch.uint8, device=DEVICE),
+                )
+                matrices.append(Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), lambda rows=rows: iter([rows])), DEVICE))
+            base = usual(num_out, num_in, bits, group)
+            best = []
+            for outs, splits, step, warps, stages in (
+                (base.outs, base.splits, base.step, 4, 4), (base.outs, base.splits, base.step, 8, 4),
+                (32, base.splits * 2, base.step, 4, 4), (128, base.splits, base.step, 8, 4), (64, base.splits * 2, base.step, 4, 4),
+                (64, base.splits, max(1, base.step // 2), 4, 5), (64, base.splits * 2, base.step, 8, 4), (128, base.splits * 2, base.step, 4, 3),
+                (base.outs, base.splits, base.step, 4, 3), (16, base.splits, base.step, 4, 4),
+            ):  # fmt: skip
+                units = num_in // group // (2 if bits == 4 else 1)
+                tiles = cuda.CodeTiles(outs, splits, -(-(-(-units // step)) // splits) * step, step, warps, stages)
+                cuda.CodeTiles.of = lambda *_, tiles=tiles: tiles
+                try:
+                    times = []
+                    for n in (1, 8):
+                        x = torch.randn(n, num_in, device=DEVICE).bfloat16()
+                        times.append(seconds(captured(lambda x=x: [ops.product(x, m) for m in matrices]), 7) / num * 1e6)
+                    best.append((round(times[0], 2), round(times[1], 2), (outs, splits, step, warps, stages)))
+                except Exception as error:
+                    best.append((1e9, 1e9, repr(error)[:80]))
+            best.sort(key=lambda own: own[0] + own[1])
+            floor = matrices[0].nbytes / out["bandwidth"]["best"] * 1e6
+            found.append({"bits": bits, "group": group, "shape": (num_out, num_in), "floor_us": floor, "best": best})
+            print("code_tiles", bits, group, num_out, num_in, "floor", round(floor, 1), best, flush=True)
+            del matrices
+    cuda.CodeTiles.of = usual
 
 
 def pair(out: dict[str, Any]) -> None:
@@ -467,7 +511,7 @@ def engine(out: dict[str, Any]) -> None:
             print(draft, "FAILED", repr(error)[:300], flush=True)
 
 
-PARTS = {"products": products, "codes": codes, "parity": parity, "passes": passes, "coded_passes": coded_passes, "pair": pair, "wide": wide, "settings": settings, "tune": tune, "engine": engine}
+PARTS = {"products": products, "codes": codes, "parity": parity, "passes": passes, "coded_passes": coded_passes, "pair": pair, "code_tiles": code_tiles, "wide": wide, "settings": settings, "tune": tune, "engine": engine}
 
 
 def main(folder: str, *chosen: str) -> None:

@@ -203,6 +203,7 @@ class CudaOps(ReferenceOps):
         """Multiply x [T, I] by weight [O, I]; whole: the bias is in what is returned where there is one part."""
         if isinstance(weight, Packed):
             return self._product_of_codes(x, weight, bias, whole=whole)
+        x = x if x.dtype == weight.dtype else x.to(weight.dtype)
         num, (num_out, num_in) = len(x), weight.shape
         tiles = Tiles.of(num_out, num_in, weight.itemsize)
         rows, outs = self.cut(num, tiles.outs)
@@ -238,6 +239,7 @@ class CudaOps(ReferenceOps):
         return Parts(sums, None if adds_bias else bias)
 
     def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> Parts:
+        x = x if x.dtype == weight.dtype else x.to(weight.dtype)
         num, (num_out, num_in) = len(x), weight.shape
         tiles = CodeTiles.of(num_out, num_in, weight.bits, weight.group)
         rows, outs = self.cut(num, tiles.outs)

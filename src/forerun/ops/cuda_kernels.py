@@ -164,7 +164,7 @@ def product_of_codes(
     """Multiply x [num_rows, I] by a packed matrix (cuda_packed.Packed) -> out [SPLITS, num_rows, O].
 
     UNITS: of each part, a unit being what GROUP bytes hold: one group of 8 bits, two of 4. STEP: units of one step.
-    Inputs and codes, less their zero, are multiplied exactly; each group's sum is scaled once.
+    Each weight is computed exactly in float32 and rounded to bfloat16, which is what it stands for.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -180,61 +180,61 @@ def product_of_codes(
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
     rows = first + tl.arange(0, ROWS)
-    at = tl.arange(0, GROUP)
-    is_row, is_out = rows < num_rows, outs < num_out
-    cs = codes + outs[None, :].to(tl.int64) * code_stride + at[:, None]
-    xs = x + rows[:, None] * x_stride + at[None, :]
-    numbers = outs.to(tl.int64) * num_groups
-    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
     halves: tl.constexpr = 2 if BITS == 4 else 1
-    for start in range(split * UNITS, (split + 1) * UNITS, STEP):
-        for step in tl.static_range(STEP):
-            unit = start + step
+    is_row, is_out = rows < num_rows, outs < num_out
+    at = tl.arange(0, STEP * GROUP)
+    steps = tl.arange(0, STEP)
+    inside = at // GROUP * (GROUP * halves) + at % GROUP  # where the first weight of each byte stands among the inputs
+    cs = codes + outs[:, None].to(tl.int64) * code_stride + at[None, :]
+    xs = x + rows[:, None] * x_stride + inside[None, :]
+    numbers = outs[:, None].to(tl.int64) * num_groups + steps[None, :] * halves
+    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    for unit in range(split * UNITS, (split + 1) * UNITS, STEP):
+        if EVEN:
+            c = tl.load(cs + unit * GROUP)
+        else:
+            c = tl.load(
+                cs + unit * GROUP, mask=is_out[:, None] & (unit * GROUP + at[None, :] < code_stride), other=0
+            )
+        for half in tl.static_range(halves):
+            group = unit * halves + half
             if EVEN:
-                c = tl.load(cs + unit * GROUP)
+                a = tl.load(xs + group * GROUP, mask=is_row[:, None], other=0.0).to(tl.bfloat16)
+                scale = tl.load(scales + numbers + group).to(tl.float32)
             else:
-                c = tl.load(cs + unit * GROUP, mask=is_out[None, :] & (unit * GROUP * halves + 0 * at[:, None] < num_in), other=0)
-            for half in tl.static_range(halves):
-                group = unit * halves + half
-                is_in = is_out & (group + 0 * outs < num_groups)
+                is_in = is_row[:, None] & (group * GROUP + inside[None, :] < num_in)
+                a = tl.load(xs + group * GROUP, mask=is_in, other=0.0).to(tl.bfloat16)
+                is_group = is_out[:, None] & (group + steps[None, :] * halves < num_groups)
+                scale = tl.load(scales + numbers + group, mask=is_group, other=0.0).to(tl.float32)
+            least = scale * 0.0
+            if MINIMUMS:
                 if EVEN:
-                    a = tl.load(xs + group * GROUP, mask=is_row[:, None], other=0.0).to(tl.bfloat16)
-                    scale = tl.load(scales + numbers + group).to(tl.float32)
+                    least = tl.load(minimums + numbers + group)
                 else:
-                    a = tl.load(
-                        xs + group * GROUP, mask=is_row[:, None] & (group * GROUP + at[None, :] < num_in), other=0.0
-                    ).to(tl.bfloat16)
-                    scale = tl.load(scales + numbers + group, mask=is_in, other=0.0).to(tl.float32)
-                if BITS == 4:
-                    own = (c >> (4 * half)) & 15 if half == 0 else c >> 4
+                    least = tl.load(minimums + numbers + group, mask=is_group, other=0.0)
+            if ZEROS:
+                if EVEN:
+                    least = tl.load(zeros + numbers + group).to(tl.float32) * scale
                 else:
-                    own = c
+                    least = tl.load(zeros + numbers + group, mask=is_group, other=0).to(tl.float32) * scale
+            if BITS == 4:
+                least = least + 128.0 * scale
+                if half == 0:
+                    own = c & 15
+                else:
+                    own = c >> 4
                 if PRECISION == "widened":
-                    w = own.to(tl.float32)
-                    if ZEROS:
-                        w = w - tl.load(zeros + numbers + group, mask=is_in, other=0).to(
-                            tl.float32
-                        )[None, :]
-                    found = tl.dot(a.to(tl.float32), w, input_precision="ieee")
-                else:
-                    if BITS == 4:  # 128 + code, whose bits are the code's behind the exponent, less 128 + zero
-                        w = (own.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-                        lowest = tl.full((OUTS,), 128.0, tl.float32)
-                        if ZEROS:
-                            if EVEN:
-                                lowest += tl.load(zeros + numbers + group).to(tl.float32)
-                            else:
-                                lowest += tl.load(
-                                    zeros + numbers + group, mask=is_in, other=0
-                                ).to(tl.float32)
-                        w = w - lowest.to(tl.bfloat16)[None, :]
-                    else:
-                        w = own.to(tl.bfloat16)
-                    found = tl.dot(a, w)
-                acc += found * scale[None, :]
-                if MINIMUMS:
-                    least = tl.load(minimums + numbers + group, mask=is_in, other=0.0)
-                    acc -= tl.sum(a.to(tl.float32), 1)[:, None] * least[None, :]
+                    code = own.to(tl.float32) + 128.0
+                else:  # the bits of 128 + code are the code's behind those of 128
+                    code = (own.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
+            else:
+                code = c.to(tl.float32)
+            if STEP == 1:
+                w = code * scale - least
+            else:
+                w = tl.reshape(code, (OUTS, STEP, GROUP)) * scale[:, :, None] - least[:, :, None]
+                w = tl.reshape(w, (OUTS, STEP * GROUP))
+            acc = _dot(a, tl.trans(w.to(tl.bfloat16)), acc, PRECISION)
     if BIAS:
         acc += tl.load(bias + outs, mask=is_out, other=0.0).to(tl.float32)[None, :]
     to = out + (split * num_rows + rows[:, None]).to(tl.int64) * num_out + outs[None, :]
