@@ -143,10 +143,9 @@ class CodeTiles:
         """Return how a matrix is cut, however many rows a pass has."""
         units = -(-num_in // (group * (2 if bits == 4 else 1)))
         step = max(1, min(128 // group, units))
-        outs = 64 if num_out >= 16384 else 32
-        steps = -(-units // step)
+        outs, steps = 32, -(-units // step)
         splits = 1
-        while -(-num_out // outs) * splits < 256 and steps // (2 * splits) >= 4:
+        while (-(-num_out // outs) * splits < 512 or splits == 1) and steps // (2 * splits) >= 2 and num_out <= 65536:
             splits *= 2
         return cls(outs, splits, -(-steps // splits) * step, step)
 
@@ -242,7 +241,8 @@ class CudaOps(ReferenceOps):
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
         num, (num_out, num_in) = len(x), weight.shape
         tiles = CodeTiles.of(num_out, num_in, weight.bits, weight.group)
-        rows, outs = self.cut(num, tiles.outs)
+        # 64 rows would take other instructions, which add the products of integers in another order.
+        rows, outs = self.cut(min(num, ROWS[-2]), tiles.outs)
         adds_bias = whole and bias is not None and tiles.splits == 1
         sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
         per_unit = weight.group * (2 if weight.bits == 4 else 1)
@@ -349,9 +349,7 @@ class CudaOps(ReferenceOps):
             self.kernels.largest_in_parts[(num, parts)](
                 logits, values, ids, width, BLOCK=min(PART_IDS, _power(width)), **self.launch
             )
-            self.kernels.largest_of_parts[(num,)](
-                values, ids, pairs, found, parts, BLOCK=_power(parts), **self.launch
-            )
+            self.kernels.largest_of_parts[(num,)](values, ids, pairs, found, parts, BLOCK=_power(parts), **self.launch)
         return pairs, found
 
     # ---------------------------------------------------------------------------------------------------- norms
@@ -448,7 +446,15 @@ class CudaOps(ReferenceOps):
             width = pool.keys.shape[1] * pool.keys.shape[2]
             block = min(1024, _power(width))
             self.kernels.written[(len(k), -(-width // block))](
-                rows.writes, k.contiguous(), v.contiguous(), pool.keys, pool.values, WIDTH=width, BLOCK=block, **self.launch)
+                rows.writes,
+                k.contiguous(),
+                v.contiguous(),
+                pool.keys,
+                pool.values,
+                WIDTH=width,
+                BLOCK=block,
+                **self.launch,
+            )
         return self.attend(q.float().contiguous(), pool, rows, window, scoring, torch.float32)
 
     def attend(
@@ -537,8 +543,8 @@ class CudaOps(ReferenceOps):
                 WINDOW=window is not None,
                 SINKS=scoring.sinks is not None,
                 num_warps=1 if dim <= 64 else 2,
-            **self.launch,
-        )
+                **self.launch,
+            )
 
 
 def _power(n: int) -> int:

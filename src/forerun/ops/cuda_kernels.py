@@ -48,14 +48,13 @@ def _erf(x):
 def _activated(x, ACT: tl.constexpr):
     if ACT == "silu":
         return x / (1.0 + tl.exp(-x))
-    elif ACT == "gelu":
+    if ACT == "gelu":
         return 0.5 * x * (1.0 + _erf(x * 0.7071067811865476))
-    elif ACT == "gelu_tanh":
+    if ACT == "gelu_tanh":
         return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif ACT == "relu":
+    if ACT == "relu":
         return tl.maximum(x, 0.0)
-    else:
-        return x / (1.0 + tl.exp(-1.702 * x))
+    return x / (1.0 + tl.exp(-1.702 * x))
 
 
 @triton.jit
@@ -63,8 +62,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     """Add a b to acc. widened: the interpreter multiplies no bfloat16, whose products float32 holds exactly."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,9 +191,7 @@ def product_of_codes(
         if EVEN:
             c = tl.load(cs + unit * GROUP)
         else:
-            c = tl.load(
-                cs + unit * GROUP, mask=is_out[:, None] & (unit * GROUP + at[None, :] < code_stride), other=0
-            )
+            c = tl.load(cs + unit * GROUP, mask=is_out[:, None] & (unit * GROUP + at[None, :] < code_stride), other=0)
         for half in tl.static_range(halves):
             group = unit * halves + half
             if EVEN:
@@ -250,7 +246,17 @@ def _summed(parts, at, stride, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def summed(parts, bias, out, num_rows, num_out, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def summed(
+    parts,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Add parts [SPLITS, num_rows, O] and a bias [O] -> out [num_rows, O]."""
     _begun(EARLY)
     row = tl.program_id(0)
@@ -427,8 +433,8 @@ def heads_of(
         eps = tl.where(is_query, q_eps, k_eps)
         if not is_value:
             inverse = 1.0 / tl.sqrt_rn(tl.sum(found * found, 0) / DIM + eps)
-            found = found * inverse * _norm_weight(
-                q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM
+            found = (
+                found * inverse * _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM)
             )
     if TURNED > 0:
         if not is_value:
@@ -445,8 +451,10 @@ def heads_of(
             if BIAS:
                 partner += tl.load(bias + head * DIM + other, mask=inside, other=0.0).to(tl.float32)
             if Q_NORM != "none" or K_NORM != "none":
-                partner = partner * inverse * _norm_weight(
-                    q_norm, k_norm, other, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM
+                partner = (
+                    partner
+                    * inverse
+                    * _norm_weight(q_norm, k_norm, other, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM)
                 )
             angles = table + tl.load(positions + row).to(tl.int64) * (2 * TURNED) + place
             cos = tl.load(angles, mask=turns, other=1.0)
@@ -466,9 +474,7 @@ def heads_of(
 
 
 @triton.jit
-def _norm_weight(
-    q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM: tl.constexpr, K_NORM: tl.constexpr
-):
+def _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
     """The weights of the norm of a head of queries or keys."""
     weight = tl.full(at.shape, 1.0, tl.float32)
     if Q_NORM == "weight":

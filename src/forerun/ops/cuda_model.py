@@ -20,13 +20,12 @@ from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
-from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
 from forerun.ops.cuda_packed import Laid, Packed
+from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, _write
-
 from forerun.types import RaggedBatch
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
@@ -137,9 +136,7 @@ def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -
     """The residual stream with all that is to be added to it, and the same behind a norm."""
     if stream.branch is None and pre is None and dtype == stream.x.dtype:
         return stream.x, stream.x
-    return ops.added(
-        stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale
-    )
+    return ops.added(stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale)
 
 
 def joins(block: TorchBlock) -> bool:
@@ -296,7 +293,11 @@ class CudaModel(TorchModel):
         if not isinstance(self._embedding, Packed):
             return super()._embedded(tokens).float()
         x = self._embedding.rows(tokens)
-        return x if self.config.embed_scale == 1 else x * float(torch.tensor(self.config.embed_scale, dtype=self.weight_dtype))
+        return (
+            x
+            if self.config.embed_scale == 1
+            else x * float(torch.tensor(self.config.embed_scale, dtype=self.weight_dtype))
+        )
 
     def _table(self, rope: Rope) -> Tensor:
         """cos and sin of every position that was asked for so far [positions, 2, turned dimensions]."""
