@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Plain, Rope, Spec
@@ -29,7 +31,7 @@ from forerun.ops.cuda_packed import Packed
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 from forerun.ops.quantising import is_rounded, quantise, scheme_for, scheme_of
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import empty_weights
+from forerun.ops.torch import Projections, empty_weights
 
 DEVICE = torch.device("cuda")
 LLAMA = {"rope": Rope(500000.0), "norm_eps": 1e-5, "max_positions": 8192, "tied": True}
@@ -72,18 +74,66 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
+def torch_passes(out: dict[str, Any]) -> None:
+    """The same shapes as a plain loop of torch's operators in a CUDA graph: one row behind 512 tokens, and 8."""
+    found = out["torch_passes"] = {}
+    for name, spec in SHAPES.items():
+        weights = empty_weights(spec, torch.bfloat16, DEVICE)
+        for weight in weights.values():
+            weight.normal_(0.0, 0.02)
+        a, mlp, h = spec.blocks[0].attention, spec.blocks[0].mlp, spec.hidden_size
+        assert a is not None
+        assert mlp is not None
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        layers = [
+            [
+                Projections.of(weights, [f"model.layers.{i}.{name}" for name in names]).joined
+                or (weights[f"model.layers.{i}.{names[0]}.weight"], None)
+                for names in (
+                    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                    ["self_attn.o_proj"],
+                    ["mlp.gate_proj", "mlp.up_proj"],
+                    ["mlp.down_proj"],
+                )
+            ]
+            for i in range(spec.num_layers)
+        ]
+        head = weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]
+        ones = torch.ones(h, device=DEVICE, dtype=torch.bfloat16)
+        for rows in (1, 8):
+            x0 = torch.randn(rows, h, device=DEVICE).bfloat16()
+            keys, values = (
+                torch.randn(1, a.kv_heads, 512 + rows, a.head_dim, device=DEVICE).bfloat16() for _ in range(2)
+            )
+
+            def run(x: Tensor = x0, keys: Tensor = keys, values: Tensor = values, rows: int = rows) -> Tensor:
+                for qkv, o, up, down in layers:
+                    y = F.linear(F.rms_norm(x, (h,), ones, 1e-5), qkv[0])
+                    query = y[:, :q].view(1, rows, a.heads, a.head_dim).transpose(1, 2)
+                    keys[0, :, 512:] = y[:, q : q + kv].view(rows, a.kv_heads, a.head_dim).transpose(0, 1)
+                    values[0, :, 512:] = y[:, q + kv :].view(rows, a.kv_heads, a.head_dim).transpose(0, 1)
+                    seen = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+                    x = x + F.linear(seen.transpose(1, 2).reshape(rows, q), o[0])
+                    gate, inner = F.linear(F.rms_norm(x, (h,), ones, 1e-5), up[0]).chunk(2, -1)
+                    x = x + F.linear(F.silu(gate) * inner, down[0])
+                return F.linear(F.rms_norm(x, (h,), ones, 1e-5), head).argmax(-1)
+
+            found[f"{name} {rows}"] = {"device_ms": seconds(captured(run)) * 1e3}
+            print("torch", name, rows, found[f"{name} {rows}"], flush=True)
+        del weights, layers, head
+        torch.cuda.empty_cache()
+
+
 def bandwidth() -> dict[str, float]:
     """Bytes per second of a copy, bytes read and written, and of reading, over 4 GB."""
     a = torch.empty(1 << 30, dtype=torch.float32, device=DEVICE).fill_(0.5)
     b = torch.empty_like(a)
-    copy = 2 * a.nbytes / seconds(lambda: b.copy_(a), 10)
-    read = a.nbytes / seconds(lambda: a.view(-1, 8192).sum(), 10)
-    matrix = a.view(-1, 8192)
-    x = torch.ones(8192, device=DEVICE)
-    mv = a.nbytes / seconds(lambda: torch.mv(matrix, x), 10)
-    del a, b, matrix
-    torch.cuda.empty_cache()
-    return {"copy": copy, "read": read, "matrix_vector": mv}
+    matrix, x = a.view(-1, 8192), torch.ones(8192, device=DEVICE)
+    return {
+        "copy": 2 * a.nbytes / seconds(lambda: b.copy_(a), 10),
+        "read": a.nbytes / seconds(matrix.sum, 10),
+        "matrix_vector": a.nbytes / seconds(lambda: torch.mv(matrix, x), 10),
+    }
 
 
 def products(out: dict[str, Any]) -> None:
@@ -227,54 +277,6 @@ def codes(out: dict[str, Any]) -> None:
             print(found[-1], flush=True)
 
 
-def code_tiles(out: dict[str, Any]) -> None:
-    """The time of products of codes cut in several ways."""
-    ops = cuda.CudaOps()
-    usual = cuda.CodeTiles.of
-    found = out["code_tiles"] = []
-    for bits, group in ((4, 128), (8, 128), (4, 32)):
-        for num_out, num_in in ((16384, 2048), (4096, 12288)):
-            num = max(1, -(-200_000_000 * 8 // (num_out * num_in * bits)))
-            matrices = []
-            for _ in range(num):
-                rows = QuantisedRows(
-                    scheme_of(bits, group),
-                    torch.randint(0, 1 << bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE),
-                    torch.full((num_out, num_in // group), 1e-3, dtype=torch.bfloat16, device=DEVICE),
-                    torch.full((num_out, num_in // group), 7 if bits == 4 else 128, dtype=torch.uint8, device=DEVICE),
-                )
-                matrices.append(
-                    Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), lambda rows=rows: iter([rows])), DEVICE)
-                )
-            base = usual(num_out, num_in, bits, group)
-            best = []
-            for outs, splits, step, warps, stages in (
-                (base.outs, base.splits, base.step, 4, 4), (base.outs, base.splits, base.step, 8, 4),
-                (32, base.splits * 2, base.step, 4, 4), (128, base.splits, base.step, 8, 4), (64, base.splits * 2, base.step, 4, 4),
-                (64, base.splits, max(1, base.step // 2), 4, 5), (64, base.splits * 2, base.step, 8, 4), (128, base.splits * 2, base.step, 4, 3),
-                (base.outs, base.splits, base.step, 4, 3), (16, base.splits, base.step, 4, 4),
-            ):  # fmt: skip
-                units = num_in // group // (2 if bits == 4 else 1)
-                tiles = cuda.CodeTiles(outs, splits, -(-(-(-units // step)) // splits) * step, step, warps, stages)
-                cuda.CodeTiles.of = lambda *_, tiles=tiles: tiles
-                try:
-                    times = []
-                    for n in (1, 8):
-                        x = torch.randn(n, num_in, device=DEVICE).bfloat16()
-                        times.append(
-                            seconds(captured(lambda x=x: [ops.product(x, m) for m in matrices]), 7) / num * 1e6
-                        )
-                    best.append((round(times[0], 2), round(times[1], 2), (outs, splits, step, warps, stages)))
-                except Exception as error:
-                    best.append((1e9, 1e9, repr(error)[:80]))
-            best.sort(key=lambda own: own[0] + own[1])
-            floor = matrices[0].nbytes / out["bandwidth"]["best"] * 1e6
-            found.append({"bits": bits, "group": group, "shape": (num_out, num_in), "floor_us": floor, "best": best})
-            print("code_tiles", bits, group, num_out, num_in, "floor", round(floor, 1), best, flush=True)
-            del matrices
-    cuda.CodeTiles.of = usual
-
-
 def pair(out: dict[str, Any]) -> None:
     """The shipped pair, its target widened: speculation over plain decoding, one request and 64 at once."""
     from forerun.bench.widen import load_widened
@@ -307,7 +309,8 @@ def pair(out: dict[str, Any]) -> None:
                         num += sum(len(o.token_ids) for o in _outputs(llm.generate([text], params)))
                     own[kind] = num / (time.perf_counter() - start)
                 params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-                llm.generate(texts, params)
+                for _ in range(3):
+                    llm.generate(texts, params)
                 start = time.perf_counter()
                 num = sum(len(o.token_ids) for o in _outputs(llm.generate(texts, params)))
                 own["64 at once"] = num / (time.perf_counter() - start)
@@ -377,58 +380,6 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
                 flush=True,
             )
         many(name, runner, cache, out)
-        del model, cache, runner
-        torch.cuda.empty_cache()
-
-
-def settings(out: dict[str, Any]) -> None:
-    """The time of a pass with kernels that begin early or not, lines asked for ahead, and matrices cut otherwise."""
-    found = out["settings"] = []
-    ops: Any = cuda.make()
-    usual = cuda.Tiles.of
-
-    def finer(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
-        own = usual(num_out, num_in, itemsize)
-        wanted = 64 if num_out >= 16384 else 32 if num_out >= 4096 else 16
-        splits = own.splits
-        while -(-num_out // wanted) * splits < 512 and num_in // own.ins // (2 * splits) >= 4:
-            splits *= 2
-        return cuda.Tiles(wanted, own.ins, splits, -(-(-(-num_in // own.ins)) // splits) * own.ins)
-
-    def deeper(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
-        own = usual(num_out, num_in, itemsize)
-        return cuda.Tiles(own.outs, own.ins, own.splits, own.part, own.warps, 6)
-
-    def split(num_out: int, num_in: int, itemsize: int) -> cuda.Tiles:
-        own = usual(num_out, num_in, itemsize)
-        more = own.splits * (1 if num_out > 65536 else 2)
-        return cuda.Tiles(own.outs, own.ins, more, -(-(-(-num_in // own.ins)) // more) * own.ins)
-
-    for name, spec in SHAPES.items():
-        model = random_model(spec)
-        cache = BlockCache.create(
-            spec.cache_shape, "paged", max_batch_size=2, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
-        )
-        runner = Runner(model, cache)
-        cache.open(0)
-        runner.forward([Run(0, list(range(512)), "none")])
-        cache.keep({0: range(512)})
-        for tiles, cut in (("usual", usual), ("finer", finer), ("deeper", deeper), ("split", split)):
-            for early, lines in ((False, 0), (True, 0), (True, 2), (True, 8)):
-                if tiles != "usual" and lines == 8:
-                    continue
-                cuda.Tiles.of = cut  # type: ignore[method-assign, assignment]
-                cuda.AHEAD_LINES = lines
-                ops.launch = {"EARLY": early, **({"launch_pdl": True} if early else {})}
-                model._graphs.clear()
-                own = {"model": name, "tiles": tiles, "early": early, "lines": lines}
-                for rows in (1, 8):
-                    runner.forward([Run(0, list(range(rows)), "all", None, True)])
-                    graphs = [g for key, g in model._graphs.items() if getattr(key[0], "rows", key[1]) == rows]
-                    own[f"ms_{rows}"] = [round(seconds(g.replay) * 1e3, 4) for g in graphs]
-                found.append(own)
-                print(own, flush=True)
-        cuda.Tiles.of = usual  # type: ignore[method-assign]
         del model, cache, runner
         torch.cuda.empty_cache()
 
@@ -518,18 +469,9 @@ def engine(out: dict[str, Any]) -> None:
             print(draft, "FAILED", repr(error)[:300], flush=True)
 
 
-PARTS = {
-    "products": products,
-    "codes": codes,
-    "parity": parity,
-    "passes": passes,
-    "coded_passes": coded_passes,
-    "pair": pair,
-    "code_tiles": code_tiles,
-    "wide": wide,
-    "settings": settings,
-    "tune": tune,
-    "engine": engine,
+PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    part.__name__: part
+    for part in (products, codes, parity, passes, coded_passes, torch_passes, pair, engine, wide, tune)
 }
 
 
@@ -539,6 +481,7 @@ def main(folder: str, *chosen: str) -> None:
     out: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": {}}
     with torch.inference_mode():
         out["bandwidth"] = bandwidth()
+        torch.cuda.empty_cache()
         out["bandwidth"]["best"] = max(out["bandwidth"].values())
         print({k: round(v / 1e9) for k, v in out["bandwidth"].items()}, flush=True)
         for name in chosen or PARTS:

@@ -142,7 +142,7 @@ class CodeTiles:
     def of(cls, num_out: int, num_in: int, bits: int, group: int) -> CodeTiles:
         """Return how a matrix is cut, however many rows a pass has."""
         units = -(-num_in // (group * (2 if bits == 4 else 1)))
-        step = max(1, min(128 // group, units))
+        step = max(1, min(128 // group, 1 << (units.bit_length() - 1)))
         outs, steps = 32, -(-units // step)
         splits = 1
         while (-(-num_out // outs) * splits < 512 or splits == 1) and steps // (2 * splits) >= 2 and num_out <= 65536:

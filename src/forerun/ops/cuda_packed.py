@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -212,7 +213,7 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors, those of one product in one storage: as they are, or copied where they lie apart."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
-    pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in zip(group, group[1:], strict=False)]
+    pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):
         return tensors
     some = next(iter(tensors.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,6 @@ class Layout:
     def size(self) -> int:
         """The int32 numbers in all."""
         return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
-
-    def holds(self, other: Layout) -> bool:
-        """Whether the numbers of another pass fit, with padding."""
-        own, their = (self.rows, self.tail, self.runs, self.blocks), (other.rows, other.tail, other.runs, other.blocks)
-        return all(a >= b for a, b in zip(own, their, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,8 +131,3 @@ def rows_of_view(view: CacheView, device: torch.device) -> Rows:
     if isinstance(view, Rows):
         return view
     return rows_of(view.batch, [rows.tolist() for rows in view.read_rows], 1, device, view)
-
-
-def with_keys(rows: Rows, num_keys: int) -> Rows:
-    """Return the same numbers, of rows that may see more keys."""
-    return replace(rows, num_keys=num_keys)
