@@ -6,6 +6,8 @@ Each part runs by itself; one that fails says so and the others run. Times are m
 over what was measured in the same run.
 """
 
+# ruff: noqa: B023, PERF401, B002 (what is timed runs at once, inside of the loop that it stands in)
+
 from __future__ import annotations
 
 import json
@@ -120,7 +122,6 @@ def torch_passes(out: dict[str, Any]) -> None:
 
             found[f"{name} {rows}"] = {"device_ms": seconds(captured(run)) * 1e3}
             print("torch", name, rows, found[f"{name} {rows}"], flush=True)
-        del weights, layers, head
         torch.cuda.empty_cache()
 
 
@@ -186,7 +187,6 @@ def tune(out: dict[str, Any]) -> None:
             found.append({"size": size, "shape": (num_out, num_in), "floor_us": floor * 1e6,
                           "best": [(round(a * 1e6, 2), round(b * 1e6, 2), t) for a, b, t in best]})  # fmt: skip
             print("tune", num_out, num_in, "floor", round(floor * 1e6, 1), found[-1]["best"][:4], flush=True)
-            del weights
     cuda.Tiles.of = original  # type: ignore[method-assign]
 
 
@@ -318,7 +318,6 @@ def pair(out: dict[str, Any]) -> None:
             except Exception as error:
                 found[name] = {"failed": "".join(traceback.format_exception(error))[-1500:]}
                 print(name, "FAILED", found[name]["failed"][-900:], flush=True)
-        del checkpoint, llm
         torch.cuda.empty_cache()
 
 
@@ -342,46 +341,43 @@ def passes(out: dict[str, Any]) -> None:
 def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]) -> None:
     found = out.setdefault("passes", {})
     spec = model.config
-    if True:
-        cache = BlockCache.create(
-            spec.cache_shape, "paged", max_batch_size=66, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
+    cache = BlockCache.create(
+        spec.cache_shape, "paged", max_batch_size=66, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
+    )
+    runner = Runner(model, cache)
+    cache.open(0)
+    with torch.inference_mode():
+        runner.forward([Run(0, list(range(512)), "none")])
+    cache.keep({0: range(512)})
+    num_bytes = model.bytes_per_pass
+    for rows in rows_of:
+        run = Run(0, list(range(rows)), "all", None, True)
+        for _ in range(3):
+            runner.forward([run])
+        walls = []
+        for _ in range(20):
+            start = time.perf_counter()
+            runner.forward([run])
+            walls.append(time.perf_counter() - start)
+        graphs = [g for key, g in model._graphs.items() if key[0] == "best" and key[1] == rows]
+        graphs += [g for key, g in model._graphs.items() if key[0] not in ("best", "ahead") and key[0].rows == rows]
+        device = [seconds(g.replay) for g in graphs]
+        found[f"{name} {rows}"] = {
+            "device_ms": sum(device) * 1e3,
+            "parts_ms": [d * 1e3 for d in device],
+            "wall_ms": statistics.median(walls) * 1e3,
+            "outside_ms": (statistics.median(walls) - sum(device)) * 1e3,
+            "bytes": num_bytes,
+            "share": num_bytes / sum(device) / out["bandwidth"]["best"],
+        }
+        print(
+            name,
+            rows,
+            {k: round(v, 3) if isinstance(v, float) else v for k, v in found[f"{name} {rows}"].items()},
+            flush=True,
         )
-        runner = Runner(model, cache)
-        cache.open(0)
-        with torch.inference_mode():
-            runner.forward([Run(0, list(range(512)), "none")])
-        cache.keep({0: range(512)})
-        num_bytes = model.bytes_per_pass
-        for rows in rows_of:
-            run = Run(0, list(range(rows)), "all", None, True)
-            for _ in range(3):
-                runner.forward([run])
-            walls, cpus = [], []
-            for _ in range(20):
-                start, cpu = time.perf_counter(), time.thread_time()
-                runner.forward([run])
-                walls.append(time.perf_counter() - start)
-                cpus.append(time.thread_time() - cpu)
-            graphs = [g for key, g in model._graphs.items() if key[0] == "best" and key[1] == rows]
-            graphs += [g for key, g in model._graphs.items() if key[0] not in ("best", "ahead") and key[0].rows == rows]
-            device = [seconds(g.replay) for g in graphs]
-            found[f"{name} {rows}"] = {
-                "device_ms": sum(device) * 1e3,
-                "parts_ms": [d * 1e3 for d in device],
-                "wall_ms": statistics.median(walls) * 1e3,
-                "outside_ms": (statistics.median(walls) - sum(device)) * 1e3,
-                "bytes": num_bytes,
-                "share": num_bytes / sum(device) / out["bandwidth"]["best"],
-            }
-            print(
-                name,
-                rows,
-                {k: round(v, 3) if isinstance(v, float) else v for k, v in found[f"{name} {rows}"].items()},
-                flush=True,
-            )
-        many(name, runner, cache, out)
-        del model, cache, runner
-        torch.cuda.empty_cache()
+    many(name, runner, cache, out)
+    torch.cuda.empty_cache()
 
 
 def many(name: str, runner: Runner, cache: BlockCache, out: dict[str, Any]) -> None:
