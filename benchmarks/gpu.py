@@ -6,7 +6,7 @@ Each part runs by itself; one that fails says so and the others run. Times are m
 over what was measured in the same run.
 """
 
-# ruff: noqa: B023, PERF401, B002 (what is timed runs at once, inside of the loop that it stands in)
+# ruff: noqa: B023, PERF401 (what is timed runs at once, inside of the loop that it stands in)
 
 from __future__ import annotations
 

@@ -210,5 +210,5 @@ def test_a_rounded_model_is_what_its_codes_stand_for(operators: cuda.CudaOps, qu
     found, expected = own.run({0: tokens}), exact.run({0: tokens})
     assert float((found - expected).norm()) <= 0.06 * float(expected.norm())
     assert same_bits(torch.cat([own.run({1: [token]}) for token in tokens]), found)
-    logits, others = own.model.logits(found), exact.model.logits(expected)
+    logits, others = own.model.logits(found), exact.model.logits(expected.bfloat16())
     assert float((logits - others).norm()) <= 0.06 * float(others.norm())

@@ -282,7 +282,7 @@ def activated(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add parts [SPLITS, num_rows, O] and a bias, then act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
+    """Add parts [SPLITS, num_rows, O] and a bias; act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
     _begun(EARLY)
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
