@@ -239,7 +239,7 @@ def refuse_without_text(config: EngineConfig) -> None:
 def torch_device(name: str) -> torch.device:
     """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
 
-    auto is cpu, also where there is a CUDA device: models have not been run and measured on one yet.
+    auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/gpu.md).
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
