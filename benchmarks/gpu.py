@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections, empty_weights
 
 DEVICE = torch.device("cuda")
+_EVENT: Any = torch.cuda.Event
+_STREAM: Any = torch.cuda.Stream
+_TILES: Any = cuda.Tiles
 LLAMA = {"rope": Rope(500000.0), "norm_eps": 1e-5, "max_positions": 8192, "tied": True}
 SHAPES: dict[str, Spec] = {
     "llama-3.2-1b": Plain("llama", 128256, 2048, 16, 32, 8, 64, 8192, **LLAMA).spec,  # type: ignore[arg-type]
@@ -53,9 +57,9 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
     """The median time of a run on the device."""
     for _ in range(3):
         run()
-    found = []
+    found = list[float]()
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (_EVENT(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
@@ -64,9 +68,17 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(found)
 
 
+def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[cuda.Parts]:
+    return [ops.product(x, weight) for weight in weights]
+
+
+def _one(rows: QuantisedRows) -> Iterator[QuantisedRows]:
+    yield rows
+
+
 def captured(run: Callable[[], object]) -> Callable[[], None]:
     """The same as a graph."""
-    stream = torch.cuda.Stream()
+    stream = _STREAM()
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()
@@ -172,12 +184,12 @@ def tune(out: dict[str, Any]) -> None:
             for outs, ins, splits, warps, stages in variants(num_out, num_in):
                 steps = -(-num_in // ins)
                 tiles = cuda.Tiles(outs, ins, splits, -(-steps // splits) * ins, warps, stages)
-                cuda.Tiles.of = lambda *_, tiles=tiles: tiles  # type: ignore[method-assign, misc]
+                _TILES.of = lambda *_, tiles=tiles: tiles
                 try:
                     times = []
                     for rows in (1, 8):
                         x = torch.randn(rows, num_in, device=DEVICE).bfloat16()
-                        replay = captured(lambda x=x: [ops.product(x, w) for w in weights])
+                        replay = captured(partial(_all, ops, x, weights))
                         times.append(seconds(replay, 7) / num)
                 except Exception as error:
                     found.append({"shape": (num_out, num_in), "tiles": repr(tiles), "error": repr(error)[:200]})
@@ -187,7 +199,7 @@ def tune(out: dict[str, Any]) -> None:
             found.append({"size": size, "shape": (num_out, num_in), "floor_us": floor * 1e6,
                           "best": [(round(a * 1e6, 2), round(b * 1e6, 2), t) for a, b, t in best]})  # fmt: skip
             print("tune", num_out, num_in, "floor", round(floor * 1e6, 1), found[-1]["best"][:4], flush=True)
-    cuda.Tiles.of = original  # type: ignore[method-assign]
+    _TILES.of = original
 
 
 def wide(out: dict[str, Any]) -> None:
@@ -202,10 +214,10 @@ def wide(out: dict[str, Any]) -> None:
         cuda.CudaOps.cut = staticmethod(cut)  # type: ignore[method-assign]
         alone = torch.cat([ops.product(x[i : i + 1], weights[0]).sums for i in range(64)], 1)
         for own in ((16, 64), (64, 64)):
-            cuda.CudaOps.cut = staticmethod(lambda num, outs, own=own: own)  # type: ignore[method-assign, assignment]
+            cuda.CudaOps.cut = staticmethod(lambda num, outs, own=own: own)  # type: ignore[method-assign]
             try:
                 same = torch.equal(ops.product(x, weights[0]).sums, alone)
-                took = seconds(captured(lambda: [ops.product(x, w) for w in weights]), 7) / num
+                took = seconds(captured(partial(_all, ops, x, weights)), 7) / num
                 found.append({"shape": (num_out, num_in), "cut": own, "same": same, "us": took * 1e6})
             except Exception as error:
                 found.append({"shape": (num_out, num_in), "cut": own, "error": repr(error)[:200]})
@@ -262,7 +274,7 @@ def codes(out: dict[str, Any]) -> None:
     for bits, group in ((8, 128), (8, 32), (4, 128), (4, 32)):
         for num_out, num_in in ((3072, 2048), (2048, 8192), (1000, 384)):
             rows = quantise(torch.randn(num_out, num_in, device=DEVICE), scheme_of(bits, group))
-            matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), lambda rows=rows: iter([rows])), DEVICE)
+            matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), partial(_one, rows)), DEVICE)
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, matrix)
             exact = x.bfloat16().double() @ rows.dequantise().bfloat16().double().T
@@ -440,7 +452,7 @@ def engine(out: dict[str, Any]) -> None:
             found[draft] = "no time was left"
             continue
         try:
-            options = {} if draft == "none" else {"pacing": "fixed"}
+            options: dict[str, Any] = {} if draft == "none" else {"pacing": "fixed"}
             llm = LLM(SHIPPED_TARGET, draft=draft, device="cuda", max_batch_size=16, max_seq_len=512, **options)
         except Exception as error:
             found[draft] = f"{type(error).__name__}: {error}"[:300]

@@ -187,7 +187,7 @@ class _Numbers:
         self.host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=True)
         self.device = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._array = self.host.numpy()
-        self._sent = torch.cuda.Event()
+        self._sent: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
         """Copy the numbers of a pass to the device; returns the most keys that a row sees."""
@@ -357,7 +357,7 @@ class CudaModel(TorchModel):
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Run something once, capture it, and return what runs it again, and where its result is then."""
         with torch.inference_mode():
-            stream = torch.cuda.Stream(self.device)
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 run()  # compiles the kernels
@@ -519,7 +519,7 @@ class CudaModel(TorchModel):
     @property
     def weight_bits(self) -> tuple[int, ...]:  # type: ignore[override]
         """The bits of the quantised matrices, ascending; () = none is."""
-        return tuple(sorted({part.bits for part in self.weights.values() if isinstance(part, Packed)}))
+        return tuple(sorted({part.bits for part in cast(Laid, self.weights).values() if isinstance(part, Packed)}))
 
     @property
     def precision(self) -> str:

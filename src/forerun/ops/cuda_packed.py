@@ -87,11 +87,15 @@ class Packed:
         if zeros is not None:
             groups = groups - zeros.float().unsqueeze(-1)
         found = groups * scales.float().unsqueeze(-1)
-        return (found if minimums is None else found - minimums.unsqueeze(-1)).flatten(1)
+        whole: Tensor = found if minimums is None else found - minimums.unsqueeze(-1)
+        return whole.flatten(1)
 
     def float(self) -> Tensor:
         """Return the whole matrix as it is multiplied, in float32."""
-        return torch.cat([self.rows(part) for part in torch.arange(len(self), device=self.device).split(4096)])
+        return torch.cat([self[first : first + 4096]._all() for first in range(0, len(self), 4096)])
+
+    def _all(self) -> Tensor:
+        return self.rows(torch.arange(len(self), device=self.device))
 
     @classmethod
     def of(cls, matrix: QuantisedMatrix, device: torch.device) -> Packed:
@@ -104,7 +108,7 @@ class Packed:
         first = parts[0]
         if len(parts) == 1:
             return first
-        found = {
+        found: dict[str, Any] = {
             name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
             for name in ("codes", "scales", "zeros", "minimums")
         }
@@ -130,10 +134,10 @@ class Packed:
                 if zeros is not None:
                     minimums, zeros = (zeros.float() - 128) * scales.float(), None
             return cls(8, scheme.group, num_in, (codes.int() - 128).to(torch.int8), scales, zeros, minimums)
-        groups = codes.unflatten(-1, (-1, scheme.group))
+        groups = torch.unflatten(codes, -1, (-1, scheme.group))
         if groups.shape[1] % 2:
             groups = torch.cat((groups, torch.zeros_like(groups[:, :1])), 1)
-        units = groups.unflatten(1, (-1, 2))
+        units = torch.unflatten(groups, 1, (-1, 2))
         packed = (units[:, :, 0] | units[:, :, 1] << 4).flatten(1).contiguous()
         return cls(4, scheme.group, num_in, packed, scales, zeros, minimums)
 
