@@ -30,6 +30,8 @@ from ops.native_cases import same_bits, seeded
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# How far a product of codes may be off, in shares of its length: the interpreter cuts bfloat16, a card rounds it.
+CODES_OFF = 1e-5 if DEVICE.type == "cuda" else 0.01
 TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
 TYPES = [(torch.float32, 1e-5), (torch.float16, 0.02), (torch.bfloat16, 0.06)]
 every_type = pytest.mark.parametrize(("dtype", "tolerance"), TYPES, ids=["float32", "float16", "bfloat16"])
@@ -82,7 +84,7 @@ def test_a_product_of_codes_is_that_of_what_they_stand_for(operators: cuda.CudaO
     x = torch.randn(33, 384, generator=generator).to(DEVICE)
     whole = operators.linear(x, matrix)
     exact = x.bfloat16().double() @ rows.dequantise().to(DEVICE).bfloat16().double().T
-    assert float((whole - exact).norm()) <= 1e-5 * float(exact.norm())
+    assert float((whole - exact).norm()) <= CODES_OFF * float(exact.norm())
     for first, num in ((0, 1), (7, 2), (3, 8)):
         assert same_bits(operators.linear(x[first : first + num], matrix), whole[first : first + num])
 
@@ -97,7 +99,7 @@ def test_codes_with_a_minimum_are_those_of_the_file(operators: cuda.CudaOps, bit
     matrix = Packed.of(QuantisedMatrix(scheme, (40, 96), lambda: iter([rows])), DEVICE)
     x = torch.randn(5, 96, generator=generator).to(DEVICE)
     exact = x.bfloat16().double() @ rows.dequantise().to(DEVICE).bfloat16().double().T
-    assert float((operators.linear(x, matrix) - exact).norm()) <= 1e-4 * float(exact.norm())
+    assert float((operators.linear(x, matrix) - exact).norm()) <= CODES_OFF * float(exact.norm())
 
 
 @needs_triton

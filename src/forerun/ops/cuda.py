@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Act, Norm, Spec
+from forerun.errors import pip
 from forerun.kv.pool import Pool
 from forerun.ops import torch as in_torch
 from forerun.ops.cuda_packed import Laid, Packed, packs
@@ -56,7 +57,7 @@ def interprets() -> bool:
 def usable(device: str) -> str | None:
     """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
     if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed: pip install triton"
+        return f"needs Triton, which is not installed: {pip('install triton')}"
     if interprets():
         return None
     if device != "cuda":
