@@ -4,6 +4,7 @@ A backend's file says
 
     NAME                                        how the option `ops` calls it
     RANK                                        auto takes the highest that is usable and computes the model; 0 = never
+    DEVICE                                      where it computes, "cpu" or "cuda"; left out = on both
     usable(device) -> reason or None            what keeps it from "cpu" or "cuda", as a sentence goes on
     supports(spec) -> reason or None            why it does not compute a model
     row_invariant                               whether the bits of a row depend on that row alone
@@ -101,6 +102,8 @@ def why_not(name: str, device: str, spec: Spec | None) -> str | None:
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the backends that `auto` would rather have than this one, each with why it does not compute the model."""
     for other, module in backends().items():
+        if getattr(module, "DEVICE", device) != device:
+            continue
         if module.RANK > backend(name).RANK > 0 and (reason := why_not(other, device, spec)) is not None:
             yield other, reason
 

@@ -33,6 +33,7 @@ from forerun.types import CacheView
 
 NAME = "native"
 RANK = 2
+DEVICE = "cpu"
 DTYPES = (torch.float32, torch.bfloat16)
 row_invariant = True
 

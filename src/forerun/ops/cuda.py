@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 NAME = "cuda"
 RANK = 3
+DEVICE = "cuda"
 row_invariant = True
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
