@@ -54,6 +54,14 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
 
 
 @needs_native
+def test_auto_takes_no_backend_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter could run the CUDA kernels on a CPU, a thousand times as slowly."""
+    monkeypatch.setattr(ops.backend("cuda"), "usable", lambda device: None)
+    assert ops.resolve("auto", "cpu", PLAIN) == "native"
+    assert ops.resolve("cuda", "cpu", PLAIN) == "cuda"
+
+
+@needs_native
 def test_the_closing_line_says_what_computes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that the kernels refuse runs in torch, and says so."""
     folder = write_tiny(tmp_path / "tiny")

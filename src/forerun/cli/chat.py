@@ -231,16 +231,18 @@ class Chat:
         answer, ids = Answer(), list[int]()
         with _shown(out) as show, suppress(_Stopped):
             interrupt.is_awaited = True
-            for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
-                answer.text += chunk.text
-                ids += chunk.token_ids
-                show(chunk.text)
-                if chunk.output is not None:
-                    answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
-                elif self.stop_loops and is_loop(ids):
-                    answer.is_loop = True
-                    break
-            interrupt.is_awaited = False
+            try:
+                for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
+                    answer.text += chunk.text
+                    ids += chunk.token_ids
+                    show(chunk.text)
+                    if chunk.output is not None:
+                        answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
+                    elif self.stop_loops and is_loop(ids):
+                        answer.is_loop = True
+                        break
+            finally:
+                interrupt.is_awaited = False
         return answer
 
 

@@ -70,10 +70,7 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
     UnsupportedModel for one that does not compute the model.
     """
     if name == "auto":
-        name = next(
-            (found for found, module in backends().items() if module.RANK and why_not(found, device, spec) is None),
-            "reference",
-        )
+        name = next((found for found in _ranked(device) if why_not(found, device, spec) is None), "reference")
     if (reason := backend(name).usable(device)) is not None:
         raise BadOption(f"ops={name!r} {reason}")
     if spec is not None and (reason := backend(name).supports(spec)) is not None:
@@ -101,11 +98,16 @@ def why_not(name: str, device: str, spec: Spec | None) -> str | None:
 
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the backends that `auto` would rather have than this one, each with why it does not compute the model."""
-    for other, module in backends().items():
-        if getattr(module, "DEVICE", device) != device:
-            continue
-        if module.RANK > backend(name).RANK > 0 and (reason := why_not(other, device, spec)) is not None:
+    for other in _ranked(device):
+        if backend(other).RANK > backend(name).RANK > 0 and (reason := why_not(other, device, spec)) is not None:
             yield other, reason
+
+
+def _ranked(device: str) -> Iterator[str]:
+    """Yield the backends that `auto` may stand for on a device, the fastest first: some are for one kind alone."""
+    for name, module in backends().items():
+        if module.RANK and getattr(module, "DEVICE", device) == device:
+            yield name
 
 
 def make(name: str, device: str, spec: Spec | None = None) -> ReferenceOps:

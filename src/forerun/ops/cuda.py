@@ -10,8 +10,9 @@ Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, s
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Act, Norm, Spec
-from forerun.errors import pip
 from forerun.kv.pool import Pool
 from forerun.ops import torch as in_torch
 from forerun.ops.cuda_packed import Laid, Packed, packs
@@ -45,6 +45,7 @@ LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
 SPLIT_KEYS = 128  # keys of a part of attention
 KEYS = 64  # keys of one step
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
+COMPILERS = ("gcc", "clang", "cc")
 AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
 PART_IDS = 4096  # logits that one program looks through
 PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
@@ -57,10 +58,8 @@ def interprets() -> bool:
 
 def usable(device: str) -> str | None:
     """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
-    if importlib.util.find_spec("triton") is None:
-        return f"needs Triton, which is not installed: {pip('install triton')}"
     if interprets():
-        return None
+        return _without_triton()
     if device != "cuda":
         return f"computes on a CUDA device and contradicts device={device!r}: drop one of them"
     if not torch.cuda.is_available():
@@ -68,6 +67,18 @@ def usable(device: str) -> str | None:
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name()
         return f"needs a card that multiplies bfloat16 (compute capability 8.0 or more), which {name} does not"
+    if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
+        return "needs a C compiler, with which Triton makes what starts its kernels: apt-get install gcc"
+    return _without_triton()
+
+
+@cache
+def _without_triton() -> str | None:
+    """Why Triton cannot be imported, or None."""
+    try:
+        importlib.import_module("triton.language")
+    except ImportError as error:
+        return f"needs Triton, which comes with torch's CUDA builds and cannot be imported here ({error})"
     return None
 
 
