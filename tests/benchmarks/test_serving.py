@@ -38,7 +38,7 @@ from forerun.errors import BadOption, InternalError, NotFound
 def server() -> Iterator[Server]:
     """Of the shipped pair, as the benchmark starts it."""
     port = free_port()
-    command = forerun_command(EngineConfig(spec_length=3, max_batch_size=4), port)
+    command = forerun_command(EngineConfig(target="shipped", spec_length=3, max_batch_size=4), port)
     with started("fixed", command, port, is_own=True) as server:
         yield server
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from forerun.ops.quantised import Scheme
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch_memory import ReferenceSizes
 from forerun.types import CacheView
-
-if TYPE_CHECKING:
-    from forerun.ops.cuda_model import CudaModel
 
 NAME = "cuda"
 RANK = 3
@@ -100,9 +97,9 @@ def make() -> ReferenceOps:
     return CudaOps()
 
 
-def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> CudaModel:
+def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> Any:
     """Make a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
-    from forerun.ops.cuda_model import CudaModel
+    CudaModel = importlib.import_module("forerun.ops.cuda_model").CudaModel  # noqa: N806  # it imports this file
 
     return CudaModel(spec, Laid(spec, weights), operators)
 
