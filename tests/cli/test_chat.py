@@ -437,9 +437,18 @@ def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> 
 def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twice within one step; and before anything runs, while the conversation is still being encoded."""
     chat = Chat(LLM(talker, draft="none"), SamplingParams(temperature=0, max_tokens=200))
-    end = chat.llm.listen(lambda report: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    pressed = list[int]()
+
+    def press_twice(report: StepReport) -> None:
+        if not pressed:  # in the first step; one that ends behind the answer would interrupt the test itself
+            pressed.append(2)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    end = chat.llm.listen(press_twice)
     assert chat.answer("hello", io.StringIO(), keys=True).endswith(("stopped]", "forgotten"))
     end()
+    chat.llm._loop.call(lambda: None)  # the step in which the keys were pressed is over
     encode, num_steps = chat.llm.apply_chat_template, list[StepReport]()
     end = chat.llm.listen(num_steps.append)
 

@@ -30,7 +30,8 @@ TREE = {"draft": "tree", "k": 8, "temperature": 0.8, "tokens": 48, "seed": 11, "
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("shipped", extra_drafts="tree", max_batch_size=2)
+    """Drafts have fixed lengths: `auto` chooses them by the clock, and the page's run and a test's would differ."""
+    return LLM("shipped", extra_drafts="tree", max_batch_size=2, pacing="fixed")
 
 
 @pytest.fixture(scope="module")
