@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -399,8 +400,9 @@ def test_interrupts_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
             try:
                 end = time.monotonic() + TIMEOUT_S / 10
                 signal.setitimer(signal.ITIMER_REAL, 1e-4 + (i % 50) * 2e-4)
-                while time.monotonic() < end:  # until it comes
-                    next(llm.stream(PROMPTS[0], params(6)))
+                while time.monotonic() < end:  # until it comes; a destructor, which Python runs on its own, swallows it
+                    with closing(llm.stream(PROMPTS[0], params(6))) as chunks:
+                        next(chunks)
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
