@@ -17,13 +17,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from queue import SimpleQueue
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import pytest
 
 import processes
 from engine.load import caches
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native, verify
+from forerun.engine.loop import Loop
 from forerun.engine.request import Chunk, Request
 from forerun.errors import InternalError
 from forerun.models.runner import NO_NUMBERS
@@ -412,6 +414,88 @@ def test_interrupts_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
     assert interrupted == 100
     assert llm.generate(PROMPTS[1], params(6))[0].token_ids == expected
     assert_idle(llm)
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt where Python would, if Ctrl-C came then: as a function begins, or behind a call of C.
+
+    at: how many such places of this thread are passed before. num_left: what is left of them at the end.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.num_left = at
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._pass)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _pass(self, frame: FrameType, event: str, arg: object) -> None:
+        if event in ("call", "c_return"):
+            self.num_left -= 1
+            if self.num_left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+def num_at_once(loop: Loop) -> int:
+    """How many commands a loop does at the same time, which should be one; it gives a second one some time to begin."""
+    now, second, found = list[None](), threading.Event(), SimpleQueue[int]()
+
+    def work() -> None:
+        now.append(None)
+        if len(now) > 1:
+            second.set()
+        second.wait(0.01)
+        found.put(len(now))
+        now.pop()
+
+    for _ in range(2):
+        loop._post(work)
+    return max(found.get(timeout=TIMEOUT_S / 4) for _ in range(2))
+
+
+@pytest.mark.once("no request runs")
+@pytest.mark.parametrize("is_running", [True, False])
+def test_one_thread_steps_wherever_an_interrupt_meets_a_call(is_running: bool) -> None:
+    """Inside of threading, too: up to Python 3.12 is_alive() calls a running thread ended where Ctrl-C meets it."""
+    engine, at = LLM("shipped", draft="none").engine, 0
+    loop = Loop(engine)
+    interrupted = True
+    while interrupted:
+        if not is_running:
+            loop = Loop(engine)
+        elif at == 0:
+            loop.call(list)
+        try:
+            with Interrupts(at) as interrupts:
+                loop.call(list)
+        except (KeyboardInterrupt, RuntimeError):  # the latter of Python's Condition, which an interrupt unlocks twice
+            pass
+        interrupted, at = interrupts.num_left < 0, at + 1
+        assert num_at_once(loop) == 1
+        if not is_running:
+            loop.close()
+            assert not loop._stepping.locked()
+    loop.close()
+    assert at > 5
+
+
+@pytest.mark.once("no request runs")
+def test_a_call_is_not_lost_to_a_loop_that_is_closing() -> None:
+    loop, closing_too, go_on = Loop(LLM("shipped", draft="none").engine), SimpleQueue[bool](), threading.Event()
+    loop._post(lambda: go_on.wait(TIMEOUT_S))
+    closer = threading.Thread(target=loop.close, daemon=True)
+    closer.start()
+    while loop._commands.empty():
+        time.sleep(0.001)
+    loop._post(lambda: closing_too.put(True))
+    go_on.set()
+    assert closing_too.get(timeout=TIMEOUT_S / 4)
+    closer.join(TIMEOUT_S / 4)
+    assert not closer.is_alive()
 
 
 def test_a_step_that_fails_ends_its_requests_with_the_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

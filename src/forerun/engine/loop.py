@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence as Seq
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -33,7 +32,10 @@ class Loop:
         # A SimpleQueue may be written to by a destructor that the garbage collector runs in any thread at any moment.
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        # Held by the thread that steps, for as long as it does. Python's own word for whether a thread is alive is not
+        # to be trusted behind a Ctrl-C: up to 3.12 is_alive() and join() call a running one ended where it meets them.
+        self._stepping = threading.Lock()
+        self._posting = threading.Lock()
         self._going: list[Request] = []
         self.failure: BaseException | None = None
         self.behind: tuple[Callable[[], object], ...] = ()  # called when a step or a command has told all that it tells
@@ -61,16 +63,23 @@ class Loop:
 
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` between two steps, behind all that was asked for before, and wait for its result."""
-        done = Future[T]()
+        results, ended = list[T](), SimpleQueue[BaseException | None]()  # a Future's lock may be torn by Ctrl-C
 
         def run() -> None:
             try:
-                done.set_result(work())
+                results.append(work())
+                ended.put(None)
             except BaseException as error:
-                done.set_exception(error)
+                ended.put(error)
 
         self._post(run)
-        return done.result()
+        error = ended.get()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
+        return results[0]
 
     def end_all(self) -> None:
         """End all requests, and wait until what they held is free."""
@@ -82,9 +91,9 @@ class Loop:
         self.call(abort)
 
     def close(self) -> None:
-        """Let the thread end behind the step that runs; what is queued stays."""
+        """Let the thread end behind the step that runs, and behind what was queued until then."""
         thread = self._thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+        if thread is not None and self._stepping.locked() and thread is not threading.current_thread():
             self._commands.put(None)
             thread.join()
 
@@ -93,11 +102,12 @@ class Loop:
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
         if self._process != os.getpid():
             self._take_over()
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
-                self._thread.start()
-        self._commands.put(command)
+        with self._posting:  # the thread does not end in between
+            if not self._stepping.locked():
+                begun = SimpleQueue[None]()
+                threading.Thread(target=self._run, args=(begun,), name="forerun-engine", daemon=True).start()
+                begun.get()
+            self._commands.put(command)
 
     def _take_over(self) -> None:
         """Go on in a child of fork(2), which copied no threads: possible where no step was running."""
@@ -106,9 +116,29 @@ class Loop:
                 "this process was forked while its parent's engine was running requests, which cannot go on here: "
                 "make an LLM of its own in the child, or fork while no request runs"
             )
-        self._commands, self._starting, self._process = SimpleQueue(), threading.Lock(), os.getpid()
+        self._commands, self._process = SimpleQueue(), os.getpid()
+        self._stepping, self._posting = threading.Lock(), threading.Lock()
 
-    def _run(self) -> None:
+    def _run(self, begun: SimpleQueue[None]) -> None:
+        """Step, unless another thread does: one whose start was interrupted, and that has begun all the same."""
+        is_first = self._stepping.acquire(blocking=False)
+        if is_first:
+            self._thread = threading.current_thread()
+        begun.put(None)
+        while is_first:
+            try:
+                self._step_on()
+            except BaseException:
+                self._stepping.release()
+                raise
+            with self._posting:
+                if self._commands.empty():
+                    self._stepping.release()
+                    return
+                self._commands.put(None)  # it ends behind what was posted meanwhile, for which no thread was started
+
+    def _step_on(self) -> None:
+        """Do commands and steps until the command that is None."""
         while True:
             while not (going := self._unfinished()) or not self._commands.empty():
                 self._is_busy = bool(going)
