@@ -147,6 +147,10 @@ bool fill(Backend& b, Packed& packed, int first, int count, const std::array<Add
                                               at<const int8_t>(scale_levels), at<const uint8_t>(minimum_levels)});
 }
 
+bool fill_stored(Backend& b, Packed& packed, int first, int count, int type, int file, size_t start, Address numbers) {
+    return packed.fill_stored(b.team, first, count, {type, file, start, at<const int32_t>(numbers)});
+}
+
 void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed& w, const std::vector<Address>& parts,
           int width, int num_rows, Address out) {
     Join made{{}, eps, &w.matrix()};
@@ -183,6 +187,10 @@ void bind_ops(nb::module_& m) {
         .def("pack", &pack, Free())
         .def("pack_quantised", &pack_quantised, Free())
         .def("fill", &fill, Free())
+        .def("fill_stored", &fill_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a, "numbers"_a,
+             "Packs rows of a file as it stores them; returns False where `fill` has to be asked.\n\ntype: its number in GGUF "
+             "files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from "
+             "row 0 on.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

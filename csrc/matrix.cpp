@@ -2,14 +2,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <new>
 
 #include "cpu.h"
 #include "memory.h"
+#include "stored.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#endif
+#if !defined(_WIN32)
+#include <sys/types.h>
 #include <unistd.h>
 #endif
 
@@ -115,9 +120,8 @@ Packed::Packed(const std::vector<Section>& sections, int num_in, bool paired, co
     const Sections laid(sections, num_in, paired);
     formats_ = laid.formats;
     const std::vector<size_t>& starts = laid.starts;
-    data_ = {allocate(starts.back()), Release{starts.back()}};
+    data_ = {allocate_zeros(starts.back()), Release{starts.back()}};
     if (!data_) throw std::bad_alloc();
-    std::memset(data_.get(), 0, starts.back());
     for (size_t i = 0; i < formats_.size(); ++i) formats_[i].data = static_cast<const char*>(data_.get()) + starts[i];
     matrix_ = dense_layout(Type::int8, laid.num_out, num_in, paired);
     matrix_.data = data_.get(), matrix_.formats = formats_.data(), matrix_.num_formats = static_cast<int>(formats_.size());
@@ -142,6 +146,50 @@ bool as_half(float x, uint16_t& half) {
     return true;
 }
 
+// Codes of 32 inputs and one output, among those of eight outputs: four inputs side by side are one word.
+template <int BITS>
+void put_codes(const uint8_t* codes, char* to) {
+    uint32_t words[BITS] = {};
+    for (int k = 0; k < UNIT; k += 4) {
+        uint32_t four;
+        std::memcpy(&four, codes + k, 4);
+        const Place low = low_bits(BITS, k, 0), high = high_bits(BITS == 8 ? 6 : BITS, k, 0);
+        words[low.byte / 32] |= (BITS == 8 ? four ^ 0x80808080u : four & 0x0f0f0f0fu) << low.shift;
+        if constexpr (BITS == 5 || BITS == 6) words[high.byte / 32] |= (four >> 4 & 0x03030303u) << high.shift;
+    }
+    for (int i = 0; i < BITS; ++i) std::memcpy(to + 32 * i, words + i, 4);
+}
+
+// One output of a panel, to be written. Outputs share no byte, so threads may write any of them side by side.
+struct Lane {
+    const Format& f;
+    char* data;
+    int lane;
+
+    char* number(int unit, int group, int what) const { return data + f.head_of(unit) + f.number_at(group, what, lane); }
+    bool put_number(int unit, int group, int what, float number) const {
+        char* const to = this->number(unit, group, what);
+        uint16_t half = 0;
+        if (f.wide) return std::memcpy(to, &number, 4), true;
+        return as_half(number, half) && (std::memcpy(to, &half, 2), true);
+    }
+    void put_level(int unit, int group, int what, int level) const {
+        data[f.unit_at(unit) + f.level_at(group, what, lane)] = static_cast<char>(level);
+    }
+    void put(int unit, const uint8_t* codes) const {
+        char* const to = data + f.unit_at(unit) + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * (lane % 8);
+        f.bits == 4 ? put_codes<4>(codes, to) : f.bits == 5 ? put_codes<5>(codes, to)
+                                            : f.bits == 6 ? put_codes<6>(codes, to) : put_codes<8>(codes, to);
+    }
+};
+
+bool is_finite(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
+
+bool are_alike(const Format& a, const Format& b) {
+    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.wide == b.wide &&
+           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero;
+}
+
 }  // namespace
 
 bool Packed::fill(Team& team, int first, int count, const QuantisedRows& rows) {
@@ -149,44 +197,106 @@ bool Packed::fill(Team& team, int first, int count, const QuantisedRows& rows) {
     const int num_units = m.num_steps / UNIT;
     std::atomic<bool> fits{true};
     const auto pack_row = [&](int index) {
-        const auto [panel, lane] = place_of(first + index);
+        const auto [panel, number] = place_of(first + index);
         const Format& f = m.format_of(panel);
-        char* const data = const_cast<char*>(m.panel_at(panel));
-        const auto put_number = [&](char* p, float number) {
-            uint16_t half = 0;
-            if (f.wide) std::memcpy(p, &number, 4);
-            else if (as_half(number, half)) std::memcpy(p, &half, 2);
-            else fits = false;
-        };
+        const Lane lane{f, const_cast<char*>(m.panel_at(panel)), number};
         const int num_heads = (num_units + f.head_units - 1) / f.head_units;
         for (int h = 0; h < num_heads; ++h)
             for (int g = 0; g < f.head_groups(); ++g) {
                 const int at = (index * num_heads + h) * f.head_groups() + g;
-                char* const head = data + f.head_of(h * f.head_units);
-                put_number(head + f.number_at(g, 0, lane), rows.scales[at]);
-                if (f.offset != Offset::zero) put_number(head + f.number_at(g, 1, lane), rows.subtracted[at]);
+                bool is_exact = lane.put_number(h * f.head_units, g, 0, rows.scales[at]);
+                if (f.offset != Offset::zero) is_exact &= lane.put_number(h * f.head_units, g, 1, rows.subtracted[at]);
+                if (!is_exact) fits = false;
             }
         const uint8_t* codes = rows.codes + static_cast<size_t>(index) * static_cast<size_t>(m.num_in);
         for (int u = 0; u < num_units; ++u) {
-            char* const unit = data + f.unit_at(u);
             for (int g = 0; f.two_levels && g < f.groups; ++g) {
                 const int at = (index * num_units + u) * f.groups + g;
-                unit[f.level_at(g, 0, lane)] = static_cast<char>(rows.scale_levels[at]);
-                if (f.offset == Offset::minimums) unit[f.level_at(g, 1, lane)] = static_cast<char>(rows.minimum_levels[at]);
+                lane.put_level(u, g, 0, rows.scale_levels[at]);
+                if (f.offset == Offset::minimums) lane.put_level(u, g, 1, rows.minimum_levels[at]);
             }
-            // Outputs share no byte, so threads may pack any rows side by side.
-            char* const to = unit + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes();
-            const auto put_bits = [&](Place place, int bits) { to[place.byte] = static_cast<char>(to[place.byte] | bits << place.shift); };
-            const int left = std::min(UNIT, m.num_in - u * UNIT);
-            for (int k = 0; k < left; ++k) {
-                const int code = codes[u * UNIT + k];
-                put_bits(low_bits(f.bits, k, lane % 8), f.bits == 8 ? code ^ 128 : code & 15);
-                if (f.bits == 5 || f.bits == 6) put_bits(high_bits(f.bits, k, lane % 8), code >> 4);
+            const int left = m.num_in - u * UNIT;
+            if (left >= UNIT) {
+                lane.put(u, codes + u * UNIT);
+                continue;
             }
+            uint8_t padded[UNIT];
+            std::memset(padded, f.bits == 8 ? 128 : 0, UNIT);  // what is packed as zeros
+            std::memcpy(padded, codes + u * UNIT, static_cast<size_t>(left));
+            lane.put(u, padded);
         }
     };
     team.run(count < 64, [&](int thread) { team.tiles(thread, count, pack_row); });
     return fits;
+}
+
+bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& rows) {
+    const Matrix& m = matrix_;
+    const StoredType* const type = stored_type(rows.type);
+    const int outputs = m.paired ? PANEL / 2 : PANEL, height = m.paired ? m.num_out : first + count;
+    const int start = first % height / outputs, end = ((first + count - 1) % height) / outputs + 1;  // panels
+    if (!type || m.num_in % (type->num_units * UNIT) != 0 || &m.format_of(start) != &m.format_of(end - 1) ||
+        !are_alike(m.format_of(start), type->format))
+        return false;
+    const int num_blocks = m.num_in / (type->num_units * UNIT);
+    const size_t row_bytes = static_cast<size_t>(num_blocks) * type->num_bytes;
+    std::atomic<bool> is_good{true};
+    const auto pack_row = [&](const uint8_t* data, int index) {
+        const auto [panel, number] = place_of(index);
+        const Lane lane{m.format_of(panel), const_cast<char*>(m.panel_at(panel)), number};
+        UnpackedBlock block;
+        for (int b = 0; b < num_blocks; ++b, data += type->num_bytes) {
+            type->unpack(data, block);
+            const int unit = b * type->num_units;
+            std::memcpy(lane.number(unit, 0, 0), &block.scale, 2);
+            if (!is_finite(block.scale)) is_good = false;
+            if (lane.f.offset == Offset::minimums) {
+                std::memcpy(lane.number(unit, 0, 1), &block.subtracted, 2);
+                if (!is_finite(block.subtracted)) is_good = false;
+            }
+            for (int u = 0; u < type->num_units; ++u) {
+                for (int g = 0; lane.f.two_levels && g < lane.f.groups; ++g) {
+                    lane.put_level(unit + u, g, 0, block.scale_levels[u][g]);
+                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u]);
+                }
+                lane.put(unit + u, block.codes + u * UNIT);
+            }
+        }
+    };
+    team.run(count < outputs, [&](int thread) {
+        std::vector<uint8_t> data(row_bytes * static_cast<size_t>(outputs));
+        team.tiles(thread, end - start, [&](int tile) {
+            if (!is_good) return;
+            const int from = std::max(0, (start + tile) * outputs - first % height);
+            const int to = std::min(count, (start + tile + 1) * outputs - first % height);
+            if (!rows.read(from, to, row_bytes, data.data())) is_good = false;
+            for (int i = from; i < to && is_good; ++i)
+                pack_row(data.data() + row_bytes * static_cast<size_t>(i - from), first + i);
+        });
+    });
+    return is_good;
+}
+
+bool StoredRows::read(int from, int to, size_t row_bytes, uint8_t* out) const {
+#if defined(_WIN32)
+    return false;
+#else
+    const auto row = [&](int i) { return numbers ? numbers[i] : i; };
+    while (from < to) {
+        int next = from + 1;
+        while (next < to && row(next) == row(next - 1) + 1) ++next;
+        size_t left = row_bytes * static_cast<size_t>(next - from);
+        off_t at = static_cast<off_t>(start + row_bytes * static_cast<size_t>(row(from)));
+        while (left > 0) {
+            const ssize_t got = pread(file, out, left, at);
+            if (got < 0 && errno == EINTR) continue;
+            if (got <= 0) return false;
+            out += got, at += got, left -= static_cast<size_t>(got);
+        }
+        from = next;
+    }
+    return true;
+#endif
 }
 
 std::pair<int, int> Packed::place_of(int index) const {

@@ -31,6 +31,16 @@ struct QuantisedRows {
     const uint8_t* minimum_levels;
 };
 
+// Rows of a file as it stores them. type: see stored.h. file: its descriptor. start: the first byte of row 0. numbers: of the
+// rows that are meant, in order; null = all from row 0 on.
+struct StoredRows {
+    int type, file;
+    size_t start;
+    const int32_t* numbers;
+
+    bool read(int from, int to, size_t row_bytes, uint8_t* out) const;  // false where the file has not got them
+};
+
 constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // packed weights after which source pages are given back
 
 // Bytes of a packed matrix, padding included. num_out: of all parts. See the constructors of Packed.
@@ -49,6 +59,9 @@ class Packed {
     Packed(const std::vector<Section>& sections, int num_in, bool paired, const float* bias);
     // Rows [first, first + count) of all parts in order. Returns false where a number of a head does not fit into float16.
     bool fill(Team& team, int first, int count, const QuantisedRows& rows);
+    // The same rows, read from a file and packed by all threads at once; of a paired matrix rows of one part. Returns false where
+    // they cannot be read, are packed otherwise than their type is, or have numbers that are not finite.
+    bool fill_stored(Team& team, int first, int count, const StoredRows& rows);
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 

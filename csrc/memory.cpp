@@ -38,6 +38,15 @@ void* allocate(size_t bytes) {
     return std::aligned_alloc(64, up_to(std::max<size_t>(bytes, 1), 64));
 }
 
+void* allocate_zeros(size_t bytes) {
+    void* const data = allocate(bytes);
+#if defined(__linux__)
+    if (bytes >= HUGE_PAGE) return data;  // new pages are zeros, and are made where they are first written to
+#endif
+    if (data) std::memset(data, 0, bytes);
+    return data;
+}
+
 void release(void* data, size_t bytes) {
 #if defined(__linux__)
     if (data && bytes >= HUGE_PAGE) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.llama import GGUF
 from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.naming import part_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import gguf as source_module, open_source
 from forerun.models.weights import StoredWeights
@@ -33,6 +36,7 @@ from models.gguf_files import (
     write_tensors,
 )
 from models.gguf_vocabularies import smollm2
+from ops.native_cases import needs_native
 
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
 CONFIG = Plain("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256).spec
@@ -116,6 +120,51 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
             assert (rows.super_scales.dtype, rows.super_scales.shape) == (halves, (258, 2))
 
 
+@needs_native
+@pytest.mark.parametrize("kind", HALVES)
+def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str) -> None:
+    """With the bits of the slow way: whole, turned, some rows, gate and up side by side, parts that share a panel."""
+    config = resized(CONFIG, hidden_size=512, num_layers=1)
+    shapes = {"attn_q": 384, "attn_k": 128, "attn_v": 130, "ffn_gate": 72, "ffn_up": 72}
+    tensors = {f"blk.0.{name}.weight": (kind, random_blocks(kind, n, 512, n)) for name, n in shapes.items()}
+    tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
+    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
+    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
+    source: Any = open_source(tmp_path / "a.gguf")
+    q, k, v = (source.quantised(f"model.layers.0.self_attn.{x}_proj.weight") for x in "qkv")
+    gate, up = (source.quantised(f"model.layers.0.mlp.{x}_proj.weight") for x in ("gate", "up"))
+    some, other = part_of(q, [3, 4, 5, 70, *range(100, 180)]), source.quantised("model.embed_tokens.weight")
+    row = torch.randn(1, 512)
+    for parts, paired in [([q, k, v], False), ([some, v], False), ([v, other], False), ([gate, up], True)]:
+        fast = CpuOps().pack(parts, paired=paired)
+        slow = CpuOps().pack([replace(part, stored=None) for part in parts], paired=paired)
+        assert torch.equal(bits(fast.unpack()), bits(slow.unpack()))
+        products = [torch.empty(1, sum(part.shape[0] for part in parts)) for _ in range(2)]
+        for packed, out in zip((fast, slow), products, strict=True):
+            if not paired:
+                out.copy_(CpuOps().linear(row, packed))
+        assert paired or torch.equal(bits(products[0]), bits(products[1]))
+    CpuOps().pack([replace(part, blocks=unread) for part in (q, k, some)])  # nothing else is read
+    CpuOps().pack([replace(part, blocks=unread) for part in (gate, up)], paired=True)
+
+
+def unread() -> Iterator[Any]:
+    raise AssertionError
+
+
+@needs_native
+def test_a_file_that_becomes_shorter_while_it_is_packed(tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": ("Q4_K", random_blocks("Q4_K", 258, 512))}
+    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
+    config = resized(CONFIG, hidden_size=512, num_layers=1)
+    path = tmp_path / "a.gguf"
+    write_tensors(path, tensors, usual(config, "llama") | byte_vocabulary(), "llama")
+    source: Any = open_source(path)
+    path.write_bytes(path.read_bytes()[: -60 * 512])
+    with pytest.raises(UnsupportedModel, match=r"a\.gguf has become shorter"):
+        CpuOps().pack(source.quantised("model.embed_tokens.weight"))
+
+
 def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path) -> None:
     data = random_blocks("Q4_1", 258, 96)
     data.reshape(258, 3, 20)[200, 1, 2:4] = np.array(np.nan, np.float16).reshape(1).view(np.uint8)
@@ -126,6 +175,9 @@ def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path
         stored = StoredWeights(source, torch.float32, torch.device("cpu"), lambda scheme, packs=packs: packs)
         with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
             list(stored[name].blocks())
+    if native.extension() is not None:
+        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
+            CpuOps().pack(StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)[name])
 
 
 # ------------------------------------------------------------------------------------------------------------- models

@@ -157,7 +157,8 @@ def placed(stored: Stored, place: Place) -> Stored:
 
 def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
     """Return some rows of a quantised matrix."""
-    return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks(), rows))
+    stored = None if matrix.stored is None else matrix.stored.chosen(rows)
+    return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks(), rows), stored)
 
 
 def chosen(found: Iterator[Rows], rows: list[int] | None) -> Iterator[Rows]:

@@ -188,13 +188,30 @@ class CpuOps(ReferenceOps):
         """Read all rows into a packed matrix; returns the index of a section that needs float32, or None."""
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
-            for rows in (rows for part in section for rows in part.blocks()):
-                tensors = format.numbers_of(rows, section[0].shape[1])
-                pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-                if not self.backend.fill(handle, first, len(rows), pointers):
+            for part in section:
+                if not self._fill_stored(handle, first, part) and not self._fill_blocks(handle, first, part, format):
                     return i
-                first += len(rows)
+                first += part.shape[0]
         return None
+
+    def _fill_blocks(self, handle: Any, first: int, part: QuantisedMatrix, format: Format) -> bool:
+        for rows in part.blocks():
+            tensors = format.numbers_of(rows, part.shape[1])
+            if not self.backend.fill(handle, first, len(rows), [address(tensor) for tensor in tensors]):
+                return False
+            first += len(rows)
+        return True
+
+    def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool:
+        """Let the kernels read the rows of a file; returns whether they could. If not, the blocks say why."""
+        if (stored := part.stored) is None:
+            return False
+        try:
+            with stored.file.open("rb") as file:
+                place = (stored.type, file.fileno(), stored.start, address(stored.numbers))
+                return bool(self.backend.fill_stored(handle, first, part.shape[0], *place))
+        except OSError:
+            return False
 
     # ------------------------------------------------------------------------------------------ single operators
 

@@ -8,7 +8,8 @@ the file (docs/kernels.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -87,12 +88,35 @@ class QuantisedRows:
 
 
 @dataclass(frozen=True, eq=False)
+class StoredRows:
+    """Where a file has the rows of a matrix, as blocks of a type of GGUF.
+
+    type: its number there. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None = all
+    from row 0 on.
+    """
+
+    file: Path
+    type: int
+    start: int
+    numbers: Tensor | None = None
+
+    def chosen(self, rows: list[int]) -> StoredRows:
+        """Return where some of the rows are."""
+        numbers = torch.tensor(rows, dtype=torch.int32)
+        return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
+
+
+@dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """A quantised weight [num_out, num_in] that is read when it is packed, some rows at a time, in order."""
+    """A quantised weight [num_out, num_in] that is read when it is packed, some rows at a time, in order.
+
+    stored: where kernels that know the blocks of a file can read the same rows themselves, many times as fast.
+    """
 
     scheme: Scheme
     shape: tuple[int, int]
     blocks: Callable[[], Iterator[QuantisedRows]]
+    stored: StoredRows | None = None
 
 
 def dequantised(matrix: QuantisedMatrix) -> Tensor:

@@ -20,11 +20,12 @@ Unpack = Callable[[Tensor], QuantisedRows]
 
 @dataclass(frozen=True)
 class TensorType:
-    """One type. block: the weights of a block, num_bytes: its bytes. dtype: of what is read.
+    """One type. number: in a file. block: the weights of a block, num_bytes: its bytes. dtype: of what is read.
 
     scheme, unpack: of a quantised type; `unpack` takes the bytes of some rows, uint8 [R, blocks, num_bytes].
     """
 
+    number: int
     name: str
     block: int
     num_bytes: int
@@ -119,20 +120,21 @@ Q4_MINIMUM, Q5_MINIMUM = Scheme(4, 32, "minimum", F16), Scheme(5, 32, "minimum",
 K4, K5 = Scheme(4, 32, "minimum", F16, 256), Scheme(5, 32, "minimum", F16, 256)
 K6 = Scheme(6, 16, "zero", F16, 256, zero=32)
 
+_TYPES = (
+    TensorType(0, "F32", 1, 4, torch.float32),
+    TensorType(1, "F16", 1, 2, torch.float16),
+    TensorType(30, "BF16", 1, 2, torch.bfloat16),
+    TensorType(8, "Q8_0", 32, 34, torch.float32, Q8_ZERO, _q8_0),
+    TensorType(2, "Q4_0", 32, 18, torch.float32, Q4_ZERO, _q4_0),
+    TensorType(3, "Q4_1", 32, 20, torch.float32, Q4_MINIMUM, _q4_1),
+    TensorType(6, "Q5_0", 32, 22, torch.float32, Q5_ZERO, _q5_0),
+    TensorType(7, "Q5_1", 32, 24, torch.float32, Q5_MINIMUM, _q5_1),
+    TensorType(12, "Q4_K", 256, 144, torch.float32, K4, _q4_k),
+    TensorType(13, "Q5_K", 256, 176, torch.float32, K5, _q5_k),
+    TensorType(14, "Q6_K", 256, 210, torch.float32, K6, _q6_k),
+)
 # By their number in a file.
-TYPES = {
-    0: TensorType("F32", 1, 4, torch.float32),
-    1: TensorType("F16", 1, 2, torch.float16),
-    30: TensorType("BF16", 1, 2, torch.bfloat16),
-    8: TensorType("Q8_0", 32, 34, torch.float32, Q8_ZERO, _q8_0),
-    2: TensorType("Q4_0", 32, 18, torch.float32, Q4_ZERO, _q4_0),
-    3: TensorType("Q4_1", 32, 20, torch.float32, Q4_MINIMUM, _q4_1),
-    6: TensorType("Q5_0", 32, 22, torch.float32, Q5_ZERO, _q5_0),
-    7: TensorType("Q5_1", 32, 24, torch.float32, Q5_MINIMUM, _q5_1),
-    12: TensorType("Q4_K", 256, 144, torch.float32, K4, _q4_k),
-    13: TensorType("Q5_K", 256, 176, torch.float32, K5, _q5_k),
-    14: TensorType("Q6_K", 256, 210, torch.float32, K6, _q6_k),
-}
+TYPES = {kind.number: kind for kind in _TYPES}
 # The others, for messages.
 _OTHERS = (
     "Q4_2=4 Q4_3=5 Q8_1=9 Q2_K=10 Q3_K=11 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ3_XXS=18 IQ1_S=19 IQ4_NL=20 IQ3_S=21 "

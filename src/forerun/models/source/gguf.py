@@ -29,11 +29,11 @@ from forerun.models.gguf.tokenizer import write_tokenizer
 from forerun.models.naming import Place, chosen, part_of, placed, places
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.native import cache_folder
-from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
 
 SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-VERSION = 1  # of the files that are written: another one for every change of what is in them
+VERSION = 2  # of the files that are written: another one for every change of what is in them
 COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is unpacked
 
 
@@ -101,10 +101,14 @@ class GgufFile:
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `Source.quantised`."""
         place = self._places[name]
-        stored = self._stored(self._header.tensors[place.name])
-        assert stored.scheme is not None
-        num_out, num_in = stored.shape
-        whole = QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._quantised_rows, place.name))
+        entry, turned = self._header.tensors[place.name], self._rows_of_a_head(place.name)
+        assert entry.type.scheme is not None
+        num_out, num_in = entry.shape
+        stored = StoredRows(self.path, entry.type.number, entry.start)
+        if turned > 1:
+            stored = stored.chosen(_turned_back(torch.arange(num_out), turned).tolist())
+        blocks = partial(self._quantised_rows, place.name)
+        whole = QuantisedMatrix(entry.type.scheme, (num_out, num_in), blocks, stored)
         return whole if place.rows is None else part_of(whole, place.rows)
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -130,9 +134,7 @@ class GgufFile:
             file.seek(entry.start)
             for first in range(0, num_rows, step):
                 rows = self._read(file, min(step, num_rows - first) * row_bytes, entry)
-                if turned > 1:
-                    rows = torch.unflatten(rows, 0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
-                yield rows
+                yield _turned_back(rows, turned) if turned > 1 else rows
 
     def _read(self, file: BinaryIO, num_bytes: int, entry: Entry) -> Tensor:
         numbers = torch.empty(num_bytes, dtype=torch.uint8)
@@ -187,6 +189,11 @@ class GgufFile:
                 f"the tokenizer of {self.path} cannot be written to {folder.parent} ({error.strerror}): set "
                 "FORERUN_CACHE_DIR to a folder with room that may be written to"
             ) from error
+
+
+def _turned_back(rows: Tensor, turned: int) -> Tensor:
+    """Return rows of heads in the order of published checkpoints; see `_rows_of_a_head`."""
+    return torch.unflatten(rows, 0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def open_source(path: Path) -> GgufFile:

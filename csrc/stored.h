@@ -1,0 +1,33 @@
+// Quantised weights as GGUF files store them: the types of blocks, and what is in one (ggml-quants.c of llama.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace forerun {
+
+constexpr int MOST_UNITS = 8;  // of a block
+
+// A block, unpacked: codes without a sign, the bits of its float16 numbers, and the integers of its units.
+struct UnpackedBlock {
+    uint8_t codes[MOST_UNITS * UNIT];
+    uint16_t scale, subtracted;
+    int8_t scale_levels[MOST_UNITS][2];
+    uint8_t minimum_levels[MOST_UNITS];
+};
+
+// One type. format: how its weights are packed where nothing else shares their panels.
+struct StoredType {
+    int number;  // in a file
+    int num_units;
+    size_t num_bytes;
+    Format format;
+    void (*unpack)(const uint8_t* block, UnpackedBlock& out);
+};
+
+// Null where the type of this number is not known.
+const StoredType* stored_type(int number);
+
+}  // namespace forerun
