@@ -42,7 +42,7 @@ from forerun.pacing.cost import Costs
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
 from forerun.text.template_files import find_sources
-from forerun.text.tokenizer import Tokenizer, needed
+from forerun.text.tokenizer import Tokenizer, without_text
 from forerun.text.unwritten import unwritten_ids
 from forerun.types import SamplingParams
 
@@ -233,7 +233,8 @@ def refuse_without_template(config: EngineConfig) -> None:
 def refuse_without_text(config: EngineConfig) -> None:
     """Raise NotFound where the target knows ids alone, before any weight is fetched: for callers that have texts."""
     folder = target_files(config)
-    needed(Tokenizer.find(folder), str(folder))
+    if not Tokenizer.is_in(folder):
+        raise without_text(str(folder))
 
 
 def torch_device(name: str) -> torch.device:

@@ -39,7 +39,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read `folder`/tokenizer.json. Raises NotFound where there is none, UnsupportedModel where it is broken."""
         file = Path(folder) / "tokenizer.json"
-        if not os.path.lexists(file):
+        if not cls.is_in(folder):
             raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -50,7 +50,12 @@ class Tokenizer:
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
         """Load a folder's tokenizer; None where it has no tokenizer.json, as a model of ids that stand for no text."""
-        return cls.load(folder) if os.path.lexists(Path(folder) / "tokenizer.json") else None
+        return cls.load(folder) if cls.is_in(folder) else None
+
+    @staticmethod
+    def is_in(folder: str | Path) -> bool:
+        """Tell whether a folder has one, which is not read."""
+        return os.path.lexists(Path(folder) / "tokenizer.json")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds.
@@ -161,11 +166,16 @@ class Tokenizer:
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
     """The tokenizer of the model `name`, where a text is asked for. Raises NotFound where it has none."""
     if tokenizer is None:
-        raise NotFound(
-            f"{name} has no tokenizer.json, so it takes and gives token ids, not text: give lists of ids as prompts, "
-            "or copy tokenizer.json from the model that it was made of"
-        )
+        raise without_text(name)
     return tokenizer
+
+
+def without_text(name: str) -> NotFound:
+    """The refusal of a text by a model that has no tokenizer."""
+    return NotFound(
+        f"{name} has no tokenizer.json, so it takes and gives token ids, not text: give lists of ids as prompts, or "
+        "copy tokenizer.json from the model that it was made of"
+    )
 
 
 def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:

@@ -17,7 +17,7 @@ from forerun.blocks import Rope
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number
 from forerun.models.families import gguf_families
-from forerun.models.gguf.header import Header, Value
+from forerun.models.gguf.header import Header, Texts, Value
 from forerun.models.naming import Gguf
 from forerun.ops.rotary import inverse_frequencies
 
@@ -96,8 +96,8 @@ def _plain(value: Value) -> Any:
     """Return a value as JSON has it."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
-    if isinstance(value, list):
-        return [item.decode(errors="replace") for item in value]
+    if isinstance(value, Texts):
+        return [item.decode(errors="replace") for item in value.read()]
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 

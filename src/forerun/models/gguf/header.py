@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -27,11 +28,29 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
 MOST_ENTRIES, MOST_ITEMS, MOST_DIMS, MOST_ALIGNMENT = 1 << 16, 1 << 22, 4, 1 << 16
 MOST_KEY_BYTES, MOST_STRING_BYTES = 1 << 16, 1 << 26
+CHUNK_BYTES = 1 << 20  # of texts that are read together
 STRING, ARRAY = 8, 9
 # Types of values -> their format in `struct`, little-endian.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-Value = bool | int | float | bytes | list[bytes] | np.ndarray[Any, Any]
+
+@dataclass(frozen=True)
+class Texts:
+    """A list of texts where the file has it: a vocabulary and its merges are some 300,000, which most readers skip."""
+
+    file: Path
+    start: int
+    num: int
+
+    def read(self) -> list[bytes]:
+        """Return the texts. Raises as `read_header`."""
+        with self.file.open("rb") as file:
+            reader = _Reader(file, self.file)
+            reader.at = self.start
+            return list(reader.texts(self.num, "a list"))
+
+
+Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -56,14 +75,22 @@ class Header:
 def read_header(path: Path) -> Header:
     """Read the header of a file.
 
+    A file that has not changed since is not read again: opening a model asks several times for what is in its header.
+
     Raises NotFound for a file that cannot be read, UnsupportedModel for one that is no GGUF file, is broken, or holds
     types of tensors that are not read here.
     """
     try:
-        with path.open("rb") as file:
-            return _Reader(file, path).header()
+        found = path.stat()
+        return _header(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+@lru_cache(maxsize=4)  # a target, its draft, and a change of both
+def _header(path: Path, version: tuple[int, ...]) -> Header:
+    with path.open("rb") as file:
+        return _Reader(file, path).header()
 
 
 class _Reader:
@@ -140,7 +167,10 @@ class _Reader:
         if num > min(MOST_ITEMS, (self.end - self.at) // least_bytes):
             self._refuse(f"claims to have {num:,} items in {key!r:.80}")
         if item == STRING:
-            return self._texts(num, key)
+            start = self.at
+            for _ in self.texts(num, key):
+                pass
+            return Texts(self.path, start, num)
         if item not in SCALARS:
             self._refuse(f"has items of type {item} in {key!r:.80}, which must be numbers or texts")
         return np.frombuffer(self._take(num * least_bytes, repr(key)), np.dtype("<" + SCALARS[item]))
@@ -212,19 +242,19 @@ class _Reader:
             self._refuse(f"has {num_bytes:,} bytes as a text in {where:.80}")
         return self._take(num_bytes, where)
 
-    def _texts(self, num: int, where: str) -> list[bytes]:
-        """As many calls of `_text`: a vocabulary and its merges are some 300,000, and each call costs a microsecond."""
-        texts, read, number = [], self.file.read, struct.Struct("<Q")
-        for _ in range(num):
-            head = read(8)
-            num_bytes = number.unpack(head)[0] if len(head) == 8 else 0
-            data = read(num_bytes) if num_bytes <= MOST_STRING_BYTES else b""
-            if len(head) < 8 or len(data) < num_bytes:
-                self.file.seek(self.at)
-                self._text(where, MOST_STRING_BYTES)  # says why it cannot be
-            self.at += 8 + num_bytes
-            texts.append(data)
-        return texts
+    def texts(self, num: int, where: str) -> Iterator[bytes]:
+        """Yield as many texts as calls of `_text` would, of which each costs a microsecond; ends behind them."""
+        unpack = struct.Struct("<Q").unpack_from
+        while num:
+            self.file.seek(self.at)
+            yield self._text(where, MOST_STRING_BYTES)  # which says why one cannot be
+            num -= 1
+            data, at = self.file.read(CHUNK_BYTES), 0
+            while num and at + 8 <= len(data) and (end := at + 8 + unpack(data, at)[0]) <= len(data):
+                yield data[at + 8 : end]
+                at, num = end, num - 1
+            self.at += at
+        self.file.seek(self.at)
 
     def _take(self, num_bytes: int, what: str) -> bytes:
         data = self.file.read(num_bytes) if num_bytes <= self.end - self.at else b""

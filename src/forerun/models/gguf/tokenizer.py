@@ -28,10 +28,11 @@ from tokenizers import (
 
 from forerun.errors import UnsupportedModel
 from forerun.models.gguf.config import text
-from forerun.models.gguf.header import Value
+from forerun.models.gguf.header import Texts, Value
 
 KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # that are no part of what the merges make
 PADDING = re.compile(r"\[PAD\d+\]")  # what converters fill up a matrix with
 SPACE = "\u2581"  # SentencePiece's
 # To find the merges of SentencePiece's tokens takes time and memory like the squares of their lengths: 333 million for
@@ -128,7 +129,7 @@ class _Vocabulary:
         added = [
             AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False)
             for i, kind in enumerate(self.types)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+            if kind in ADDED
         ]
         backend.add_tokens(added)
         self._add_ends(backend)
@@ -226,6 +227,9 @@ class _Vocabulary:
         ids = {f"{short}_token": self.id_of(name) for name, short in names.items()}
         found: dict[str, Any] = {key: self.tokens[i] for key, i in ids.items() if i is not None}
         found |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        ends = [i for i in dict.fromkeys(ids.values()) if i is not None and self.types[i] in ADDED]
+        # So that nobody needs to read a vocabulary for the id of a text.
+        found["added_tokens_decoder"] = {str(i): {"content": self.tokens[i]} for i in ends}
         if templates := self._templates():
             alone = list(templates) == ["default"]
             listed = [{"name": name, "template": template} for name, template in templates.items()]
@@ -284,8 +288,8 @@ def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str
 def _texts(metadata: Mapping[str, Value], key: str, path: Path) -> list[str]:
     value = metadata.get(key)
     try:
-        if isinstance(value, list):
-            return [item.decode() for item in value]
+        if isinstance(value, Texts):
+            return [item.decode() for item in value.read()]
     except UnicodeDecodeError:
         pass
     raise UnsupportedModel(f"{path} has no list of UTF-8 texts as {key}, which its tokenizer needs: fetch it again")
