@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,13 @@ def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: P
 LONG = "word " * 3000  # its prefill takes many steps
 
 
+def wait_until_heard(llm: LLM) -> None:
+    """In a step: wait until the thread that reads the answer has asked for its end, which it may be late to do."""
+    ends = time.monotonic() + 60
+    while llm._loop._commands.empty() and time.monotonic() < ends:
+        time.sleep(0.001)
+
+
 def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> None:
     """The next turn of a template that refuses empty messages would fail for ever."""
     chat = Chat(LLM(talker, draft="none", prefill_chunk_tokens=16), GREEDY)
@@ -424,6 +432,8 @@ def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> 
         steps.append(report)
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
+        elif len(steps) > 3:
+            wait_until_heard(chat.llm)
 
     end = chat.llm.listen(press)
     out = io.StringIO()
@@ -444,6 +454,8 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
             pressed.append(2)
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
+        else:
+            wait_until_heard(chat.llm)
 
     end = chat.llm.listen(press_twice)
     assert chat.answer("hello", io.StringIO(), keys=True).endswith(("stopped]", "forgotten"))

@@ -203,7 +203,7 @@ def test_killed_at_any_moment_a_run_goes_on(
     done = process("batch", str(requests), str(out))
     assert done.returncode == 0, done.stderr
     num_before = kept.count(b"\n")
-    assert f"; {num_before} of them before; " in done.stderr
+    assert f"; {num_before} of them before" in done.stderr
     assert out.read_bytes().startswith(kept)
     answers = answers_in(out)
     assert answers.keys() == {custom_id for custom_id, _, _ in many()}
@@ -218,7 +218,7 @@ def test_killed_at_any_moment_a_run_goes_on(
 
 @pytest.mark.once("a signal, whatever the speculation")
 def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
-    """It says how to go on; and while the run lives, a second one is kept out."""
+    """It says how to go on; and while the run lives, a second one is kept out. A long request may end until then."""
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
     requests, out = write(*short, *long), tmp_path / "out.jsonl"
@@ -230,12 +230,14 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     assert other.returncode == 2
     assert "another process is writing" in other.stderr
     child.sendintr()
-    child.expect_exact("stopped: 2 of 42 requests have their answer; the same command goes on from here\r\n")
+    child.expect(r"stopped: (\d+) of 42 requests have their answer; the same command goes on from here\r\n")
+    num_answered = int(child.match[1])
     child.expect(pexpect.EOF)
     assert "Traceback" not in (child.before or "")
     child.close()
     assert child.exitstatus == 130
-    assert answers_in(out).keys() == {"short-0", "short-1"}
+    assert 2 <= num_answered == len(answers_in(out)) < 42
+    assert {"short-0", "short-1"} <= answers_in(out).keys()
 
 
 def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:

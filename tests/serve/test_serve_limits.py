@@ -217,12 +217,17 @@ def test_a_slow_reader_gets_longer_pieces_and_stops_nobody(server: Running) -> N
 
 def test_sigterm_lets_accepted_requests_finish() -> None:
     with serving("--max-batch-size", "4") as running:
-        asked: Any = {**LONG, "max_tokens": 150, "temperature": 0}
-        alone = running.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        asked: Any = {**LONG, "temperature": 0}
+        lengths = [800] * 4 + [60] * 8  # the first four are not done before the others have come
+        alone = {
+            num: running.http.post("/v1/completions", json={**asked, "max_tokens": num}).json()["choices"][0]["text"]
+            for num in set(lengths)
+        }
         with ThreadPoolExecutor(12) as pool:
 
             def ask(i: int) -> str:
-                answer = httpx.post(f"{running.url}/v1/completions", json={**asked, "stream": i % 2 == 0}, timeout=120)
+                body = {**asked, "max_tokens": lengths[i], "stream": i % 2 == 0}
+                answer = running.http.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 if i % 2:
                     return str(answer.json()["choices"][0]["text"])
@@ -230,13 +235,10 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
                 assert answer.text.rstrip().endswith("data: [DONE]")
                 return "".join(event["choices"][0]["text"] for event in events)
 
-            answers = [pool.submit(ask, i) for i in range(12)]
-
-            def taken() -> bool:
-                names = ("num_requests_running", "num_requests_waiting")
-                return sum(running.metric(f"forerun:{name}") for name in names) == 12
-
-            wait_for(taken)
+            answers = [pool.submit(ask, i) for i in range(4)]
+            wait_for(lambda: running.metric("forerun:num_requests_running") == 4)
+            answers += [pool.submit(ask, i) for i in range(4, 12)]
+            wait_for(lambda: running.metric("forerun:num_requests_waiting") == 8)
             running.process.send_signal(signal.SIGTERM)
             wait_for(lambda: running.http.get("/ready").status_code == 503)
             turned = running.http.post("/v1/completions", json=asked)
@@ -247,7 +249,7 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
             assert int(turned.headers["retry-after"]) >= 1
             assert running.http.get("/lab/").status_code == 200
             assert running.http.get("/health").status_code == 200
-            assert [answer.result() for answer in answers] == [alone] * 12
+            assert [answer.result() for answer in answers] == [alone[num] for num in lengths]
         assert running.process.wait(60) == 0
         assert "shutting down: 12 choices are still to be made" in running.log
 
