@@ -39,7 +39,7 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
 
 @pytest.mark.once("about the draft model")
 def test_the_shipped_draft_is_chosen_for_the_shipped_target():
-    (out,) = llm().generate(PROMPT, greedy(40))
+    (out,) = llm().generate(PROMPT, greedy(40, spec_length=5))  # however busy the machine is
     assert out.report.num_drafted > 0
     assert out.report.alpha_hat > 0.3
     assert out.text == llm().tokenizer.decode(out.token_ids)
@@ -176,7 +176,7 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
     save_checkpoint(tmp_path / "draft", config, weights, tokenizer_folder=SHIPPED_DRAFT)
     half, drafted = LLM("shipped", draft=str(tmp_path / "draft")), []
     end = half.listen(lambda report: drafted.extend(t for d in report.rounds for t in d.tokens), detail=True)
-    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, spec_length=5, **sampling)
     prompts = [[id_ for id_ in half.tokenizer.encode(PROMPT) if id_ < 2048], [5, 4000, 6]]
     known, unknown = half.generate(prompts, params)
     end()
@@ -202,7 +202,7 @@ def test_a_draft_model_may_end_at_other_ids(tmp_path):
     """A base model drafts for a chat model: the draft's end ids differ from the target's and are not used."""
     small = load_checkpoint(SHIPPED_DRAFT).model
     save_checkpoint(tmp_path / "draft", small.config, small.weights, end_ids=[7], tokenizer_folder=SHIPPED_DRAFT)
-    (out,) = LLM("shipped", draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))
+    (out,) = LLM("shipped", draft=str(tmp_path / "draft"), spec_length=5).generate(PROMPT, greedy(24))
     assert out.report.num_drafted > 0
     assert out.token_ids == llm("none").generate(PROMPT, greedy(24))[0].token_ids
 

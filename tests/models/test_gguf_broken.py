@@ -32,13 +32,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(path: Path) -> str | None:
     """The sentence of the refusal, None where the file is read. Raises for every other error, and for waste."""
-    before_s, before_kib = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before_s, before_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         load_checkpoint(path, dtype="float32", with_tokenizer=True)
     except UserError as error:
         return str(error)
     finally:
-        assert time.monotonic() - before_s < MOST_S
+        assert time.process_time() - before_s < MOST_S
         assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) * 1024 < MOST_BYTES
     return None
 
