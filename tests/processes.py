@@ -3,8 +3,8 @@
 `Popen` starts `python -m ...` or `python -c ...` as subprocess.Popen does, and `spawn` in a terminal of its own as
 pexpect.spawn does: a process with its own arguments, environment, folder, files and signals. But the interpreter is not
 started anew. A helper process, one for each process of tests, has imported torch and nothing of forerun; it forks, and
-its grandchild becomes a child of the test. What a test says of a start itself, of memory, or of an import of torch, it
-must say of a real start: subprocess.Popen.
+its grandchild becomes a child of the test. What a test says of a start itself, of all memory of a process, or of an
+import of torch, it must say of a real start: subprocess.Popen.
 """
 
 from __future__ import annotations

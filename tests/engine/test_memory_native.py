@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import processes
 from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native
 from forerun import native, ops as operators
 from forerun.blocks import Spec, resized, weight_shapes
@@ -126,7 +127,7 @@ def numbers_of_a_child(source: str, *args: str, **environment: str) -> list[int]
     tests = Path(__file__).parents[1]
     variables = ENVIRONMENT | {"PYTHONPATH": f"{tests}:{ENVIRONMENT['PYTHONPATH']}"} | environment
     command = [sys.executable, "-c", source, *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    done = processes.run(command, capture_output=True, text=True, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
