@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
@@ -53,36 +51,6 @@ def test_signatures_show_every_option_with_its_default():
     assert fields["max_tokens"].default == 128
     assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "params", "raw"]
     assert forerun.EngineConfig is EngineConfig
-
-
-CALLS = """
-from pathlib import Path
-from forerun import LLM, EngineConfig, SamplingParams
-
-SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2], bad_words="c", logit_bias={1: 2})
-SamplingParams(stop="a", stop_token_ids=(1,))
-SamplingParams(max_token=3)  # type: ignore[call-arg]
-SamplingParams(stop=3)  # type: ignore[arg-type]
-llm = LLM(Path("x"), draft="none", max_batch_size=4, ignore_config_keys=["a"], speculative_config={"model": "y"})
-LLM("x", draught="none")  # type: ignore[call-arg]
-LLM("x", max_batch_size="4")  # type: ignore[arg-type]
-reveal: list[str] = [output.text for output in llm.generate("x", SamplingParams(temperature=0))]
-llm.generate("x", temperature=0)  # type: ignore[call-arg]
-LLM.from_config(EngineConfig(target="x"))
-"""
-
-
-def test_checkers_take_what_the_engine_takes_and_refuse_the_rest(tmp_path):
-    """With the project's own settings, and a cache of its own: `make test` checks the package beside the tests."""
-    (tmp_path / "calls.py").write_text(CALLS, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", tmp_path / "calls.py"],
-        cwd=SOURCE.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.startswith("Success"), done.stdout + done.stderr
 
 
 def test_an_llm_says_what_it_is(llm):
