@@ -59,10 +59,11 @@ OPTIONS = [
 ]
 # `make test` takes a part of the cases, chosen below; `make parity` runs the others.
 SAMPLE = ("greedy", "plain", "all")  # the sampling options of every drafter by one rule,
-BY_OTHERS = ("plain",)  # and those by each other rule: what a rule makes of all options is tested with EVERY_RULE
+BY_OTHERS = ("plain",)  # and those by ALWAYS_BY and one more in turn: what others make of them EVERY_RULE shows
 ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both,
 ALWAYS_BY = ("ratio", "match")  # by these rules;
-EVERY_RULE = ("model",)  # and the one with every sampling option by every rule
+EVERY_RULE = ("model",)  # and the one with these sampling options by every rule, one of which depends on the path
+OF_EVERY_RULE = ("greedy", "plain", "repetition", "all")
 COMPOUND = [name for name in NAMES if hasattr(registry.load(drafters.__name__, name, "drafter"), "parts")]
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -127,11 +128,21 @@ def is_first(name: str, rule: str) -> bool:
     return rule == next(r for n, r in sorted(PAIRS, key=lambda pair: pair[1] != "ratio") if n == name)
 
 
+def has_turn(name: str, rule: str) -> bool:
+    """Whether it is the drafter's turn of those rules that `make test` has not with every drafter."""
+    others = [r for n, r in PAIRS if n == name and r not in ALWAYS_BY]
+    return bool(others) and rule == others[NAMES.index(name) % len(others)]
+
+
 def is_sampled(name: str, rule: str, sampling: str) -> bool:
-    """Whether `make test` has the pair with these sampling options: a compound's parts are tested by every rule."""
-    if is_always(name, rule) or name in EVERY_RULE:
+    """Whether `make test` has the pair with these sampling options: a compound's parts are tested by their own."""
+    if is_always(name, rule):
         return True
-    return sampling in (SAMPLE if is_first(name, rule) else BY_OTHERS) and (name not in COMPOUND or rule in ALWAYS_BY)
+    if name in EVERY_RULE:
+        return sampling in OF_EVERY_RULE
+    if is_first(name, rule):
+        return sampling in SAMPLE
+    return sampling in BY_OTHERS and (rule in ALWAYS_BY or (name not in COMPOUND and has_turn(name, rule)))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +161,17 @@ def test_options_of_a_drafter(name, options, rule, sampling):
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling]), options), drafts=sampling == "plain")
 
 
+def is_cut(name: str, rule: str, least: float) -> bool:
+    """Whether `make test` has it: the draft model by every rule, two more drafters by one."""
+    if name in EVERY_RULE:
+        return rule in ALWAYS_BY or least != cutting.LEAST
+    return name in ("lookup", "tree") and is_first(name, rule)
+
+
 @pytest.mark.parametrize(
-    ("name", "rule"), also_long(PAIRS, lambda c: c[0] in EVERY_RULE or (c[0] in ("lookup", "tree") and is_first(*c)))
+    ("name", "rule", "least"),
+    also_long([(*pair, least) for pair in PAIRS for least in (cutting.LEAST, 0.3)], lambda c: is_cut(*c)),
 )
-@pytest.mark.parametrize("least", [cutting.LEAST, 0.3])
 def test_drafts_free_of_some_ids(monkeypatch, name, rule, least):
     """A token that was drawn is taken out because of what it is, and the target, which writes it, writes it as often.
 
@@ -184,7 +202,9 @@ def pair(shape: str) -> tuple[ToyModel, ToyModel]:
 
 def is_shaped(name: str, rule: str, shape: str, temperature: float) -> bool:
     """Whether `make test` has it: greedy requests by one rule, for their distributions are points by any."""
-    return is_always(name, rule) or (shape == "zeros" and (temperature > 0 or is_first(name, rule)))
+    if is_always(name, rule) or (name in EVERY_RULE and shape == "zeros"):
+        return True
+    return shape == "zeros" and (is_first(name, rule) or (temperature > 0 and has_turn(name, rule)))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +248,7 @@ EARLY = [policy for policy in PACINGS if stops_early(policy)]
 
 def is_paced(name: str, rule: str, policy: str, gamma: int) -> bool:
     """Whether `make test` has it: every policy with `model`, and one that stops early with each drafter, in turn."""
-    if is_always(name, rule):
+    if is_always(name, rule) and (rule == "ratio" or policy in EARLY):
         return gamma == (3 if name == "model" else 1)
     return gamma == 3 and is_first(name, rule) and policy == EARLY[NAMES.index(name) % len(EARLY)]
 
