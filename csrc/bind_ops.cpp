@@ -151,6 +151,23 @@ bool fill_stored(Backend& b, Packed& packed, int first, int count, int type, int
     return packed.fill_stored(b.team, first, count, {type, file, start, at<const int32_t>(numbers)});
 }
 
+// x [rows, groups * group]; codes like x, scales and zeros [rows, groups].
+void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits, Address codes, Address scales, Address zeros) {
+    if (group < 16 || group > MOST_GROUP || group % 16 != 0 || (bits != 4 && bits != 8))
+        throw std::invalid_argument("groups of 16 to 256 weights are rounded to 4 or 8 bits");
+    constexpr size_t PER_TILE = 128;
+    b.team.run(num_groups <= 2 * PER_TILE, [&](int thread) {
+        b.team.tiles(thread, static_cast<int>((num_groups + PER_TILE - 1) / PER_TILE), [&](int tile) {
+            const size_t first = static_cast<size_t>(tile) * PER_TILE, last = std::min(num_groups, first + PER_TILE);
+            for (size_t i = first; i < last; ++i) {
+                const size_t at_weight = i * static_cast<size_t>(group);
+                b.kernels.round_group(at<const float>(x) + at_weight, group, bits,
+                                      {at<uint8_t>(codes) + at_weight, at<uint16_t>(scales) + i, at<uint8_t>(zeros) + i});
+            }
+        });
+    });
+}
+
 void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed& w, const std::vector<Address>& parts,
           int width, int num_rows, Address out) {
     Join made{{}, eps, &w.matrix()};
@@ -191,6 +208,9 @@ void bind_ops(nb::module_& m) {
              "Packs rows of a file as it stores them; returns False where `fill` has to be asked.\n\ntype: its number in GGUF "
              "files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from "
              "row 0 on.")
+        .def("round_groups", &round_groups, Free(), "x"_a, "num_groups"_a, "group"_a, "bits"_a, "codes"_a, "scales"_a, "zeros"_a,
+             "Rounds groups of float32 that follow each other to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
+             "(bfloat16) and zeros (uint8), one for each group.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

@@ -247,6 +247,14 @@ struct Heads {
     int first, last;
 };
 
+// Where a rounded group of weights goes: its codes, scale (bfloat16) and zero point.
+constexpr int MOST_GROUP = 256;
+struct RoundedGroup {
+    uint8_t* codes;
+    uint16_t* scale;
+    uint8_t* zero;
+};
+
 struct Kernels {
     // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
@@ -275,6 +283,8 @@ struct Kernels {
     void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts, float* scratch);
     // One row and query head from its parts, which are `stride` floats apart. scratch: part_floats.
     void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch);
+    // `group` weights, a multiple of 16, to 4 or 8 bits.
+    void (*round_group)(const float* x, int group, int bits, const RoundedGroup& to);
     SamplingKernels sampling;
 };
 

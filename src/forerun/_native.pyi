@@ -84,6 +84,13 @@ class Backend:
         type: its number in GGUF files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from row 0 on.
         """
 
+    def round_groups(self, x: int, num_groups: int, group: int, bits: int, codes: int, scales: int, zeros: int) -> None:
+        """
+        Rounds groups of float32 that follow each other to 4 or 8 bits.
+
+        Writes codes (uint8, one for each weight), scales (bfloat16) and zeros (uint8), one for each group.
+        """
+
     def linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
     def add_linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
     def gated_linear(self, arg0: Packed, arg1: Packed, arg2: int, arg3: int, arg4: int, /) -> None: ...

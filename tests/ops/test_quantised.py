@@ -10,6 +10,7 @@ from forerun import native
 from forerun.ops import load_model
 from forerun.ops.cpu_memory import quantised_bytes
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantising import rounded_by_kernels, rounded_by_torch, scheme_of
 from ops.native_cases import (
     ISAS,
     NAN,
@@ -109,6 +110,26 @@ def is_unpacked(found: Tensor, weights: Tensor) -> bool:
 
 def test_rows_are_rounded_in_units_that_files_are_read_in() -> None:
     assert native.extension().UNIT == UNIT
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels_round_as_torch_does(bits: int, isa: str) -> None:
+    """Bit for bit: usual rows, of one sign, of zeros, with ties, hardly more than zero, and large ones."""
+    for group in (16, 32, 64, 128):
+        rows = torch.randn(60, 256, generator=seeded(bits))
+        rows[10:20] = rows[10:20].abs()
+        rows[20:30] = -rows[20:30].abs()
+        rows[30], rows[31:40] = 0, torch.randint(-3, 4, (9, 256), generator=seeded(1)).float()
+        rows[40:45] *= 1e-38
+        rows[45:50] *= 1e30
+        scheme = scheme_of(bits, group)
+        found, wanted = rounded_by_kernels(rows, scheme, isa), rounded_by_torch(rows, scheme)
+        assert torch.equal(found.codes, wanted.codes)
+        assert torch.equal(found.scales, wanted.scales)
+        assert found.zeros is not None
+        assert wanted.zeros is not None
+        assert torch.equal(found.zeros, wanted.zeros)
 
 
 @every_isa

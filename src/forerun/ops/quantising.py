@@ -8,11 +8,13 @@ finer (the search that GGUF's K-quants do, with fewer steps).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from forerun import native
 from forerun.blocks import Weight
 from forerun.config import GROUPS, Quantization
 from forerun.errors import BadOption
@@ -21,6 +23,7 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
 
 SCALE_DTYPE = torch.bfloat16  # as published checkpoints have them, whose model is computed in bfloat16
+LANES = 16  # of the kernels
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
 
 
@@ -30,7 +33,34 @@ def scheme_of(bits: int, group: int) -> Scheme:
 
 
 def quantise(rows: Tensor, scheme: Scheme) -> QuantisedRows:
-    """Round rows [R, I] to a scheme of `scheme_of`, whose group divides I. The weights must be finite."""
+    """Round rows [R, I] to a scheme of `scheme_of`, whose group divides I. The weights must be finite.
+
+    The native kernels do the operations of `rounded_by_torch` in the same order, some ten times as fast.
+    """
+    if native.isa() == "reference" or rows.device.type != "cpu":
+        return rounded_by_torch(rows, scheme)
+    return rounded_by_kernels(rows, scheme, native.isa())
+
+
+def rounded_by_kernels(rows: Tensor, scheme: Scheme, isa: str) -> QuantisedRows:
+    """Do what `quantise` does with the kernels of an instruction set; the group is a multiple of 16."""
+    weights = rows.detach().float().contiguous()
+    groups = (len(rows), rows.shape[1] // scheme.group)
+    codes, zeros = torch.empty(rows.shape, dtype=torch.uint8), torch.empty(groups, dtype=torch.uint8)
+    scales = torch.empty(groups, dtype=SCALE_DTYPE)
+    places = (codes.data_ptr(), scales.data_ptr(), zeros.data_ptr())
+    _kernels(isa).round_groups(weights.data_ptr(), scales.numel(), scheme.group, scheme.bits, *places)
+    return QuantisedRows(scheme, codes, scales, zeros)
+
+
+@cache
+def _kernels(isa: str) -> Any:
+    """Return kernels with a team of their own, which sleeps between two blocks."""
+    return native.extension().Backend(isa, native.num_threads())
+
+
+def rounded_by_torch(rows: Tensor, scheme: Scheme) -> QuantisedRows:
+    """Do what `quantise` does where there are no kernels."""
     groups = rows.float().reshape(len(rows), -1, scheme.group)
     codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
     return QuantisedRows(scheme, codes.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8))
@@ -51,7 +81,8 @@ def _four_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         step = scales.float()
         zeros = torch.round(-share * low / step).clamp_(0, 15)
         codes = torch.round(groups / step.unsqueeze(-1)).add_(zeros.unsqueeze(-1)).clamp_(0, 15)
-        errors = (codes - zeros.unsqueeze(-1)).mul_(step.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+        errors = (codes - zeros.unsqueeze(-1)).mul_(step.unsqueeze(-1)).sub_(groups).square_()
+        errors = _sum(errors)
         if best is None:
             best, least = (codes, scales, zeros), errors
             continue
@@ -64,6 +95,20 @@ def _four_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )
     assert best is not None
     return best
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """Sum the last dimension in the kernels' order: torch's own depends on the processor, and with it which is less."""
+    if numbers.shape[-1] % LANES == 0:
+        lanes = torch.unflatten(numbers, -1, (-1, LANES))
+        numbers = lanes[..., 0, :]
+        for i in range(1, lanes.shape[-2]):
+            numbers = numbers + lanes[..., i, :]
+    while numbers.shape[-1] > 1:
+        half, is_odd = divmod(numbers.shape[-1], 2)
+        rest = numbers[..., :half] + numbers[..., half : 2 * half]
+        numbers = torch.cat((rest, numbers[..., -1:]), dim=-1) if is_odd else rest
+    return numbers.squeeze(-1)
 
 
 def _positive(scales: Tensor) -> Tensor:
