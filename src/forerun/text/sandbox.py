@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from types import CodeType, GeneratorType
 from typing import Any, NoReturn
 
@@ -79,6 +79,7 @@ class CompiledTemplate:
             ) from error
 
 
+@lru_cache(maxsize=16)  # opening a model asks three times, and a large template takes some 20 ms
 def compile_template(source: str, where: str) -> CompiledTemplate:
     """Compile a template. Raises UnsupportedModel, with the line, for one that is not valid."""
     environment = _Environment()

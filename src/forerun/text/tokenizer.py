@@ -8,9 +8,12 @@ import re
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from forerun.errors import BadOption, NotFound, VocabularyMismatch, shown
 from forerun.text.files import unreadable
@@ -76,12 +79,18 @@ class Tokenizer:
     def id_to_token(self) -> dict[int, str]:
         """Every id that has a token, added tokens included, in ascending order."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        return dict(sorted((token_id, token) for token, token_id in vocabulary.items()))
+        return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
     @cached_property
     def num_ids(self) -> int:
         """Highest id + 1; a model's matrices may be higher (padding)."""
-        return max(self.id_to_token, default=-1) + 1
+        return int(self._ids.max(initial=-1)) + 1
+
+    @cached_property
+    def _ids(self) -> NDArray[np.int64]:
+        """Every id that has a token, in no order."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -92,7 +101,7 @@ class Tokenizer:
     @cached_property
     def holes(self) -> frozenset[int]:
         """Ids below num_ids without a token; they must have probability 0."""
-        return frozenset(range(self.num_ids)) - frozenset(self.id_to_token)
+        return frozenset(np.setdiff1d(np.arange(self.num_ids), self._ids).tolist())
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

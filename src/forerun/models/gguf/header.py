@@ -9,7 +9,9 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -47,7 +49,7 @@ class Texts:
         with self.file.open("rb") as file:
             reader = _Reader(file, self.file)
             reader.at = self.start
-            return list(reader.texts(self.num, "a list"))
+            return reader.texts(self.num, "a list")
 
 
 Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
@@ -168,8 +170,7 @@ class _Reader:
             self._refuse(f"claims to have {num:,} items in {key!r:.80}")
         if item == STRING:
             start = self.at
-            for _ in self.texts(num, key):
-                pass
+            self._skip_texts(num, key)
             return Texts(self.path, start, num)
         if item not in SCALARS:
             self._refuse(f"has items of type {item} in {key!r:.80}, which must be numbers or texts")
@@ -242,18 +243,36 @@ class _Reader:
             self._refuse(f"has {num_bytes:,} bytes as a text in {where:.80}")
         return self._take(num_bytes, where)
 
-    def texts(self, num: int, where: str) -> Iterator[bytes]:
-        """Yield as many texts as calls of `_text` would, of which each costs a microsecond; ends behind them."""
+    def texts(self, num: int, where: str) -> list[bytes]:
+        """As many calls of `_text`, of which each costs a microsecond."""
+        found = []
+        for data, starts in self._pieces(num, where):
+            found += [data[start + 8 : end] for start, end in itertools.pairwise(starts)]
+        return found
+
+    def _skip_texts(self, num: int, where: str) -> None:
+        for _ in self._pieces(num, where):
+            pass
+
+    def _pieces(self, num: int, where: str) -> Iterator[tuple[bytes, list[int]]]:
+        """Yield the bytes of some texts, and where the length of each begins in them and the last one ends."""
         unpack = struct.Struct("<Q").unpack_from
         while num:
             self.file.seek(self.at)
-            yield self._text(where, MOST_STRING_BYTES)  # which says why one cannot be
-            num -= 1
-            data, at = self.file.read(CHUNK_BYTES), 0
-            while num and at + 8 <= len(data) and (end := at + 8 + unpack(data, at)[0]) <= len(data):
-                yield data[at + 8 : end]
-                at, num = end, num - 1
-            self.at += at
+            data, end = self.file.read(CHUNK_BYTES), 0
+            starts: list[int] = []
+            with contextlib.suppress(struct.error):  # there is no further length
+                while len(starts) <= num and end <= len(data):
+                    starts.append(end)
+                    end += 8 + unpack(data, end)[0]
+            if len(starts) < 2:  # one of a megabyte; or it says why it cannot be
+                self.file.seek(self.at)
+                first = self._text(where, MOST_STRING_BYTES)
+                data, starts = bytes(8) + first, [0, 8 + len(first)]
+            else:
+                self.at += starts[-1]
+            num -= len(starts) - 1
+            yield data, starts
         self.file.seek(self.at)
 
     def _take(self, num_bytes: int, what: str) -> bytes:
