@@ -21,7 +21,12 @@ export async function mount(element, lab) {
     ["passes", "passes of the target"],
   ]);
   const positions = el("div", { class: "live-positions", "data-part": "positions" });
-  const rounds = makeRounds(lab, mark);
+  // What comes under a mouse that rests, as a list scrolls or the text grows, is not pointed at.
+  const place = (event) => `${event.clientX} ${event.clientY}`;
+  let resting = "";
+  document.addEventListener("pointermove", (event) => { resting = place(event); }, { capture: true, passive: true });
+  const isMoved = (event) => place(event) !== resting;
+  const rounds = makeRounds(lab, mark, isMoved);
   const race = makeRace(lab);
   const results = el("div", { hidden: true, class: "stack live-results" },
     el("div", { class: "card split" },
@@ -36,7 +41,7 @@ export async function mount(element, lab) {
   for (const name of ["pointerover", "click"]) {
     text.addEventListener(name, (event) => {
       const token = event.target.closest?.("[data-round]");
-      if (token) rounds.choose(Number(token.dataset.round));
+      if (token && (name === "click" || isMoved(event))) rounds.choose(Number(token.dataset.round));
     });
   }
   function mark(number) {

@@ -3,8 +3,8 @@ import { drawTree, isChain } from "./tree.js";
 
 const shown = (text) => (text === "" ? "␀" : text.replaceAll(" ", "·")); // a space is seen
 
-// { element, detail, clear(), add(round), choose(number), onChoose }
-export function makeRounds(lab, onChoose) {
+// { element, detail, clear(), add(round), choose(number), onChoose }; isMoved(event): whether the pointer came by itself
+export function makeRounds(lab, onChoose, isMoved) {
   const { el } = lab;
   const list = el("div", { class: "live-rounds", role: "listbox", tabindex: 0, "aria-label": "Rounds", "data-part": "rounds" });
   const detail = el("div", { class: "live-detail", "data-part": "round" });
@@ -27,7 +27,7 @@ export function makeRounds(lab, onChoose) {
     const rejected = round.nodes.filter((node) => node.verdict === "rejected");
     const untested = round.nodes.filter((node) => node.verdict === "untested");
     const row = el("div", { role: "option", id: `live-round-${round.number}`, "aria-selected": "false",
-      onClick: () => choose(round.number), onPointerenter: (event) => { if (event.pointerType === "mouse") choose(round.number); } },
+      onClick: () => choose(round.number), onPointerenter: (event) => { if (event.pointerType === "mouse" && isMoved(event)) choose(round.number); } },
       el("span", { class: "number" }, round.number),
       el("span", { class: "share", title: "accepted of drafted" }, `${round.num_accepted}/${round.nodes.length}`),
       el("span", { class: "live-chips" },
