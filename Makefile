@@ -101,10 +101,14 @@ test: lint  ## check, all tests except the long comparison, and without ARGS tes
 # TESTED: the instruction set that everything was tested with already.
 test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, once per instruction set
 	@possible="$$($(BIN)/python -c 'from forerun import native; print(*native.available_isas())')" || exit; \
-	for isa in $$possible; do \
+	started=""; failed=0; for isa in $$possible; do \
 		[ "$$isa" != "$(TESTED)" ] || continue; \
-		echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(ARGS) || exit; \
-	done
+		FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(ARGS) > $(VENV)/isa-$$isa.txt 2>&1 & started="$$started $$isa:$$!"; \
+	done; \
+	for one in $$started; do \
+		wait $${one#*:} || failed=1; \
+		echo "FORERUN_ISA=$${one%:*}:"; cat $(VENV)/isa-$${one%:*}.txt; \
+	done; exit $$failed
 
 check: lint  ## lint, formatting, types, import order
 	$(BIN)/mypy
