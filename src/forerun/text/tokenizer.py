@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence as Seq
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -45,10 +45,10 @@ class Tokenizer:
         if not cls.is_in(folder):
             raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for a file it cannot read
+            found = file.stat()
+        except OSError as error:
             raise unreadable(file, error, "a file of the tokenizers library") from error
-        return cls(backend, Path(folder))
+        return _loaded(file, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
@@ -170,6 +170,16 @@ class Tokenizer:
         """True where the id's text is whole characters by itself, so that decoding may start anew at it."""
         text = self.own_text(token_id)
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
+
+
+@lru_cache(maxsize=2)  # a target's and its draft's, each of which is asked for more than once while they are opened
+def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
+    """Return the tokenizer of a file. version: another one where the file has changed."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise unreadable(file, error, "a file of the tokenizers library") from error
+    return Tokenizer(backend, file.parent)
 
 
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
