@@ -6,11 +6,13 @@ torch is imported when a command runs, never to print help.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, cast
 
@@ -131,17 +133,18 @@ def generate(
     flags.sampling_params(sampling, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
     if engine["target"] is None and prompts:
         refuse_a_model(prompts)
-    config = flags.engine_config(engine)
-    from forerun.engine.factory import usual_fields
+    with _without_collections():
+        config = flags.engine_config(engine)
+        from forerun.engine.factory import usual_fields
 
-    params = flags.sampling_params(sampling, usual_fields(config))
-    requests = read_requests(prompts or [], prompt_file, params)
-    if not as_json and any(params.logprobs is not None for _, params in requests):
-        raise BadOption("logprobs are printed with --json only: add it")
-    if rounds and any(params.searches for _, params in requests):
-        raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
-    requests = _with_messages(requests, config, chat)
-    llm = _open(config)
+        params = flags.sampling_params(sampling, usual_fields(config))
+        requests = read_requests(prompts or [], prompt_file, params)
+        if not as_json and any(params.logprobs is not None for _, params in requests):
+            raise BadOption("logprobs are printed with --json only: add it")
+        if rounds and any(params.searches for _, params in requests):
+            raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
+        requests = _with_messages(requests, config, chat)
+        llm = _open(config)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     if as_json:
         _print_json(llm, encoded)
@@ -151,6 +154,18 @@ def generate(
         _stream(llm, *encoded[0], verbose)
     else:
         _print_batch(llm, requests, encoded, verbose)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Open a model without looking for garbage, which takes 0.1 s: what imports and tokenizers make all stays."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bool | None) -> list[flags.Request]:
