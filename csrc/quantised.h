@@ -74,24 +74,26 @@ inline Scales scales_of(const Format& f, const char* head, const char* unit, int
     return {scale, SHIFT == 0.0f ? minimum : nmadd(scale, f16(SHIFT), minimum)};
 }
 
-// Adds a unit and sixteen outputs to the sums of ROWS rows, float32 [ROWS][32].
-template <int BITS, int GROUPS, int ROWS>
-inline void add_unit(const char* codes, const Scales (&scales)[GROUPS], const RoundedUnit* x, float* sums) {
+// Adds a unit to the sums of ROWS rows, float32 [ROWS][32], for N sixteens of outputs.
+template <int BITS, int ROWS, int N, int GROUPS>
+inline void add_unit(const char* codes, const Scales (&scales)[N][GROUPS], const RoundedUnit* x, float* sums) {
     const auto add_group = [&](auto group) {
         constexpr int G = group, LENGTH = UNIT_WORDS / GROUPS;
-        I16 dots[ROWS];
-        dot<BITS, G * LENGTH, (G + 1) * LENGTH, ROWS>(codes, x, dots);
+        I16 dots[N][ROWS];
+        dot<BITS, G * LENGTH, (G + 1) * LENGTH>(codes, x, dots);
         for (int r = 0; r < ROWS; ++r) {
             const F16 sum_x = f16(GROUPS == 1 ? x[r].sum : x[r].halves[G]);
-            const F16 of_unit = nmadd(scales[G].minimum, sum_x, scales[G].scale * to_float(dots[r]));
-            store(sums + r * PANEL, madd(f16(x[r].scale), of_unit, load(sums + r * PANEL)));
+            for (int n = 0; n < N; ++n) {
+                float* const at = sums + r * PANEL + n * LANES;
+                const F16 of_unit = nmadd(scales[n][G].minimum, sum_x, scales[n][G].scale * to_float(dots[n][r]));
+                store(at, madd(f16(x[r].scale), of_unit, load(at)));
+            }
         }
     };
     add_group(std::integral_constant<int, 0>());
     if constexpr (GROUPS == 2) add_group(std::integral_constant<int, 1>());
 }
 
-constexpr int MOST_ROWS = WIDE_REGISTERS ? 8 : 4;  // that share a decoded line; fewer are computed at once, too
 constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %
 constexpr int QUANTISED_AHEAD_BYTES = 2048;  // how far weights are fetched ahead; 4 KB were 3 to 6 % slower, 1 KB the same
 
@@ -101,7 +103,8 @@ void rows_times_panel(const Format& format, int num_units, const char* data, con
                       float* sums) {
     const Format f = format;  // a copy, which no store to the sums could change
     const size_t head_bytes = f.head_bytes(), level_bytes = f.level_bytes();
-    constexpr size_t CODE_BYTES = 2 * BITS * UNIT;  // of 16 outputs
+    constexpr int N = SIXTEENS<GROUPS>, WIDTH = N * LANES, MOST = MOST_ROWS<BITS>;
+    constexpr size_t CODE_BYTES = static_cast<size_t>(BITS) * UNIT / 8 * WIDTH;
     const char* head = nullptr;
     int left = 0;  // units of the head
     for (int i = 0; i < num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
@@ -111,17 +114,18 @@ void rows_times_panel(const Format& format, int num_units, const char* data, con
         const char* const unit = data;
         data += level_bytes;
         for (const char* p = begin; p < data; p += 64) __builtin_prefetch(p + QUANTISED_AHEAD_BYTES);
-        for (int lane = 0; lane < PANEL; lane += LANES, data += CODE_BYTES) {
+        for (int lane = 0; lane < PANEL; lane += WIDTH, data += CODE_BYTES) {
             for (size_t i = 0; i < CODE_BYTES; i += 64) __builtin_prefetch(data + QUANTISED_AHEAD_BYTES + i);
-            Scales scales[GROUPS];
-            for (int g = 0; g < GROUPS; ++g) scales[g] = scales_of<BITS>(f, head, unit, g, lane);
+            Scales scales[N][GROUPS];
+            for (int n = 0; n < N; ++n)
+                for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<BITS>(f, head, unit, g, lane + n * LANES);
             int row = 0;
             const auto take = [&](auto count) {
-                add_unit<BITS, GROUPS, decltype(count)::value>(data, scales, x + row, sums + row * PANEL + lane);
+                add_unit<BITS, decltype(count)::value>(data, scales, x + row, sums + row * PANEL + lane);
                 row += decltype(count)::value;
             };
-            while (num_rows - row >= MOST_ROWS) take(std::integral_constant<int, MOST_ROWS>());
-            if constexpr (MOST_ROWS > 4) {
+            while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
+            if constexpr (MOST > 4) {
                 if (num_rows - row == 7) take(std::integral_constant<int, 7>());
                 if (num_rows - row == 6) take(std::integral_constant<int, 6>());
                 if (num_rows - row == 5) take(std::integral_constant<int, 5>());

@@ -147,21 +147,31 @@ inline __m512i weight_codes(const char* codes, int j) {
     }
 }
 
-// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128.
-template <int BITS, int FIRST, int LAST, int ROWS>
-inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[ROWS]) {
+// Sixteens of outputs that are taken at once: two share each input that is loaded, and so many sums stand side by side that none
+// waits for the one before it. Two groups of scales in a unit make shorter sums, and leave no registers for more.
+template <int GROUPS>
+constexpr int SIXTEENS = GROUPS == 1 ? 2 : 1;
+template <int BITS>
+constexpr int MOST_ROWS = 8;  // that share decoded codes
+
+// The exact sums over words [FIRST, LAST) of N sixteens of outputs, for ROWS rows; of codes of 8 bits less 128.
+template <int BITS, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     for (int r = 0; r < ROWS; ++r) {
         const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
-        sums[r].v = BITS == 8 ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
+        const __m512i begin = BITS == 8 ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
+        for (int n = 0; n < N; ++n) sums[n][r].v = begin;
     }
 #pragma GCC unroll 8
     for (int j = FIRST; j < LAST; ++j) {
-        const __m512i code = weight_codes<BITS>(codes, j);
+        __m512i code[N];
+        for (int n = 0; n < N; ++n) code[n] = weight_codes<BITS>(codes + n * 2 * BITS * UNIT, j);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             int32_t word;
             std::memcpy(&word, x[r].codes + 4 * j, 4);
-            sums[r].v = _mm512_dpbusd_epi32(sums[r].v, code, _mm512_set1_epi32(word));
+            const __m512i input = _mm512_set1_epi32(word);
+            for (int n = 0; n < N; ++n) sums[n][r].v = _mm512_dpbusd_epi32(sums[n][r].v, code[n], input);
         }
     }
 }

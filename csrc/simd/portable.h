@@ -157,8 +157,13 @@ inline F16 load_unsigned(const char* p) {
     return lanewise([&](int i) { return static_cast<float>(static_cast<uint8_t>(p[i])); });
 }
 
-template <int BITS, int FIRST, int LAST, int ROWS>
-inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[ROWS]) {
+template <int GROUPS>
+constexpr int SIXTEENS = 1;  // of outputs that are taken at once
+template <int BITS>
+constexpr int MOST_ROWS = 4;  // that share decoded codes
+
+template <int BITS, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     for (int o = 0; o < LANES; ++o) {
         int codes[UNIT];
         for (int k = 4 * FIRST; k < 4 * LAST; ++k)
@@ -166,7 +171,7 @@ inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[ROWS]) {
         for (int r = 0; r < ROWS; ++r) {
             int32_t sum = 0;
             for (int k = 4 * FIRST; k < 4 * LAST; ++k) sum += codes[k] * x[r].codes[k];
-            sums[r].v[o] = sum;
+            sums[0][r].v[o] = sum;
         }
     }
 }
