@@ -17,11 +17,13 @@ constexpr size_t TILE_BYTES = 40 << 10;  // of weights per tile: some microsecon
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to,
              const std::function<void()>& prepare) {
     static thread_local Scratch kept, prepared;  // grow to the largest pass, outside of the tiles
-    float* sums = kept.floats(static_cast<size_t>(inputs.num_rows) * PANEL);
+    float* sums = kept.floats(sum_floats(inputs.num_rows));
     Inputs x = inputs;
     const size_t bytes = backend.kernels.prepared_bytes(w, inputs.num_rows);
     if (bytes > 0) x.words = static_cast<uint32_t*>(prepared.bytes(bytes));
-    const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
+    // Panels that are read side by side, as long as there are enough tiles for the threads to end together.
+    const int shared = is_quantised(w.type) ? std::min(num_streams(inputs.num_rows), w.num_panels / (4 * backend.team.num_threads())) : 1;
+    const int per_tile = std::max({1, shared, static_cast<int>(TILE_BYTES / w.panel_bytes())});
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
     bool is_ready = false;
     backend.team.tiles(thread, num_tiles, [&](int tile) {

@@ -183,6 +183,14 @@ FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     return a.value > b.value;
 }
 
+// Quantised panels that are read side by side. Of more rows the sums would not stay in the nearest cache, and arithmetic is
+// what takes the time.
+FORERUN_INLINE int num_streams(int num_rows) { return num_rows <= 16 ? 4 : 1; }
+FORERUN_INLINE size_t sum_floats(int num_rows) {  // at most, of as many rows and fewer
+    const int few = num_rows < 16 ? num_rows : 16, of_few = few * num_streams(few);
+    return static_cast<size_t>(num_rows > of_few ? num_rows : of_few) * PANEL;
+}
+
 // What becomes of logits: they are multiplied, and then c tanh(logit / c) where there is a cap c, which 0 says that there is not.
 struct LogitRange {
     float scale, cap;
@@ -256,7 +264,7 @@ struct RoundedGroup {
 };
 
 struct Kernels {
-    // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
+    // Product of every row with the panels [first, last). sums: sum_floats, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
     // Where prepared_bytes is not 0, `linear` gets in place of the words what `prepare` makes of them: units of int8 for
     // quantised weights, floats where pairs of bfloat16 are widened.

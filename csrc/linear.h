@@ -222,7 +222,7 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
     }
 }
 
-void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* sums);  // quantised.h
+int quantised_panels(const Matrix& w, const Inputs& x, int panel, int last, float* sums);  // quantised.h
 void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to);
 void unpack_quantised(const Matrix& w, int row, float* out);
 
@@ -243,15 +243,13 @@ inline void prepare(const Matrix& w, const Inputs& x, void* to) {
 // The inputs are those that `prepare` has written, where it has any.
 inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
-    for (int panel = first; panel < last; ++panel) {
+    for (int panel = first, count = 1; panel < last; panel += count) {
         if (is_quantised(w.type))
-            quantised_panel(w, x, panel, sums);
+            count = quantised_panels(w, x, panel, last, sums);
         else
             panel_sums(w, x, panel, sums);
-        if (to.finish == Finish::argmax)
-            best_of_panel(w, x, to, panel, sums);
-        else
-            finish_panel(w, x, to, panel, sums);
+        for (int i = 0; i < count; ++i)
+            (to.finish == Finish::argmax ? best_of_panel : finish_panel)(w, x, to, panel + i, sums + i * x.num_rows * PANEL);
     }
 }
 

@@ -68,7 +68,7 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
 
 size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
                   int num_threads) {
-    const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(num_threads);
+    const size_t threads = static_cast<size_t>(num_threads);
     size_t parts = 0;
     int widest = model.hidden_size;
     for (const Block& block : model.blocks) {
@@ -89,7 +89,7 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
     const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
                    steps_of(weights_are_quantised ? Type::int8 : model.type, widest), 0, nullptr, nullptr, nullptr, 0};
-    return bytes + threads * (allocated_bytes(4 * rows * PANEL) + allocated_bytes(kernels.prepared_bytes(w, num_rows)));
+    return bytes + threads * (allocated_bytes(4 * sum_floats(num_rows)) + allocated_bytes(kernels.prepared_bytes(w, num_rows)));
 }
 
 Model::Buffers Model::buffers(Room& room, const Pass& pass) const {

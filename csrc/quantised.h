@@ -95,63 +95,76 @@ inline void add_unit(const char* codes, const Scales (&scales)[N][GROUPS], const
 }
 
 constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %
-constexpr int QUANTISED_AHEAD_BYTES = 2048;  // how far weights are fetched ahead; 4 KB were 3 to 6 % slower, 1 KB the same
+// How far the weights of each panel are fetched ahead. Farther ahead it is these fetches that wait for memory, for which the
+// first cache has few places, and no longer the processor's own, which go into the second: 4 and 8 KB were a fifth slower.
+constexpr int QUANTISED_AHEAD_BYTES = 1024;
 
-// The sums of one panel, float32 [num_rows][32]. x: the first unit of all rows; the next one is `stride` further.
+// The sums of panels that follow each other, float32 [panels][num_rows][32]. They are walked side by side: a processor fetches
+// several streams of memory faster than one. x: the first unit of all rows; the next one is `stride` further.
 template <int BITS, int GROUPS>
-void rows_times_panel(const Format& format, int num_units, const char* data, const RoundedUnit* x, int stride, int num_rows,
-                      float* sums) {
+void rows_times_panels(const Format& format, int num_units, const char* data, int num_panels, const RoundedUnit* x, int stride,
+                       int num_rows, float* sums) {
     const Format f = format;  // a copy, which no store to the sums could change
-    const size_t head_bytes = f.head_bytes(), level_bytes = f.level_bytes();
+    const size_t head_bytes = f.head_bytes(), level_bytes = f.level_bytes(), unit_bytes = f.unit_bytes();
+    const size_t panel_bytes = f.panel_bytes(num_units);
     constexpr int N = SIXTEENS<GROUPS>, WIDTH = N * LANES, MOST = MOST_ROWS<BITS>;
     constexpr size_t CODE_BYTES = static_cast<size_t>(BITS) * UNIT / 8 * WIDTH;
-    const char* head = nullptr;
-    int left = 0;  // units of the head
-    for (int i = 0; i < num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
+    const char* first_head = nullptr;  // of the first panel
+    int left = 0;                      // units of the head
+    for (int i = 0; i < num_panels * num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
     for (int u = 0; u < num_units; ++u, x += stride) {
-        const char* const begin = data;
-        if (left-- == 0) head = data, data += head_bytes, left = f.head_units - 1;
-        const char* const unit = data;
-        data += level_bytes;
-        for (const char* p = begin; p < data; p += 64) __builtin_prefetch(p + QUANTISED_AHEAD_BYTES);
-        for (int lane = 0; lane < PANEL; lane += WIDTH, data += CODE_BYTES) {
-            for (size_t i = 0; i < CODE_BYTES; i += 64) __builtin_prefetch(data + QUANTISED_AHEAD_BYTES + i);
-            Scales scales[N][GROUPS];
-            for (int n = 0; n < N; ++n)
-                for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<BITS>(f, head, unit, g, lane + n * LANES);
-            int row = 0;
-            const auto take = [&](auto count) {
-                add_unit<BITS, decltype(count)::value>(data, scales, x + row, sums + row * PANEL + lane);
-                row += decltype(count)::value;
-            };
-            while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
-            if constexpr (MOST > 4) {
-                if (num_rows - row == 7) take(std::integral_constant<int, 7>());
-                if (num_rows - row == 6) take(std::integral_constant<int, 6>());
-                if (num_rows - row == 5) take(std::integral_constant<int, 5>());
-                if (num_rows - row == 4) take(std::integral_constant<int, 4>());
+        const char* const first_line = data;
+        if (left-- == 0) first_head = data, data += head_bytes, left = f.head_units - 1;
+        for (int panel = 0; panel < num_panels; ++panel) {
+            const size_t at = panel_bytes * static_cast<size_t>(panel);
+            const char *const head = first_head + at, *const unit = data + at;
+            const char* codes = unit + level_bytes;
+            float* const own = sums + panel * num_rows * PANEL;
+            for (const char* p = first_line + at; p < codes; p += 64) __builtin_prefetch(p + QUANTISED_AHEAD_BYTES);
+            for (int lane = 0; lane < PANEL; lane += WIDTH, codes += CODE_BYTES) {
+                for (size_t i = 0; i < CODE_BYTES; i += 64) __builtin_prefetch(codes + QUANTISED_AHEAD_BYTES + i);
+                Scales scales[N][GROUPS];
+                for (int n = 0; n < N; ++n)
+                    for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<BITS>(f, head, unit, g, lane + n * LANES);
+                int row = 0;
+                const auto take = [&](auto count) {
+                    add_unit<BITS, decltype(count)::value>(codes, scales, x + row, own + row * PANEL + lane);
+                    row += decltype(count)::value;
+                };
+                while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
+                if constexpr (MOST > 4) {
+                    if (num_rows - row == 7) take(std::integral_constant<int, 7>());
+                    if (num_rows - row == 6) take(std::integral_constant<int, 6>());
+                    if (num_rows - row == 5) take(std::integral_constant<int, 5>());
+                    if (num_rows - row == 4) take(std::integral_constant<int, 4>());
+                }
+                if (num_rows - row == 3) take(std::integral_constant<int, 3>());
+                if (num_rows - row == 2) take(std::integral_constant<int, 2>());
+                if (num_rows - row == 1) take(std::integral_constant<int, 1>());
             }
-            if (num_rows - row == 3) take(std::integral_constant<int, 3>());
-            if (num_rows - row == 2) take(std::integral_constant<int, 2>());
-            if (num_rows - row == 1) take(std::integral_constant<int, 1>());
         }
+        data += unit_bytes;
     }
 }
 
 template <int BITS>
-void any_groups(const Format& f, int num_units, const char* data, const Inputs& x, float* sums) {
+void any_groups(const Format& f, int num_units, const char* data, int num_panels, const Inputs& x, float* sums) {
     const RoundedUnit* units = reinterpret_cast<const RoundedUnit*>(x.words);
     for (int first = 0; first < x.num_rows; first += NEAR_ROWS) {
         const int num_rows = x.num_rows - first < NEAR_ROWS ? x.num_rows - first : NEAR_ROWS;
-        (f.groups == 1 ? rows_times_panel<BITS, 1> : rows_times_panel<BITS, 2>)(f, num_units, data, units + first, x.num_rows,
-                                                                               num_rows, sums + first * PANEL);
+        (f.groups == 1 ? rows_times_panels<BITS, 1> : rows_times_panels<BITS, 2>)(
+            f, num_units, data, num_panels, units + first, x.num_rows, num_rows, sums + first * PANEL);
     }
 }
 
-inline void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* sums) {
+// The sums of the first panels of [panel, last), float32 [panels][num_rows][32]; returns how many they are.
+inline int quantised_panels(const Matrix& w, const Inputs& x, int panel, int last, float* sums) {
     const Format& f = w.format_of(panel);
+    int count = 1;
+    while (count < num_streams(x.num_rows) && panel + count < last && &w.format_of(panel + count) == &f) ++count;
     const auto product = f.bits == 4 ? any_groups<4> : f.bits == 5 ? any_groups<5> : f.bits == 6 ? any_groups<6> : any_groups<8>;
-    product(f, w.num_steps / UNIT, w.panel_at(panel), x, sums);
+    product(f, w.num_steps / UNIT, w.panel_at(panel), count, x, sums);
+    return count;
 }
 
 // The weights of one output, each operation rounded.
