@@ -105,9 +105,9 @@ void forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses&
     m.forward(pass);
 }
 
-void logits(Model& m, Address hidden, int num_rows, Address out, const Packed* head) {
+void logits(Model& m, Address hidden, int num_rows, int num_ids, Address out) {
     nb::gil_scoped_release release;
-    m.logits(at<const float>(hidden), num_rows, head ? &head->matrix() : nullptr, at<float>(out));
+    m.logits(at<const float>(hidden), num_rows, num_ids, at<float>(out));
 }
 
 // Returns the ids of the largest logits, and these logits.
@@ -121,16 +121,22 @@ std::pair<Ids, std::vector<float>> argmax(Model& m, Address hidden, const std::v
     return {std::move(ids), std::move(values)};
 }
 
+// Of each run the ids, and their probabilities where there are stops.
+using Found = std::pair<std::vector<Ids>, std::vector<std::vector<float>>>;
+
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
-std::optional<std::vector<Ids>> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
-                                          const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
-                                          const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
-                                          const Ahead* ahead) {
+std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
+                               const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
+                               const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
+                               const Ahead* ahead, const std::vector<Stop>& stops) {
     if ((input != 0) != (ahead != nullptr)) throw std::invalid_argument("a head, and only a head, has an input");
     if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
     if (ahead) check_join(ahead->join, m.parts().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
+    if (!stops.empty() && stops.size() != counts.size()) throw std::invalid_argument("every run needs a stop, or none does");
+    for (const Stop& stop : stops)
+        if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
     Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
@@ -144,10 +150,10 @@ std::optional<std::vector<Ids>> run_ahead(Model& m, const Ids& tokens, const Ids
         throw std::invalid_argument("every token needs a run and a position");
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
     pass.input = at<const float>(input);
-    std::vector<Ids> ids;
+    Found found;
     nb::gil_scoped_release release;
-    if (!m.run_ahead(pass, lengths, num_ids, ahead, ids)) return {};
-    return ids;
+    if (!m.run_ahead(pass, lengths, num_ids, ahead, stops, found.first, found.second)) return {};
+    return found;
 }
 
 }  // namespace
@@ -157,6 +163,10 @@ void bind_model(nb::module_& m) {
           "Says why these kernels do not compute a forerun.blocks.Spec, in a sentence without an end; None where they do.");
     m.def("pass_bytes", &bytes_of_pass, "isa"_a, "spec"_a, "bfloat16"_a, "quantised"_a, "num_rows"_a, "context"_a, "num_threads"_a,
           "Counts the bytes of a model's buffers after a pass of so many rows behind so many tokens, an upper bound.");
+    nb::class_<Stop>(m, "Stop", "When a run that is continued greedily ends before its length.")
+        .def(nb::init<std::vector<float>, std::vector<float>, std::vector<float>>(), "edges"_a, "shares"_a, "least"_a,
+             "edges: ascending probabilities. shares: one more; how often an id is right whose probability is at least so many "
+             "of the edges. least: the product of the shares of all ids so far, below which nothing follows, behind each id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
         .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
              "block_tokens"_a, "row_bytes"_a)
@@ -180,15 +190,15 @@ void bind_model(nb::module_& m) {
         .def("norm", [](Model& self, Address hidden, int rows, Address out) {
             self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
              "Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.")
-        .def("logits", &logits, "hidden"_a, "num_rows"_a, "out"_a, "head"_a.none() = nb::none(),
-             "Writes the logits of rows after the final norm, float32 [num_rows, outputs], to `out`.\n\nhead: a matrix in place of "
-             "the model's own.")
+        .def("logits", &logits, "hidden"_a, "num_rows"_a, "num_ids"_a, "out"_a,
+             "Writes the first `num_ids` logits of rows after the final norm, float32 [num_rows, num_ids], to `out`.")
         .def("argmax", &argmax, "hidden"_a, "rows"_a, "num_ids"_a,
              "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
-             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(),
-             "Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.\n\ncounts: tokens "
+             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(),
+             "Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; "
+             "None where a logit is NaN.\n\nstops: of each run when it ends earlier, or none at all. counts: tokens "
              "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, "
              "what the first block gets for them. ahead: of a head, how a found id is fed.");
     nb::class_<Ahead>(m, "Ahead", "How a head goes on: a found id's embedding of the target and the row before are joined.")

@@ -168,6 +168,15 @@ void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits,
     });
 }
 
+// Whether it could, and whether all fits.
+std::pair<bool, bool> round_stored(Backend& b, Packed& packed, int first, int count, int type, int file, size_t start,
+                                   Address numbers, int group) {
+    bool fits = true;
+    const StoredRows rows{type, file, start, at<const int32_t>(numbers)};
+    const bool is_good = packed.round_stored(b.team, first, count, rows, group, b.kernels.round_group, fits);
+    return {is_good, fits};
+}
+
 void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed& w, const std::vector<Address>& parts,
           int width, int num_rows, Address out) {
     Join made{{}, eps, &w.matrix()};
@@ -211,6 +220,10 @@ void bind_ops(nb::module_& m) {
         .def("round_groups", &round_groups, Free(), "x"_a, "num_groups"_a, "group"_a, "bits"_a, "codes"_a, "scales"_a, "zeros"_a,
              "Rounds groups of float32 that follow each other to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
              "(bfloat16) and zeros (uint8), one for each group.")
+        .def("round_stored", &round_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a, "numbers"_a,
+             "group"_a,
+             "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales "
+             "fit.\n\nThe rest is as for `fill_stored`.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

@@ -175,6 +175,12 @@ struct Best {
     int32_t id;
 };
 
+// The sum of e^(logit - top) over the logits of a row so far, of which top is the largest.
+struct Odds {
+    float top = -__builtin_inff();
+    alignas(64) float sums[16] = {};
+};
+
 // NaN counts as largest, as in numpy's argmax; the lowest id wins a tie, in whatever order they come.
 FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     const bool nan = a.value != a.value, other_nan = b.value != b.value;
@@ -198,7 +204,7 @@ struct LogitRange {
 };
 
 // Where a product is written. out: float32 [num_rows, stride]. next, act: for `gated` and `activated`. best: for `argmax`, one
-// per row, which is updated.
+// per row, which is updated. odds: null, or beside best.
 struct Output {
     Finish finish;
     float* out;
@@ -207,6 +213,7 @@ struct Output {
     Act act;
     LogitRange range;
     Best* best;
+    Odds* odds = nullptr;
 };
 
 FORERUN_INLINE Output stored(float* out, size_t stride) { return {Finish::store, out, stride, {}, Act::silu, {1, 0}, nullptr}; }
@@ -217,7 +224,9 @@ FORERUN_INLINE Output activated_as(const Inputs& next, Act act, bool gated) {
 FORERUN_INLINE Output logits_of(float* out, size_t stride, LogitRange range) {
     return {range.is_plain() ? Finish::store : Finish::logits, out, stride, {}, Act::silu, range, nullptr};
 }
-FORERUN_INLINE Output best_of(Best* best, LogitRange range) { return {Finish::argmax, nullptr, 0, {}, Act::silu, range, best}; }
+FORERUN_INLINE Output best_of(Best* best, Odds* odds, LogitRange range) {
+    return {Finish::argmax, nullptr, 0, {}, Act::silu, range, best, odds};
+}
 
 // One sequence's run of new rows within a pass, for attention.
 struct Run {

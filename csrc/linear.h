@@ -202,6 +202,25 @@ inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int
     }
 }
 
+// Adds a panel's logits of a row; those behind `count` are none.
+inline void add_odds(float* values, int count, Odds& to) {
+    for (int i = count; i < PANEL; ++i) values[i] = -__builtin_inff();
+    bool is_higher = false;
+    for (int n = 0; n < PANEL; n += LANES) is_higher |= any_at_least(load(values + n), to.top);
+    if (is_higher) {
+        float top = to.top;
+        for (int n = 0; n < PANEL; n += LANES) {
+            const float found = largest(load(values + n));
+            if (found > top) top = found;
+        }
+        store(to.sums, load(to.sums) * exp(f16(to.top - top)));
+        to.top = top;
+    }
+    F16 sum = load(to.sums);
+    for (int n = 0; n < PANEL; n += LANES) sum = sum + exp(load(values + n) - f16(to.top));
+    store(to.sums, sum);
+}
+
 inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, int panel, const float* sums) {
     const int first = panel * PANEL, count = w.num_out - first < PANEL ? w.num_out - first : PANEL;
     for (int row = 0; row < x.num_rows; ++row) {
@@ -214,6 +233,7 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
             store(values + n, y);
             worth_a_look |= any_at_least(y, to.best[row].value);
         }
+        if (to.odds) add_odds(values, count, to.odds[row]);
         if (!worth_a_look) continue;
         for (int i = 0; i < count; ++i) {
             const Best candidate{values[i], first + i};

@@ -239,20 +239,19 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
         !are_alike(m.format_of(start), type->format))
         return false;
     const int num_blocks = m.num_in / (type->num_units * UNIT);
-    const size_t row_bytes = static_cast<size_t>(num_blocks) * type->num_bytes;
-    std::atomic<bool> is_good{true};
     const auto pack_row = [&](const uint8_t* data, int index) {
         const auto [panel, number] = place_of(index);
         const Lane lane{m.format_of(panel), const_cast<char*>(m.panel_at(panel)), number};
         UnpackedBlock block;
+        bool is_good = true;
         for (int b = 0; b < num_blocks; ++b, data += type->num_bytes) {
             type->unpack(data, block);
             const int unit = b * type->num_units;
             std::memcpy(lane.number(unit, 0, 0), &block.scale, 2);
-            if (!is_finite(block.scale)) is_good = false;
+            is_good &= is_finite(block.scale);
             if (lane.f.offset == Offset::minimums) {
                 std::memcpy(lane.number(unit, 0, 1), &block.subtracted, 2);
-                if (!is_finite(block.subtracted)) is_good = false;
+                is_good &= is_finite(block.subtracted);
             }
             for (int u = 0; u < type->num_units; ++u) {
                 for (int g = 0; lane.f.two_levels && g < lane.f.groups; ++g) {
@@ -262,7 +261,17 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
                 lane.put(unit + u, block.codes + u * UNIT);
             }
         }
+        return is_good;
     };
+    return each_stored(team, first, count, rows, static_cast<size_t>(num_blocks) * type->num_bytes, pack_row);
+}
+
+bool Packed::each_stored(Team& team, int first, int count, const StoredRows& rows, size_t row_bytes,
+                         const std::function<bool(const uint8_t*, int)>& pack_row) {
+    const Matrix& m = matrix_;
+    const int outputs = m.paired ? PANEL / 2 : PANEL, height = m.paired ? m.num_out : first + count;
+    const int start = first % height / outputs, end = ((first + count - 1) % height) / outputs + 1;  // panels
+    std::atomic<bool> is_good{true};
     team.run(count < outputs, [&](int thread) {
         std::vector<uint8_t> data(row_bytes * static_cast<size_t>(outputs));
         team.tiles(thread, end - start, [&](int tile) {
@@ -271,9 +280,54 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
             const int to = std::min(count, (start + tile + 1) * outputs - first % height);
             if (!rows.read(from, to, row_bytes, data.data())) is_good = false;
             for (int i = from; i < to && is_good; ++i)
-                pack_row(data.data() + row_bytes * static_cast<size_t>(i - from), first + i);
+                if (!pack_row(data.data() + row_bytes * static_cast<size_t>(i - from), first + i)) is_good = false;
         });
     });
+    return is_good;
+}
+
+bool Packed::round_stored(Team& team, int first, int count, const StoredRows& rows, int group,
+                          void (*round_group)(const float*, int, int, const RoundedGroup&), bool& fits) {
+    const Matrix& m = matrix_;
+    const StoredType* const type = stored_type(rows.type);
+    if (!type || m.num_in % (type->num_units * UNIT) != 0 || group % UNIT != 0 || group > MOST_GROUP || m.num_in % group != 0)
+        return false;
+    const Format& f = m.format_of(place_of(first).first);
+    if (&f != &m.format_of(place_of(first + count - 1).first) || f.bits != 4 || f.offset != Offset::zeros || f.two_levels ||
+        f.groups != 1 || f.head_units * UNIT != group)
+        return false;
+    const int num_blocks = m.num_in / (type->num_units * UNIT);
+    const size_t num_groups = static_cast<size_t>(m.num_in / group), width = static_cast<size_t>(m.num_in);
+    std::atomic<bool> all_fit{true};
+    const auto pack_row = [&](const uint8_t* data, int index) {
+        thread_local std::vector<float> weights;
+        thread_local std::vector<uint8_t> codes, zeros;
+        thread_local std::vector<uint16_t> scales;
+        weights.resize(width), codes.resize(width), zeros.resize(num_groups), scales.resize(num_groups);
+        for (int b = 0; b < num_blocks; ++b)
+            type->dequantise(data + static_cast<size_t>(b) * type->num_bytes, weights.data() + b * type->num_units * UNIT);
+        float product = 0.0f;  // NaN where a weight is no number
+        for (const float weight : weights) product += weight * 0.0f;
+        if (!(product == 0.0f)) return false;
+        for (size_t g = 0; g < num_groups; ++g) {
+            const size_t at = g * static_cast<size_t>(group);
+            round_group(weights.data() + at, group, 4, {codes.data() + at, scales.data() + g, zeros.data() + g});
+        }
+        const auto [panel, number] = place_of(index);
+        const Lane lane{f, const_cast<char*>(m.panel_at(panel)), number};
+        for (size_t g = 0; g < num_groups; ++g) {
+            const int unit = static_cast<int>(g) * f.head_units;
+            const uint32_t bits = static_cast<uint32_t>(scales[g]) << 16;  // of a bfloat16 number
+            float scale;
+            std::memcpy(&scale, &bits, sizeof scale);
+            if (!lane.put_number(unit, 0, 0, scale)) all_fit = false;
+            lane.put_number(unit, 0, 1, static_cast<float>(zeros[g]));
+        }
+        for (int u = 0; u < m.num_in / UNIT; ++u) lane.put(u, codes.data() + u * UNIT);
+        return true;
+    };
+    const bool is_good = each_stored(team, first, count, rows, static_cast<size_t>(num_blocks) * type->num_bytes, pack_row);
+    fits = all_fit;
     return is_good;
 }
 

@@ -1,6 +1,7 @@
 // Packs row-major weights into panels, and can give the source's memory back while it does.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -62,6 +63,10 @@ class Packed {
     // The same rows, read from a file and packed by all threads at once; of a paired matrix rows of one part. Returns false where
     // they cannot be read, are packed otherwise than their type is, or have numbers that are not finite.
     bool fill_stored(Team& team, int first, int count, const StoredRows& rows);
+    // Rows of a file, too, each rounded to 4 bits in these groups first (Kernels::round_group); `fits` is false where a scale
+    // does not fit into float16.
+    bool round_stored(Team& team, int first, int count, const StoredRows& rows, int group,
+                      void (*round_group)(const float*, int, int, const RoundedGroup&), bool& fits);
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 
@@ -76,6 +81,10 @@ class Packed {
     };
 
     std::pair<int, int> place_of(int index) const;  // panel and lane of an output
+    // Reads `count` rows of a file, those of a panel by one thread, and calls with each its data and its output, until it says
+    // that a row is not good.
+    bool each_stored(Team& team, int first, int count, const StoredRows& rows, size_t row_bytes,
+                     const std::function<bool(const uint8_t*, int)>& pack_row);
     void put_bias(const float* bias, int num_out);
     const void* source_row(const std::vector<Part>& parts, int panel, int lane) const;
     void pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const;

@@ -361,8 +361,15 @@ void Model::norm(const float* hidden, int num_rows, float* out) {
     });
 }
 
-void Model::logits(const float* hidden, int num_rows, const Matrix* own, float* out) {
-    const Matrix& head = own ? *own : this->head();
+// The first outputs of a matrix.
+static Matrix first_of(Matrix w, int num_out) {
+    w.num_out = std::min(num_out, w.num_out);
+    w.num_panels = (w.num_out + PANEL - 1) / PANEL;
+    return w;
+}
+
+void Model::logits(const float* hidden, int num_rows, int num_ids, float* out) {
+    const Matrix head = first_of(this->head(), num_ids);
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
     const Inputs x = head_inputs(room, head, num_rows);
@@ -375,23 +382,22 @@ void Model::logits(const float* hidden, int num_rows, const Matrix* own, float* 
     });
 }
 
-void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values) {
-    Matrix head = this->head();
+void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values, float* probs) {
+    const Matrix head = first_of(this->head(), num_ids);
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
     const int num_rows = static_cast<int>(rows.size()), width = parts_.hidden_size;
     const Inputs x = head_inputs(room, head, num_rows);
     const size_t threads = static_cast<size_t>(backend_.team.num_threads());
     std::vector<Best> best(threads * static_cast<size_t>(num_rows), Best{-__builtin_inff(), INT32_MAX});
-    head.num_out = std::min(num_ids, head.num_out);
-    head.num_panels = (head.num_out + PANEL - 1) / PANEL;
+    std::vector<Odds> odds(probs ? best.size() : 0);
     backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
         backend_.team.tiles(thread, num_rows, [&](int i) {
             const size_t row = static_cast<size_t>(rows[static_cast<size_t>(i)]);
             backend_.kernels.put_row(x, i, hidden + row * static_cast<size_t>(width), width);
         });
-        Best* own = best.data() + static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
-        product(backend_, thread, head, x, best_of(own, parts_.range));
+        const size_t first = static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
+        product(backend_, thread, head, x, best_of(best.data() + first, probs ? odds.data() + first : nullptr, parts_.range));
     });
     for (int row = 0; row < num_rows; ++row) {
         Best winner = best[static_cast<size_t>(row)];
@@ -401,18 +407,37 @@ void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_id
         }
         ids[row] = winner.id;
         values[row] = winner.value;
+        if (!probs) continue;
+        float sum = 0.0f;
+        for (size_t t = 0; t < threads; ++t) {
+            const Odds& own = odds[t * static_cast<size_t>(num_rows) + static_cast<size_t>(row)];
+            const float scale = std::exp(own.top - winner.value);
+            for (float part : own.sums) sum += scale * part;
+        }
+        probs[row] = 1.0f / sum;
     }
 }
 
+// Whether a run goes on behind an id. survival: the product of the shares before it, and then with its own.
+static bool goes_on(const Stop& stop, size_t k, float prob, float& survival) {
+    size_t bin = 0;
+    while (bin < stop.edges.size() && prob >= stop.edges[bin]) ++bin;
+    survival *= stop.shares[bin];
+    return k < stop.least.size() && survival >= stop.least[k];
+}
+
 bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                        std::vector<std::vector<int64_t>>& ids) {
+                      const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
+                      std::vector<std::vector<float>>& probs) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
     const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
-    std::vector<float> hidden(num_floats), values(num_runs), left, embedded, before, input;
+    std::vector<float> hidden(num_floats), values(num_runs), chances(num_runs), survival(num_runs, 1.0f);
+    std::vector<float> left, embedded, before, input;
+    std::vector<char> stopped(num_runs, 0);
     std::vector<int64_t> tokens, positions, found(num_runs);
     std::vector<int> rows, row_of(num_runs);
     std::vector<size_t> going(num_runs);
-    ids.assign(num_runs, {});
+    ids.assign(num_runs, {}), probs.assign(num_runs, {});
     Pass pass = first;
     pass.hidden = hidden.data();
     if (ahead) {
@@ -426,14 +451,18 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
     }
     for (int depth = 1;; ++depth) {
         forward(pass);
-        argmax(hidden.data(), rows, num_ids, found.data(), values.data());
+        argmax(hidden.data(), rows, num_ids, found.data(), values.data(), stops.empty() ? nullptr : chances.data());
         for (size_t k = 0; k < going.size(); ++k) {
             if (!std::isfinite(values[k])) return false;
-            ids[going[k]].push_back(found[k]);
+            const size_t i = going[k];
+            ids[i].push_back(found[k]);
+            if (stops.empty()) continue;
+            probs[i].push_back(chances[k]);
+            stopped[i] = !goes_on(stops[i], ids[i].size() - 1, chances[k], survival[i]);
         }
         pass.runs.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
-            if (lengths[i] <= depth) continue;
+            if (lengths[i] <= depth || stopped[i]) continue;
             const Run& run = first.runs[i];
             const int at = run.cached + run.num_rows + depth - 1;
             const size_t row = going.size();

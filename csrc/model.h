@@ -56,6 +56,13 @@ struct Ahead {
     Join join;
 };
 
+// When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of all ids
+// so far is below least[k], or there is no least[k]. shares[i]: how often an id is right whose probability is at least i of
+// the edges, which ascend.
+struct Stop {
+    std::vector<float> edges, shares, least;
+};
+
 class Model {
   public:
     // vectors: weights of norms that the parts point to and that nobody else keeps.
@@ -66,17 +73,20 @@ class Model {
     // Final norm of rows [num_rows, hidden_size], float32.
     void norm(const float* hidden, int num_rows, float* out);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, outputs of the head].
-    // head: null = the model's own.
-    void logits(const float* hidden, int num_rows, const Matrix* head, float* out);
+    // num_ids: of the first outputs alone; the rest of the head is not read.
+    void logits(const float* hidden, int num_rows, int num_ids, float* out);
     // Finds the largest of the first num_ids logits of some rows and its id, without writing the other logits. Ties go to
-    // the lowest id; a NaN counts as the largest, the first one if there are several.
-    void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
+    // the lowest id; a NaN counts as the largest, the first one if there are several. probs: null, or the softmax of these
+    // logits at each id.
+    void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
+                float* probs = nullptr);
     // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
     // Stops and returns false where a logit is NaN. ahead: of a head, whose pass has an input; null = a found id is fed by its
-    // embedding.
+    // embedding. stops: of each run, or none at all; then probs gets the probability of every id.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                   std::vector<std::vector<int64_t>>& ids);
+                   const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
+                   std::vector<std::vector<float>>& probs);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
     const ModelParts& parts() const { return parts_; }
 

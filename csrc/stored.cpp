@@ -104,6 +104,33 @@ const StoredType TYPES[] = {
 
 }  // namespace
 
+static float from_half(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ffu;
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(mantissa) * 0x1p-24f;
+    const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+void StoredType::dequantise(const uint8_t* data, float* out) const {
+    UnpackedBlock block;
+    unpack(data, block);
+    const float scale = from_half(block.scale), zero = static_cast<float>(format.zero);
+    const float subtracted = format.offset == Offset::minimums ? from_half(block.subtracted) : 0.0f;
+    const int span = UNIT / format.groups;
+    for (int u = 0; u < num_units; ++u)
+        for (int g = 0; g < format.groups; ++g) {
+            const float own = format.two_levels ? static_cast<float>(block.scale_levels[u][g]) * scale : scale;
+            const float least = format.two_levels ? static_cast<float>(block.minimum_levels[u]) * subtracted : subtracted;
+            const int first = u * UNIT + g * span;
+            for (int i = first; i < first + span; ++i) {
+                const float code = static_cast<float>(block.codes[i]);
+                out[i] = format.offset == Offset::zero ? (code - zero) * own : code * own - least;
+            }
+        }
+}
+
 const StoredType* stored_type(int number) {
     for (const StoredType& type : TYPES)
         if (type.number == number) return &type;

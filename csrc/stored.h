@@ -25,6 +25,9 @@ struct StoredType {
     size_t num_bytes;
     Format format;
     void (*unpack)(const uint8_t* block, UnpackedBlock& out);
+
+    // The weights of a block as floats, rounded in the order in which ops/quantised.py rounds them.
+    void dequantise(const uint8_t* block, float* out) const;
 };
 
 // Null where the type of this number is not known.

@@ -139,7 +139,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"draft_temperature": 0.0},
         {"draft_temperature": 0.4, "draft_top_k": 2},
         {"draft_top_k": 1},
-        {"draft_vocab": 2},
+        {"draft_vocab": "2"},
     ],
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],

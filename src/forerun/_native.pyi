@@ -91,6 +91,15 @@ class Backend:
         Writes codes (uint8, one for each weight), scales (bfloat16) and zeros (uint8), one for each group.
         """
 
+    def round_stored(
+        self, packed: Packed, first: int, count: int, type: int, file: int, start: int, numbers: int, group: int
+    ) -> tuple[bool, bool]:
+        """
+        Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales fit.
+
+        The rest is as for `fill_stored`.
+        """
+
     def linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
     def add_linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
     def gated_linear(self, arg0: Packed, arg1: Packed, arg2: int, arg3: int, arg4: int, /) -> None: ...
@@ -133,6 +142,14 @@ def pass_bytes(
     """
     Counts the bytes of a model's buffers after a pass of so many rows behind so many tokens, an upper bound.
     """
+
+class Stop:
+    """When a run that is continued greedily ends before its length."""
+
+    def __init__(self, edges: Sequence[float], shares: Sequence[float], least: Sequence[float]) -> None:
+        """
+        edges: ascending probabilities. shares: one more; how often an id is right whose probability is at least so many of the edges. least: the product of the shares of all ids so far, below which nothing follows, behind each id.
+        """
 
 class Pools:
     """Addresses of a cache's keys and values, one pool for each block."""
@@ -185,11 +202,9 @@ class Model:
         Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.
         """
 
-    def logits(self, hidden: int, num_rows: int, out: int, head: Packed | None = None) -> None:
+    def logits(self, hidden: int, num_rows: int, num_ids: int, out: int) -> None:
         """
-        Writes the logits of rows after the final norm, float32 [num_rows, outputs], to `out`.
-
-        head: a matrix in place of the model's own.
+        Writes the first `num_ids` logits of rows after the final norm, float32 [num_rows, num_ids], to `out`.
         """
 
     def argmax(self, hidden: int, rows: Sequence[int], num_ids: int) -> tuple[list[int], list[float]]:
@@ -212,11 +227,12 @@ class Model:
         num_ids: int,
         input: int = 0,
         ahead: Ahead | None = None,
-    ) -> list[list[int]] | None:
+        stops: Sequence[Stop] = [],
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
         """
-        Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.
+        Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; None where a logit is NaN.
 
-        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first block gets for them. ahead: of a head, how a found id is fed.
+        stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first block gets for them. ahead: of a head, how a found id is fed.
         """
 
 class Ahead:

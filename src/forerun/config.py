@@ -36,26 +36,33 @@ HOW_QUANTISED = "write int8 or int4, or one with a group of weights to a scale: 
     f"int{bits}:group={', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" for bits, sizes in GROUPS.items()
 )
 
+AUTO = "auto"  # in place of a draft model's quantization: what pays for it
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights of so many bits, of which `group` in a row share a scale. `str` gives what `parse` takes."""
+    """Weights of so many bits, of which `group` in a row share a scale. `str` gives what `parse` takes.
+
+    again: every matrix that has more bits is rounded, also those that a file has quantised already, the embedding and
+    the LM head. Only of a draft model, whose guesses need no exactness.
+    """
 
     bits: int
     group: int = 32
+    again: bool = False
 
     def __str__(self) -> str:
-        return f"int{self.bits}:group={self.group}"
+        return f"int{self.bits}:group={self.group}" + ":again" * self.again
 
     @classmethod
     def parse(cls, text: str) -> Quantization:
-        """Read int8, int4, or one with :group=N. Raises BadOption."""
-        found = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?", text)
+        """Read int8, int4, or one with :group=N, and :again behind it. Raises BadOption."""
+        found = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
         if found is None or (found[2] is not None and int(found[2]) not in GROUPS[int(found[1])]):
             raise BadOption(
                 by_value("quantization", text) or f"quantization={shown(text)} is not possible: {HOW_QUANTISED}"
             )
-        return cls(int(found[1]), int(found[2] or cls.group))
+        return cls(int(found[1]), int(found[2] or cls.group), found[3] is not None)
 
 
 @with_fields

@@ -8,6 +8,7 @@ Shape legend, used in every docstring of the package:
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from array import array
@@ -418,6 +419,60 @@ def _may(*_: Any) -> bool:
     return True
 
 
+EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # of a guess's probability: how sure a model is of it
+
+
+@dataclass
+class Stop:
+    """When one sequence's chain of guesses ends: where it is no longer likely enough that all of it is accepted.
+
+    shares [len(EDGES) + 1]: how often a token is accepted whose probability, by the model that guessed it, lies below
+    the first edge, between two of them, or above the last. least: the product of the shares of all tokens so far, below
+    which no other one follows: behind the first token, the second and so on; behind the last of them none does.
+    confidences: the probabilities of the tokens that were drafted, which the drafter adds. A token that ends a chain
+    stays in it, so that the decision looks only at what is drawn already (docs/exactness.md). worth: the same for a
+    drafter that draws nothing, so that it may look at a token first: the least probability at which each is drafted.
+    is_shut: whether a model is not to draft at all. search: of a guess that a search in the text makes before the model
+    is asked; it is drafted where its tokens promise at least `bar` more than they cost.
+    """
+
+    shares: Seq[float]
+    least: Seq[float]
+    worth: Seq[float] = ()
+    is_shut: bool = False
+    search: Stop | None = None
+    bar: float = 0.0
+    confidences: list[float] = field(default_factory=list)
+    gain: float = 0.0  # what the tokens that were taken promise, less what they cost
+    _survival: float = 1.0
+
+    @staticmethod
+    def never(length: int) -> Stop:
+        """Return a stop that ends no chain of at most `length` tokens early."""
+        return Stop((1.0,) * (len(EDGES) + 1), (0.0,) * length)
+
+    def takes(self, confidence: float) -> bool:
+        """Return whether a token is worth its row, and add it if it is; only of a point mass."""
+        depth, survival = len(self.confidences), self._survival * self.share_of(confidence)
+        if depth >= len(self.worth) or survival < self.worth[depth]:
+            return False
+        self.confidences.append(confidence)
+        self.gain += survival - self.worth[depth]
+        self._survival = survival
+        return True
+
+    def share_of(self, confidence: float) -> float:
+        """Return how often a token is accepted of which its drafter is so sure."""
+        return self.shares[bisect.bisect_right(EDGES, confidence)]
+
+    def goes_on(self, confidence: float) -> bool:
+        """Add a token, and return whether another may follow."""
+        depth = len(self.confidences)
+        self.confidences.append(confidence)
+        self._survival *= self.share_of(confidence)
+        return depth < len(self.least) and self._survival >= self.least[depth]
+
+
 @dataclass
 class Budget:
     """How far this step may draft. The pacing policy makes it, and the drafter reads it.
@@ -428,7 +483,8 @@ class Budget:
     at the drawn token (docs/exactness.md). go_behind(b, depth, token, draft_probs[, logits]): a drafter with a model
     asks it after each draw, whether another token may follow; the drawn one stays in the draft whatever the answer.
     logits [V]: a model's own, before bias, temperature and filters. A drafter without a model leaves them out, and one
-    with a model need not compute them unless `reads_logits`.
+    with a model need not compute them unless `reads_logits`. stops: by sequence, when a chain of guesses of which a
+    model tells the probabilities ends besides; only of drafters that `tells_confidence`.
     """
 
     num_tokens: list[int]
@@ -436,6 +492,7 @@ class Budget:
     go_on: Callable[..., bool] = _may
     go_behind: Callable[..., bool] = _may
     reads_logits: bool = False
+    stops: Mapping[int, Stop] = field(default_factory=dict)
 
     @property
     def stops_early(self) -> bool:
@@ -448,6 +505,7 @@ class Budget:
         members: their indices in this budget. catchup_tokens: what the other drafters of the step left to them.
         """
         own = Budget([self.num_tokens[b] for b in members], catchup_tokens, reads_logits=self.reads_logits)
+        own.stops = {i: self.stops[b] for i, b in enumerate(members) if b in self.stops}
         if self.go_on is not _may:
             own.go_on = lambda i, *at: self.go_on(members[i], *at)
         if self.go_behind is not _may:
@@ -740,7 +798,7 @@ class SequenceStep(NamedTuple):
 class DraftStep:
     """What one drafter did in one step.
 
-    depth: length of the longest path of a draft; a draft model makes so many passes one after another.
+    depth: length of the longest path of a draft. passes: that a draft model made for it, one after another.
     num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
     catchup_s: the part of `seconds` that they took.
     """
@@ -749,6 +807,7 @@ class DraftStep:
     num_sequences: int = 0  # that got at least one node
     num_nodes: int = 0
     depth: int = 0
+    passes: int = 0
     num_catchup_tokens: int = 0
     catchup_s: float = 0.0
 

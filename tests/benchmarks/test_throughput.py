@@ -54,7 +54,7 @@ def test_the_command_on_a_target_that_drafts_for_itself(
         num_repeats=2,
         prompt_file=prompt_file(tmp_path, *"abcdef"),
     )
-    printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=str(tiny)), plan)
+    printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=f"model:path={tiny},search=none"), plan)
     assert all(len(line) <= 80 for line in printed.splitlines())
     heads = (
         "target: ",

@@ -100,7 +100,8 @@ def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> No
         assert f"{name}={value}" in sentence
         flag = f"--{name.replace('_', '-')}"
         assert planned(cli, *base, flag, str(value))["fits"]
-    assert "Nothing fits: the weights alone need 8.90 GB" in cli("plan", *base[:-1], "8GB").stdout.replace("\n", " ")
+    words = " ".join(cli("plan", *base[:-1], "6GB").stdout.split())
+    assert "Nothing fits: the weights alone need 7.20 GB" in words, words[-400:]
 
 
 @needs_native

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cli.test_plan import needs_native, planned
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, refuse_what_does_not_fit
@@ -168,19 +168,3 @@ def test_layers_that_draft_are_counted_without_weights():
 def test_a_target_that_is_quantised_cannot_be_rounded_again():
     with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
         _ = Outlines.of(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16")).models
-
-
-@pytest.mark.parametrize("draft", ["early_exit", "self", "model"])
-def test_rows_of_the_head_that_are_packed_twice_are_counted(draft):
-    """They are packed when the first request drafts with a temperature."""
-    config = EngineConfig(
-        target="shipped", draft=f"{draft}:draft_vocab=1000", max_seq_len=64, spec_length=2, dtype="bfloat16"
-    )
-    llm, plan = LLM.from_config(config), plan_of(config, Outlines.of(config), "cpu", None)
-    runner = llm.engine.drafter.first.runner
-    assert runner is not None
-    heads = runner.model._short_heads  # type: ignore[attr-defined]
-    for temperature in (0.0, 1.0):
-        assert not heads
-        llm.generate("def f(", SamplingParams(max_tokens=4, temperature=temperature))
-    assert [head.nbytes for head in heads.values()] == [plan.bytes_of("draft head rows")]

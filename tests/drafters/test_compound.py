@@ -72,7 +72,6 @@ def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     found = factory.Outlines.of(config)
     assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
-    assert found.head_rows == {"draft, model 2": 100}
 
 
 def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> None:

@@ -15,14 +15,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import Plain, Rope, Spec, resized
-from forerun.errors import CapacityError, UnsupportedModel
+from forerun.config import Quantization
+from forerun.errors import BadOption, CapacityError, UnsupportedModel
 from forerun.models.llama import GGUF
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.naming import part_of
+from forerun.models.quantising import QuantisingSource, planned, usual_rounding
 from forerun.models.saving import save_checkpoint
-from forerun.models.source import gguf as source_module, open_source
+from forerun.models.source import Stored, gguf as source_module, open_source
 from forerun.models.weights import StoredWeights
 from forerun.ops.cpu import CpuOps
+from forerun.ops.quantised import Scheme
+from forerun.ops.quantising import quantise, scheme_of
 from models.gguf_files import (
     DENSE,
     HALVES,
@@ -146,6 +150,50 @@ def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str)
         assert paired or torch.equal(bits(products[0]), bits(products[1]))
     CpuOps().pack([replace(part, blocks=unread) for part in (q, k, some)])  # nothing else is read
     CpuOps().pack([replace(part, blocks=unread) for part in (gate, up)], paired=True)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0", "Q6_K", "Q5_K", "Q5_1"])
+def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
+    """Every wider matrix, embedding included, to what `quantise` makes of its weights; one of 4 bits stays."""
+    shapes = {"attn_q": 128, "attn_k": 128, "attn_v": 130, "attn_output": 512, "ffn_gate": 72, "ffn_up": 72}
+    config = resized(CONFIG, hidden_size=512, num_layers=1)
+    tensors = {
+        f"blk.0.{name}.weight": (kind, random_blocks(kind, n, 128 if name == "attn_output" else 512, n))
+        for name, n in shapes.items()
+        if name != "attn_output" or not kind.endswith("K")
+    }
+    tensors["blk.0.ffn_down.weight"] = ("Q4_K", random_blocks("Q4_K", 512, 512))
+    tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
+    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
+    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
+    source: Any = open_source(tmp_path / "a.gguf")
+    with pytest.raises(BadOption, match="a draft model may be rounded again, as 'int4:group=32:again'"):
+        planned(source.tensors, config, Quantization.parse("int4"))
+    again: Any = QuantisingSource(source, config, Quantization.parse("int4:again"))
+    names = ["model.embed_tokens.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")]
+    for name in names:
+        assert str(again.tensors[name].scheme) == "int4, group 32"
+        whole = torch.cat(list(source.blocks(name)))
+        expected = quantise(whole, scheme_of(4, 32)).dequantise()
+        slowly = torch.cat([rows.dequantise() for rows in again.quantised(name).blocks()])
+        assert torch.equal(bits(slowly), bits(expected))
+        natively = CpuOps().pack([replace(again.quantised(name), blocks=unread)])
+        assert torch.equal(bits(natively.unpack()), bits(expected))
+    assert again.tensors["model.layers.0.mlp.down_proj.weight"].scheme.super_group == 256
+
+
+def test_only_large_draft_models_are_rounded_where_nothing_is_said() -> None:
+    def of(num_rows: int, dtype: torch.dtype, scheme: Scheme | None = None) -> str | None:
+        return usual_rounding(
+            {"w": Stored(Path("f"), (num_rows, 1024), dtype, scheme)}, lambda scheme: scheme.bits == 4
+        )
+
+    assert of(1 << 17, torch.bfloat16) == "int4:group=32:again"
+    assert of(1 << 17, torch.float32, scheme_of(8, 32)) == "int4:group=32:again"
+    assert of(1 << 17, torch.float32, scheme_of(4, 32)) is None
+    assert of(1 << 15, torch.bfloat16) is None
+    assert usual_rounding({"w": Stored(Path("f"), (1 << 17, 1024), torch.bfloat16)}, lambda _: False) is None
 
 
 def unread() -> Iterator[Any]:

@@ -241,7 +241,7 @@ class Native:
 
     def logits(self, hidden: Tensor) -> Tensor:
         out = torch.empty(len(hidden), self.spec.vocab_size)
-        self.model.logits(hidden.data_ptr(), len(hidden), out.data_ptr())
+        self.model.logits(hidden.data_ptr(), len(hidden), self.spec.vocab_size, out.data_ptr())
         return out
 
 

@@ -22,7 +22,7 @@ from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.rotary import Rotations
-from forerun.types import RaggedBatch
+from forerun.types import EDGES, RaggedBatch, Stop
 from ops.native_cases import (
     BFLOAT16,
     DTYPES,
@@ -268,6 +268,41 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
 
 
+def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
+    """They are the softmax of the logits. A run ends behind the first token whose share makes the product too small."""
+    model, num_ids = make_decoder(make_config(), BFLOAT16, isa), 70
+    firsts = {0: [3], 1: [3, 5]}
+
+    def ahead(*stops: Stop) -> list[list[int]]:
+        session = Session(model, max_seq_len=128)
+        session.run({slot: tokens_of(4 + 20 * slot, slot, 77) for slot in firsts})
+        for slot, tokens in firsts.items():
+            session.cache.reserve(slot, len(tokens) + 7)
+        return model.run_ahead(session.batch(firsts, {}), [8, 8], session.cache, num_ids, stops=stops)
+
+    never = [Stop.never(8), Stop.never(8)]
+    whole = ahead(*never)
+    assert whole == ahead()
+    assert all(len(set(stop.confidences)) > 2 for stop in never)
+    session = Session(model, max_seq_len=128)
+    for slot, tokens in firsts.items():
+        session.run({slot: tokens_of(4 + 20 * slot, slot, 77)})
+        logits = session.run({slot: tokens + whole[slot]})[len(tokens) - 1 : -1, 52 : 52 + num_ids]
+        expected = logits.softmax(-1).gather(1, torch.tensor(whole[slot])[:, None])[:, 0]
+        assert torch.tensor(never[slot].confidences) == pytest.approx(expected, rel=1e-3)
+
+    # Every token has a share of one half or of 0.9, by its probability.
+    shares = [0.5] * 3 + [0.9] * (len(EDGES) - 2)
+    stops = [Stop(shares, [0.4] * 7), Stop(shares, [0.0, 2.0])]
+    cut = ahead(*stops)
+    for stop, own, all_of_it, seen in zip(stops, cut, whole, never, strict=True):
+        by_hand = Stop(stop.shares, stop.least)
+        length = next(i for i, p in enumerate(seen.confidences, 1) if not by_hand.goes_on(p))
+        assert own == all_of_it[:length]
+        assert stop.confidences == seen.confidences[:length]
+    assert len(cut[1]) == 2
+
+
 def test_running_ahead_stays_within_the_rows_that_were_reserved(isa: str) -> None:
     session = Session(make_decoder(make_config(), BFLOAT16, isa), max_seq_len=64)
     session.run({0: [1, 2]})
@@ -298,7 +333,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.pools.native
     rotations = session.model._turns(16)
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
-    assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0]) == 3
+    assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0][0]) == 3
     with pytest.raises(ValueError, match=message):
         decoder._native.run_ahead(*(good | changed).values(), rotations, numbers, pools, [0, 1], 70)
 

@@ -212,7 +212,9 @@ class World:
             catchup_s = catchup * machine.catchup_s * slow * self._jitter()
             draft_s = machine.draft_s(lengths) * slow * self._jitter() + catchup_s
             num = sum(k > 0 for k in lengths)
-            report.drafts[self.draft] = DraftStep(draft_s, num, sum(lengths), max(lengths), catchup, catchup_s)
+            report.drafts[self.draft] = DraftStep(
+                draft_s, num, sum(lengths), max(lengths), max(lengths), catchup, catchup_s
+            )
             report.draft_s = draft_s
         return report
 

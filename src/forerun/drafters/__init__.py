@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from forerun import ops
-from forerun.config import Quantization
+from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
@@ -116,6 +116,9 @@ class Drafter:
     draws = "independent"
     runner: Runner | None = None  # of the drafter's own model
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
+    num_passes: int | None = None  # of its model for the last draft; None = as many as that is deep
+    searches = False  # whether it searches the text before it asks its model (`Stop.search`)
+    tells_confidence = False  # whether it tells `Budget.stops` how sure it is of each token that it drafts
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # the one that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
@@ -215,7 +218,8 @@ class OwnCheckpoint:
         path = self.path or shipped or ""
         found = named.there(path) if path else None
         place = path if found is None else os.path.realpath(found)
-        return place, None if self.quantization is None else Quantization.parse(self.quantization)
+        said = self.quantization
+        return place, said if said is None or said == AUTO else Quantization.parse(said)
 
 
 @dataclass(frozen=True)
@@ -223,14 +227,13 @@ class Needs:
     """What a drafter will need, for the memory plan and for the engine.
 
     layers: the inner layers of the target whose rows it reads (`Drafter.hidden_layers`). loads: the draft model that it
-    loads. makes: the one that it makes of the target. head_rows: how many ids that model drafts, the first ones; None =
-    all. weights: those that it keeps beside a model's. parts: the specs of the drafters that it is made of.
+    loads. makes: the one that it makes of the target. weights: those that it keeps beside a model's. parts: the
+    specs of the drafters that it is made of.
     """
 
     layers: tuple[int, ...] = ()
     loads: OwnCheckpoint | None = None
     makes: OwnModel | None = None
-    head_rows: int | None = None
     weights: Beside | None = None
     parts: tuple[str, ...] = ()
 

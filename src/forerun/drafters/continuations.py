@@ -99,11 +99,19 @@ class Guess:
         """How many nodes are accepted on average if the text goes on as it did before."""
         return sum(self.probs)
 
+    def confidence(self, node: int) -> float:
+        """How sure a node of a path is: by what followed the match before, and the more the longer the match is."""
+        before = self.probs[node - 1] if node else 1.0
+        return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
+
     def draft(self, b: int, budget: Budget) -> Draft:
         """Return the nodes, as point masses, that the budget of sequence b lets through: each has its parent."""
         places, depths, draft = {-1: -1}, {-1: -1}, Draft([], [], [0, 0], [])
+        stop = budget.stops.get(b)
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             depths[node], probs = depths[parent] + 1, Probs.of_point(token)
+            if stop is not None and not stop.takes(self.confidence(node)):
+                break
             if parent in places and budget.go_on(b, depths[node], probs):
                 places[node] = len(draft.tokens)
                 draft.tokens.append(token)

@@ -12,8 +12,9 @@ import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, artifacts
-from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
 
@@ -36,10 +37,11 @@ class Options:
     )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
-    draft_vocab: int | None = field(default=None, metadata=VOCAB)
+    draft_vocab: str = field(default=AUTO, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         check_temperature("early_exit", self.draft_temperature)
+        head_rows("early_exit", self.draft_vocab)
         given = [f"early_exit:{name}" for name in ("layers", "path", "skip") if getattr(self, name) is not None]
         if len(given) > 1:
             raise BadOption(f"{' and '.join(given)} all choose layers: give one of them")
@@ -87,7 +89,7 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 def needs(options: Options, target: Known) -> Needs:
     """Return the model that it makes: the layers that draft, without weights of their own. Raises as `chosen`."""
     layers = chosen(options, target.num_layers, target.fingerprint)
-    return Needs(makes=OwnModel(num_layers=len(layers)), head_rows=options.draft_vocab)
+    return Needs(makes=OwnModel(num_layers=len(layers)))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -3,8 +3,7 @@
 Its probabilities go through the same pipeline as the target's, with two options of its own: draft_temperature and
 draft_top_k replace the request's values for the draws only. The output's distribution does not depend on them, because
 the verifier is told the distribution that each token was drawn from. draft_vocab leaves only the first ids of the
-tokenizer to be drafted (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, which ranks ids by counts of a large corpus): byte
-pair encoding gave them out from frequent to rare. The others have probability 0 in the draft.
+tokenizer to be drafted (short_vocab.py). The others have probability 0 in the draft.
 
 After a round the draft's cache lacks one committed token, or two when everything was accepted, because the last drafted
 token was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
@@ -22,17 +21,33 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from forerun.config import Quantization
+from forerun import drafters
+from forerun.blocks import Spec
+from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target, needs_a_model
+from forerun.drafters.short_vocab import LARGE, SIZES, ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
+from forerun.registry import unwrapped
 from forerun.sampling import History, likeliest, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Model, Next, Probs, SamplingParams, Sequence
+from forerun.types import (
+    ROUND_TOKENS,
+    Budget,
+    Coins,
+    Draft,
+    Model,
+    ModelConfig,
+    Next,
+    Probs,
+    SamplingParams,
+    Sequence,
+    Stop,
+)
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
@@ -41,10 +56,19 @@ Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`
 TEMPERATURE = {"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
 TOP_K = {"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
 PATH = {"help": "folder, GGUF file, name or hub id of the draft model; none = the shipped one"}
-QUANTIZATION = {"help": "int8 or int4[:group=N]: its weights are rounded while they are loaded"}
+QUANTIZATION = {
+    "help": "int8 or int4[:group=N]: its weights are rounded while they are loaded, with :again also those that its "
+    "file has rounded already; auto = int4:again of a large model on operators that compute with it; none = as stored"
+}
 VOCAB = {
-    "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; none = all",
-    "min": 1,
+    "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; auto = as "
+    "many as pay in the text, where the vocabulary is large; none = all"
+}
+
+
+SEARCH = {
+    "help": "drafter without a model that searches the text first, and is believed where that promises more than the "
+    "model; with pacing=auto; none = the model alone"
 }
 
 
@@ -56,7 +80,7 @@ class Draws(Protocol):
     @property
     def draft_top_k(self) -> int | None: ...
     @property
-    def draft_vocab(self) -> int | None: ...
+    def draft_vocab(self) -> str: ...
 
 
 class Loads(Protocol):
@@ -65,7 +89,18 @@ class Loads(Protocol):
     @property
     def path(self) -> str | None: ...
     @property
-    def quantization(self) -> str | None: ...
+    def quantization(self) -> str: ...
+
+
+def head_rows(method: str, draft_vocab: str) -> int | None:
+    """How many ids are drafted at most, None = all. Raises BadOption."""
+    if draft_vocab in ("none", AUTO):
+        return None
+    if not draft_vocab.isdecimal() or int(draft_vocab) < 1:
+        raise BadOption(
+            f"{method}:draft_vocab={shown(draft_vocab)} is not possible: it must be auto, none or at least 1"
+        )
+    return int(draft_vocab)
 
 
 def check_temperature(method: str, value: float | None) -> None:
@@ -74,19 +109,27 @@ def check_temperature(method: str, value: float | None) -> None:
         raise BadOption(f"{method}:draft_temperature={value} must be 0 (greedy) or at least 1e-5")
 
 
+def rounding(quantization: str) -> str | None:
+    """What a draft model's weights are rounded to, as it is loaded; None = nothing. Raises BadOption."""
+    if quantization not in ("none", AUTO):
+        Quantization.parse(quantization)
+    return None if quantization == "none" else quantization
+
+
 @dataclass(frozen=True)
 class Options:
     """Which model, and how it draws."""
 
     path: str | None = field(default=None, metadata=PATH)
-    quantization: str | None = field(default=None, metadata=QUANTIZATION)
+    quantization: str = field(default=AUTO, metadata=QUANTIZATION)
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
-    draft_vocab: int | None = field(default=None, metadata=VOCAB)
+    draft_vocab: str = field(default=AUTO, metadata=VOCAB)
+    search: str = field(default="suffix", metadata=SEARCH)
 
     def __post_init__(self) -> None:
-        if self.quantization is not None:
-            Quantization.parse(self.quantization)
+        rounding(self.quantization)
+        head_rows("model", self.draft_vocab)
         check_temperature("model", self.draft_temperature)
 
 
@@ -121,7 +164,16 @@ class Chain:
         token = (coins.pick if seq.acceptance == "match" else coins.draft)(draft_probs, depth)
         self.tokens.append(token)
         self.probs.append(draft_probs)
+        if (stop := budget.stops.get(b)) is not None and not stop.goes_on(_confidence(token, draft_probs, logits)):
+            return False
         return budget.go_behind(b, depth, token, draft_probs, logits)
+
+
+def _confidence(token: int, draft_probs: Probs, logits: Tensor | None) -> float:
+    """The probability of a drawn token: of a point mass, which says nothing, by softmax(logits) [V]."""
+    if draft_probs.point is None or logits is None:
+        return draft_probs.at(token)
+    return float((logits[token] - logits.logsumexp(-1)).exp())
 
 
 def next_of(
@@ -178,24 +230,41 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: Runner, options: Draws | None = None) -> None:
         self.runner: Runner = runner
+        self.tells_confidence = runner.tells_confidence
         self.options: Draws = options or Options()
         self.width = runner.width  # ids of the distributions that `distribution` gives
+        self.short: ShortVocabulary | None = None
+        self.search: Drafter | None = None
         self.finds_best = runner.finds_best
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
         self._searches: dict[int, _Search] = {}
 
+    def shorten(self, short: ShortVocabulary | None) -> None:
+        """Draft only so many ids as pay, from now on."""
+        if short is None:
+            return
+        self.short = short
+        self.width = min(self.width, SIZES[0])
+        self.runner.narrow(short.best())
+
     def begin(self, seq: Sequence) -> None:
         found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
         params = self._draft_params(seq.params)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
         self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
+        if self.search is not None:
+            self.search.begin(seq)
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
+        if self.search is not None:
+            self.search.end(seq)
         self._searches.pop(seq.id, None)
         self.guessing.discard(seq.id)
+        if self.short is not None:
+            self.short.forget(seq)
         self.runner.cache.release(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
@@ -230,10 +299,33 @@ class ModelDrafter(Drafter):
         self.catchup_s = time.perf_counter() - started if feeds else 0.0
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        found = self._search(seqs, budget, coins)
         limits, feeds = self.ready(seqs, budget)
+        draft = self._proposed(seqs, budget, coins, limits, feeds)
+        self.num_passes = max(map(len, map(draft.nodes, range(len(seqs)))), default=0)
+        return Draft.joined([found.get(b, draft.only(b)) for b in range(len(seqs))]) if found else draft
+
+    def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
+        """Return what the text itself promises, where that is more than the model does, which then is not asked."""
+        found = dict[int, Draft]()
+        for b, stop in budget.stops.items():
+            if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
+                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
+                draft = self.search.propose([seqs[b]], own, [coins[b]])
+                if draft.tokens and stop.search.gain >= stop.bar:
+                    found[b] = draft
+            if b in found or stop.is_shut:
+                budget.num_tokens[b] = 0
+        return found
+
+    def _proposed(
+        self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
+    ) -> Draft:
+        """Return what the model drafts within these limits, once the missing tokens are fed."""
         if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
-            return self._run_ahead(feeds, limits)
-        chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=budget.reads_logits), 0
+            return self._run_ahead(feeds, limits, budget)
+        reads_logits = budget.reads_logits or bool(budget.stops)
+        chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=reads_logits), 0
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
         while rows:
@@ -241,7 +333,7 @@ class ModelDrafter(Drafter):
             depth += 1
             # The last token of a full chain is not fed: no draw needs the logits after it.
             feeds = {b: (seqs[b], [self.own_id(chains[b].tokens[-1])]) for b in grown if depth < limits[b]}
-            rows = self._feed(feeds, reads_logits=budget.reads_logits)
+            rows = self._feed(feeds, reads_logits=reads_logits)
             for seq, tokens in feeds.values():
                 self.guess(seq, tokens)
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
@@ -302,6 +394,9 @@ class ModelDrafter(Drafter):
         Only sequences that can be drafted for are fed: those whose committed tokens a round can run. There is room in
         the cache for what is fed first and for all but one of the drafted tokens.
         """
+        if self.short is not None:
+            self.short.read(seqs)
+            self.runner.narrow(self.short.best())
         room = Space(self.runner.cache)
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
@@ -354,13 +449,14 @@ class ModelDrafter(Drafter):
             return Probs.of_point(row)
         return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
 
-    def _run_ahead(self, feeds: Feeds, limits: Seq[int]) -> Draft:
+    def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget) -> Draft:
         """Draft the likeliest tokens of all sequences in one call of the runner.
 
         The result is that of the loop in `propose` where all draws are greedy and pacing stops none of them.
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
-        found = self.runner.run_ahead(runs, [limits[b] for b in feeds])
+        stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
+        found = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops)
         chains: list[list[int]] = [[] for _ in limits]
         fed = zip(feeds.values(), found, strict=True)
         self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
@@ -461,7 +557,7 @@ def needs(options: Options, target: Known) -> Needs:
     if options.path is not None and target.tokenizer is not None:
         own = Tokenizer.load(small_files(options.path, target.ignore_config_keys))
         compare(target.tokenizer, own, str(options.path))
-    return Needs(loads=OwnCheckpoint(options.path, options.quantization), head_rows=options.draft_vocab)
+    return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -473,7 +569,12 @@ def build(options: Options, target: Target) -> Drafter:
     """
     found = loaded("model", options, target)
     _check_pair(found, target)
-    return over(found.model, target, options, _holes(found, target))
+    drafter = over(found.model, target, options, _holes(found, target))
+    if options.search != "none" and drafter.tells_confidence:
+        drafter.search, drafter.searches = drafters.make(unwrapped(options.search), target), True
+        if not (drafter.search.tells_confidence and drafter.search.is_free):
+            raise BadOption(f"model:search={shown(options.search)} is not possible: it must be suffix, with shape=path")
+    return drafter
 
 
 def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
@@ -482,9 +583,19 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
     holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
     """
     cache = cache_for(model, target, layers)
-    return ModelDrafter(
-        Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=options.draft_vocab), options
-    )
+    rows = head_rows("model", options.draft_vocab)
+    drafter = ModelDrafter(Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=rows), options)
+    if options.draft_vocab == AUTO and drafter.width > LARGE and layers is None:
+        drafter.shorten(_short_vocabulary(model.config, target.model.config, drafter.width))
+    return drafter
+
+
+def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> ShortVocabulary | None:
+    """What chooses how many ids a draft model drafts. Weights stand for bytes, and bytes for time."""
+    if not isinstance(own, Spec) or not isinstance(others, Spec):
+        return None
+    head, tables = num_ids * own.hidden_size, 0 if own.tied else own.vocab_size * own.hidden_size
+    return ShortVocabulary(num_ids, head / (own.num_weights - tables), own.num_weights / others.num_weights)
 
 
 def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> KVCache:
@@ -522,10 +633,11 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
 
     Drafters of one engine that name the same one get the same. Raises BadOption where there is none.
     """
+    quantization = rounding(options.quantization)
     if options.path is None and target.loaded_draft is not None:
-        if options.quantization not in (None, target.loaded_draft.quantization):
+        if quantization not in (None, AUTO, target.loaded_draft.quantization):
             raise BadOption(
-                f"{method}:quantization={shown(options.quantization)} contradicts the loaded draft model "
+                f"{method}:quantization={shown(quantization)} contradicts the loaded draft model "
                 f"({target.loaded_draft.quantization}): load it that way instead"
             )
         return target.loaded_draft
@@ -540,9 +652,9 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
         ops=target.operators,
         with_tokenizer=target.tokenizer is not None,
         ignore_config_keys=target.ignore_config_keys,
-        quantization=options.quantization,
+        quantization=quantization,
     )
-    return target.shared(OwnCheckpoint(name, options.quantization).weights(None), load)
+    return target.shared(OwnCheckpoint(name, quantization).weights(None), load)
 
 
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:

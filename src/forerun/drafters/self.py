@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.config import Quantization
+from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
-from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,17 @@ class Options:
     )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
-    draft_vocab: int | None = field(default=None, metadata=VOCAB)
+    draft_vocab: str = field(default=AUTO, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         Quantization.parse(self.quantization)
         check_temperature("self", self.draft_temperature)
+        head_rows("self", self.draft_vocab)
 
 
 def needs(options: Options, target: Known) -> Needs:
     """Return the model that it makes: the target once more, rounded."""
-    return Needs(makes=OwnModel(options.quantization), head_rows=options.draft_vocab)
+    return Needs(makes=OwnModel(options.quantization))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -96,6 +96,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def __init__(self, options: Options) -> None:
         super().__init__(lambda seq: Tokens(), is_fast=True)
         self.options, self.shape = options, SHAPES[options.shape]
+        self.tells_confidence = self.shape == "chain"
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from forerun.config import Quantization
+from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.model import (
@@ -30,6 +30,7 @@ from forerun.drafters.model import (
     cache_for,
     check_temperature,
     loaded,
+    rounding,
 )
 from forerun.errors import BadOption, shown
 from forerun.models.loading import small_files
@@ -52,7 +53,7 @@ class Options:
         default="tokens",
         metadata={"help": "tokens: draws among the tokens of both vocabularies; text: a greedy text, encoded again"},
     )
-    quantization: str | None = field(default=None, metadata=QUANTIZATION)
+    quantization: str = field(default=AUTO, metadata=QUANTIZATION)
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
 
@@ -61,8 +62,7 @@ class Options:
             raise BadOption(f"translated:how={shown(self.how)} is not possible: it must be {' or '.join(HOW)}")
         if self.how == "text" and (self.draft_temperature, self.draft_top_k) != (None, None):
             raise BadOption("translated:how=text draws nothing: leave draft_temperature and draft_top_k out")
-        if self.quantization is not None:
-            Quantization.parse(self.quantization)
+        rounding(self.quantization)
         check_temperature("translated", self.draft_temperature)
 
 
@@ -217,7 +217,7 @@ def needs(options: Options, target: Known) -> Needs:
     """Return the draft model. Refuses one that shares no token with the target."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
         shared_ids(target.tokenizer, Tokenizer.load(small_files(options.path, target.ignore_config_keys)))
-    return Needs(loads=OwnCheckpoint(options.path, options.quantization))
+    return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -7,7 +7,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from forerun.models.loading import (
 )
 from forerun.models.outline import Beside, Outline
 from forerun.models.runner import Runner
+from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
 from forerun.registry import names
@@ -323,7 +324,8 @@ class Outlines:
         for name, method, needs in self._with_models():
             if needs.loads is not None:
                 path = self._path_of(needs.loads, method)
-                found[name] = Outline.of(path, needs.loads.quantization, self.config.ignored_config_keys)
+                config = self.config
+                found[name] = Outline.of(path, needs.loads.quantization, config.ignored_config_keys, self._packs)
         for name, method, needs in self._with_models():
             if (made := needs.makes) is not None:
                 if made.quantization is not None and _are_packed(self.target, self.config):
@@ -334,15 +336,14 @@ class Outlines:
                 found[name] = self.target.made(made.quantization, made.num_layers, made.config)
         return found
 
+    @cached_property
+    def _packs(self) -> Callable[[Scheme], bool]:
+        return _packs(self.target, self.config)
+
     @property
     def num_taps(self) -> int:
         """How many inner layers of the target show their rows to drafters, in each pass."""
         return len({layer for own in self.drafts for layer in own.needs.layers})
-
-    @property
-    def head_rows(self) -> Mapping[str, int]:
-        """How many ids models draft that do not draft all, by their names."""
-        return {name: needs.head_rows for name, _, needs in self._with_models() if needs.head_rows is not None}
 
     @property
     def beside(self) -> Mapping[str, Beside]:
@@ -382,9 +383,13 @@ class Outlines:
 
 def _are_packed(target: Outline, config: EngineConfig) -> bool:
     """Whether the target's weights will be in memory as the integers of its files."""
+    return any(map(_packs(target, config), target.schemes.values()))
+
+
+def _packs(target: Outline, config: EngineConfig) -> Callable[[Scheme], bool]:
+    """Which quantised matrices will be in memory as the integers of their files."""
     device = device_of(config)
-    packs = packed_schemes(ops.make(config.ops, device, target.config), dtype_of(config, device, target))
-    return any(map(packs, target.schemes.values()))
+    return packed_schemes(ops.make(config.ops, device, target.config), dtype_of(config, device, target))
 
 
 def plan_of(
@@ -409,7 +414,6 @@ def plan_of(
         num_taps=found.num_taps,
         made_of_target=[name for name, model in models.items() if model.is_made],
         shared=found.shared(models),
-        head_rows=found.head_rows,
         beside=found.beside,
     )
 
@@ -454,7 +458,10 @@ def build(
     runner = Runner(model, cache, target.num_ids, list(target.holes))
     members = router.make([config.draft, *config.extra_draft_specs], target)
     members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
-    costs = Costs()
+    confident = frozenset(name for name, own in members.members.items() if own.tells_confidence)
+    searching = frozenset(name for name, own in members.members.items() if own.searches)
+    free = frozenset(name for name, own in members.members.items() if own.is_free)
+    costs = Costs(confident=confident, searching=searching, free=free)
     if config.calibrate:
         models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
         costs.runners = {"": [runner], **models}

@@ -213,6 +213,8 @@ class Router(Drafter):
         step.num_sequences += sum([depth > 0 for depth in depths])
         step.num_nodes += len(draft.tokens)
         step.depth = max(step.depth, *depths)
+        passes = self.members[name].num_passes
+        step.passes += max(depths) if passes is None else passes
         self._count(name, begun)
         return step
 

@@ -138,6 +138,7 @@ class Stepper:
         """Return the budget of the drafters, who ask the policy for more than numbers only where it has its own say."""
         budget = Budget(list(granted), catchup_tokens)  # the drafters' own, who may count it down
         budget.reads_logits = self.pacing.reads_logits
+        budget.stops = self.pacing.stops(seqs, granted)
         if overrides(self.pacing, "go_on"):
             budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)
         if overrides(self.pacing, "go_behind"):

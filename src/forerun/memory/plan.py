@@ -116,7 +116,6 @@ def memory_plan(
     schemes: Mapping[str, Schemes] | None = None,
     num_taps: int = 0,
     made_of_target: Collection[str] = (),
-    head_rows: Mapping[str, int] | None = None,
     shared: Mapping[str, str] | None = None,
     beside: Mapping[str, Beside] | None = None,
 ) -> MemoryPlan:
@@ -126,11 +125,10 @@ def memory_plan(
     models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
     memory, and the probability rows are left out, because they lie on the host. schemes: of the quantised matrices of
     "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
-    made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. head_rows:
-    of drafts that read the first rows of their LM head alone. shared: drafts whose weights are in memory already, for
-    an earlier one, by the names of both. beside: weights of trained heads, by the names of the drafts whose caches are
-    theirs, or by what they are called. Raises BadOption as the engine itself would for ops, max_seq_len and
-    kv_cache_tokens.
+    made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. shared:
+    drafts whose weights are in memory already, for an earlier one, by the names of both. beside: weights of trained
+    heads, by the names of the drafts whose caches are theirs, or by what they are called. Raises BadOption as the
+    engine itself would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -139,11 +137,10 @@ def memory_plan(
     found = schemes or {}
     by_label = {label: found.get(names.get(label, label), {}) for label in ("target", *drafts)}
     made = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
-    rows = {label: num for label in drafts if (num := (head_rows or {}).get(names.get(label, label)))}
     label_of = {name: label for label, name in names.items()}
     one = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}
     own = {label_of.get(name, name): weights for name, weights in (beside or {}).items()}
-    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows, one, own)
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, one, own)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -186,7 +183,6 @@ class _Needs:
     schemes: Mapping[str, Schemes]
     num_taps: int
     made: frozenset[str]  # drafts that are made of the target
-    head_rows: Mapping[str, int]
     shared: Mapping[str, str]  # drafts that run the model of an earlier one, with a cache of their own
     beside: Mapping[str, Beside]  # weights of trained heads
 
@@ -227,7 +223,6 @@ class _Needs:
         activations = [part for own in self.backends for part in self.sizes[own].activations(self._of(own, passes))]
         running = [
             *self._weights(loaded, self.beside),
-            *self._head_rows(),
             *pools,
             *activations,
             *self._probabilities(),
@@ -290,17 +285,6 @@ class _Needs:
             peak = max(peak, held + self.sizes[self.backend_of[name]].loading_bytes(model))
         more = peak - sum(part.bytes for part in running)
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
-
-    def _head_rows(self) -> list[MemoryPart]:
-        once: dict[tuple[str, int], str] = {}
-        for name, num in self.head_rows.items():
-            once.setdefault((self.shared.get(name, name), num), name)
-        found = {
-            name: self.sizes[self.backend_of[name]].head_bytes(name, self.drafts[name], num)
-            for (_, num), name in once.items()
-        }
-        how = "{:,} rows of the LM head, once more for drafts at temperature > 0"
-        return [MemoryPart(f"{name} head rows", n, how.format(self.head_rows[name])) for name, n in found.items() if n]
 
     def _cache_dtype_of(self, name: str) -> torch.dtype:
         return self.sizes[self.backend_of[name]].cache_dtype_of(name)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import EMBEDDING, HEAD, Spec, weight_shapes
-from forerun.config import Quantization
+from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.models import packings, refusals
 from forerun.models.families import family, model_types, names_of
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.naming import NamedSource
-from forerun.models.quantising import QuantisingSource
+from forerun.models.quantising import QuantisingSource, usual_rounding
 from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops import load_model
@@ -107,7 +107,8 @@ def load_checkpoint(
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
     "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
     None = the reference; a function is asked for those of the model that config.json describes. ignore_config_keys: of
-    config.json, which is read as if it did not have them. quantization: int8 or int4[:group=N]: matrices are rounded
+    config.json, which is read as if it did not have them. quantization: int8 or int4[:group=N][:again]: matrices are
+    rounded while they are read, "auto" = where that pays for a draft model;
     while they are read; operators that pack no such weights get what the rounded ones stand for, in `dtype`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
@@ -125,10 +126,13 @@ def load_checkpoint(
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
-    if quantization is not None:
-        source = cast(Source, QuantisingSource(source, config, Quantization.parse(quantization)))
     device = torch.device(device)
     operators = ReferenceOps() if ops is None else ops if isinstance(ops, ReferenceOps) else ops(config)
+    if quantization == AUTO:
+        packs = packed_schemes(operators, _dtype(dtype, device, source, operators))
+        quantization = usual_rounding(source.tensors, packs)
+    if quantization is not None:
+        source = cast(Source, QuantisingSource(source, config, Quantization.parse(quantization)))
     computed = _dtype(dtype, device, source, operators)
     stored = StoredWeights(source, computed, device, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.

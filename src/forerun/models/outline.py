@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
-from forerun.config import Quantization
+from forerun.config import AUTO, Quantization
 from forerun.errors import UserError
 from forerun.models.hub import locate
 from forerun.models.loading import read_config, under_our_names, without
 from forerun.models.packings import said_scheme
-from forerun.models.quantising import planned
+from forerun.models.quantising import planned, usual_rounding
 from forerun.models.source import Source, Stored, open_source
 from forerun.ops.memory import Beside as Beside
 from forerun.ops.quantised import Scheme
@@ -37,11 +37,18 @@ class Outline:
     is_made: bool = False
 
     @classmethod
-    def of(cls, name: str | Path, quantization: str | None = None, ignore: Collection[str] = ()) -> Outline:
+    def of(
+        cls,
+        name: str | Path,
+        quantization: str | None = None,
+        ignore: Collection[str] = (),
+        packs: Callable[[Scheme], bool] = lambda _: False,
+    ) -> Outline:
         """Read the outline of a folder, a GGUF file, a name, a hub id, or of a config.json by itself.
 
         Of the files with weights only headers are read. Where they are not here, config.json says how matrices are
-        quantised, as far as it does. ignore: keys of config.json. Raises UserError as `load_checkpoint` would.
+        quantised, as far as it does. ignore: keys of config.json. packs: what the operators compute with as integers.
+        Raises UserError as `load_checkpoint` would.
         """
         path, source = Path(name), None
         if path.suffix == ".json" and path.is_file():
@@ -54,6 +61,8 @@ class Outline:
             config = read_config(raw, path)
             source = _named(source, config)
         tensors = _tensors(source) or _said_tensors(config, raw)
+        if quantization == AUTO:
+            quantization = usual_rounding(tensors, packs)
         return cls(raw, config, quantization, _schemes(tensors, config, quantization))
 
     def widened(self, config: Spec) -> Outline:

@@ -6,10 +6,12 @@ their rounding shows in every logit. Biases and the final norm stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +19,12 @@ from torch import Tensor
 from forerun.blocks import Spec, weights
 from forerun.config import Quantization
 from forerun.errors import BadOption
-from forerun.models.source import Source, Stored
+from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
-from forerun.ops.quantising import BLOCK_WEIGHTS, is_rounded, quantise, scheme_for
+from forerun.ops.quantising import BLOCK_WEIGHTS, is_rounded, quantise, scheme_for, scheme_of
+
+LARGE_WEIGHTS = 1 << 26  # of a draft model that is rounded by default
+LARGE_BITS = 4.5  # per weight, of one
 
 
 class QuantisingSource:
@@ -46,7 +51,7 @@ class QuantisingSource:
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`."""
         scheme = self.tensors[name].scheme
-        if scheme is None:
+        if scheme is None or scheme == self.source.tensors[name].scheme:
             yield from self.source.blocks(name)
             return
         for rows in self._rows(name, scheme):
@@ -56,10 +61,17 @@ class QuantisingSource:
         """See `QuantisedSource.quantised`."""
         stored = self.tensors[name]
         assert stored.scheme is not None
+        if stored.scheme == self.source.tensors[name].scheme:
+            return cast(QuantisedSource, self.source).quantised(name)
         num_out, num_in = stored.shape
-        return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._rows, name, stored.scheme))
+        place = None
+        if self.source.tensors[name].scheme is not None and stored.scheme.bits == 4:
+            found = cast(QuantisedSource, self.source).quantised(name).stored
+            place = None if found is None else replace(found, rounded=stored.scheme.group)
+        return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._rows, name, stored.scheme), place)
 
     def _rows(self, name: str, scheme: Scheme) -> Iterator[QuantisedRows]:
+        """Round the rows of a matrix to the scheme."""
         step = max(1, BLOCK_WEIGHTS // self.tensors[name].shape[1])
         for block in self.source.blocks(name):
             for first in range(0, len(block), step):
@@ -75,15 +87,41 @@ class QuantisingSource:
 def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantization) -> dict[str, Stored]:
     """Return the tensors of a source as they are when matrices have been rounded. Raises as `QuantisingSource`."""
     rounded = {weight.name: weight for weight in weights(spec) if is_rounded(weight)}
-    made = {}
+    made = dict(tensors)
     for name, stored in tensors.items():
-        if stored.scheme is not None:
+        if stored.scheme is not None and not quantization.again:
             raise BadOption(
                 f"quantization={str(quantization)!r} is not possible: {stored.file} is quantised already ({name}: "
-                f"{stored.scheme}): leave it out, or name the unquantised original"
+                f"{stored.scheme}): leave it out, or name the unquantised original; a draft model may be rounded "
+                f"again, as {str(replace(quantization, again=True))!r}"
             )
-        made[name] = stored
-        if name in rounded:
+        if name in rounded and not _stays(stored, quantization):
             scheme = scheme_for(rounded[name], quantization)
             made[name] = Stored(stored.file, stored.shape, torch.float32, scheme)
     return made
+
+
+def _stays(stored: Stored, quantization: Quantization) -> bool:
+    """Whether a matrix is left as it is stored where others are rounded again."""
+    has_few_bits = stored.scheme is not None and stored.scheme.bits <= quantization.bits
+    return quantization.again and (has_few_bits or stored.shape[-1] % quantization.group > 0)
+
+
+def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool]) -> str | None:
+    """What a draft model of these matrices is rounded to where nothing is said, None where that would not pay.
+
+    packs: whether the operators compute with a scheme's integers.
+
+    A pass over large weights takes as long as their bytes take to come from memory. Those of a small model stay in the
+    processor's caches, where its calls and barriers take the time.
+    """
+    matrices = [stored for stored in tensors.values() if len(stored.shape) == 2]
+    num_weights = sum(math.prod(stored.shape) for stored in matrices)
+    num_bits = sum(_bits(stored) * math.prod(stored.shape) for stored in matrices)
+    rounded = Quantization(4, 32, again=True)
+    is_large = num_weights >= LARGE_WEIGHTS and num_bits >= LARGE_BITS * num_weights
+    return str(rounded) if is_large and packs(scheme_of(rounded.bits, rounded.group)) else None
+
+
+def _bits(stored: Stored) -> int:
+    return 8 * stored.dtype.itemsize if stored.scheme is None else stored.scheme.bits

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
-from forerun.types import Model, RaggedBatch, ancestor_words
+from forerun.types import Model, RaggedBatch, Stop, ancestor_words
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
@@ -93,12 +93,15 @@ class Runner:
         self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
+        self._all_holes = holes
+        self.narrow(head_rows)
+
+    def narrow(self, head_rows: int | None) -> None:
+        """Compute the logits of the first ids alone from now on, None = of all."""
         self.head_rows = head_rows
-        self.width = min(self.num_ids, head_rows or self.num_ids, model.config.vocab_size)  # of a row of logits
+        self.width = min(self.num_ids, head_rows or self.num_ids, self.model.config.vocab_size)  # of a row of logits
         self._none = torch.empty(0, self.width)
-        self.holes = [i for i in holes if i < self.width]
-        # Whether the largest logit can be had without the others being written.
-        self.finds_best = hasattr(model, "best") and not self.holes
+        self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
         """Reserve cache rows, run every token once. No row is kept until `cache.keep` says so.
@@ -133,12 +136,22 @@ class Runner:
         self.model.wait()
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs)
 
-    def run_ahead(self, runs: Seq[Run], lengths: Seq[int]) -> list[list[int]]:
+    @property
+    def finds_best(self) -> bool:
+        """Whether the largest logit can be had without the others being written."""
+        return not self.holes and hasattr(self.model, "best")
+
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether the probabilities of what it finds are known, so that `run_ahead` takes stops."""
+        return self.finds_best and getattr(self.model, "tells_confidence", False)
+
+    def run_ahead(self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = ()) -> list[list[int]]:
         """The likeliest continuation of each run, in one call; only where this `finds_best`.
 
         Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
-        cache rows are reserved here, and not kept. Raises CapacityError where the pool is exhausted, InternalError
-        where logits are no numbers or a tree is pending.
+        cache rows are reserved here, and not kept. stops: of each run when it ends earlier, () = none does. Raises
+        CapacityError where the pool is exhausted, InternalError where logits are no numbers or a tree is pending.
         """
         if not runs:
             return []
@@ -148,8 +161,9 @@ class Runner:
         if batch.ancestors:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         hidden = self._inputs(runs, batch)
+        also = {"stops": stops} if stops else {}
         ids = self.model.run_ahead(  # type: ignore[attr-defined]
-            batch, list(lengths), self.cache, self.width, self.layers, hidden
+            batch, list(lengths), self.cache, self.width, self.layers, hidden, **also
         )
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")

@@ -189,7 +189,10 @@ class CpuOps(ReferenceOps):
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
             for part in section:
-                if not self._fill_stored(handle, first, part) and not self._fill_blocks(handle, first, part, format):
+                fits = self._fill_stored(handle, first, part)
+                if fits is None:
+                    fits = self._fill_blocks(handle, first, part, format)
+                if not fits:
                     return i
                 first += part.shape[0]
         return None
@@ -202,16 +205,20 @@ class CpuOps(ReferenceOps):
             first += len(rows)
         return True
 
-    def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool:
-        """Let the kernels read the rows of a file; returns whether they could. If not, the blocks say why."""
+    def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool | None:
+        """Let the kernels read the rows of a file; returns whether they fit. None = they cannot: blocks say why."""
         if (stored := part.stored) is None:
-            return False
+            return None
         try:
             with stored.file.open("rb") as file:
                 place = (stored.type, file.fileno(), stored.start, address(stored.numbers))
-                return bool(self.backend.fill_stored(handle, first, part.shape[0], *place))
+                rows = (handle, first, part.shape[0], *place)
+                if not stored.rounded:
+                    return self.backend.fill_stored(*rows) or None
+                could, fits = self.backend.round_stored(*rows, stored.rounded)
+                return bool(fits) if could else None
         except OSError:
-            return False
+            return None
 
     # ------------------------------------------------------------------------------------------ single operators
 

@@ -17,8 +17,7 @@ from types import MappingProxyType
 import torch
 
 from forerun import native
-from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products, weights
-from forerun.ops.cpu_model import short_head_scheme
+from forerun.blocks import EMBEDDING, POSITIONS, Spec, products, weights
 from forerun.ops.memory import (
     FLOAT_BYTES,
     KERNEL_BYTES,
@@ -87,16 +86,6 @@ class NativeSizes:
             rounded += sum(allocated_bytes(n) - n for n in matrices)
         ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
         return [*parts, *([ends] if rounded else [])]
-
-    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
-        """Return the bytes of the rows that CpuModel.logits packs once more; fewer than all."""
-        head = EMBEDDING if model.tied else HEAD
-        if num_rows >= model.vocab_size:
-            return 0
-        if head in self._packed_schemes(name):
-            shape = (num_rows, model.hidden_size)
-            return quantised_bytes([_of(shape, short_head_scheme())])
-        return packed_bytes(num_rows, model.hidden_size, self.cache_dtype_of(name))
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the buffers of every model, the results of the largest pass, and what is kept of freed ones."""

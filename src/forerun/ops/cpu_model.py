@@ -19,18 +19,13 @@ from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
-from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme, dequantised
-from forerun.ops.quantising import RoundedWeights, quantise, scheme_of
+from forerun.ops.quantised import QuantisedMatrix, dequantised
+from forerun.ops.quantising import RoundedWeights
 from forerun.ops.rotary import Rotations
-from forerun.types import RaggedBatch
+from forerun.types import EDGES, RaggedBatch, Stop
 
 if TYPE_CHECKING:
     from forerun.ops.cpu import CpuOps
-
-
-def short_head_scheme() -> Scheme:
-    """Return how the first rows of a quantised LM head are packed once more."""
-    return scheme_of(8, UNIT)
 
 
 class CpuModel:
@@ -42,6 +37,7 @@ class CpuModel:
 
     device = torch.device("cpu")
     activation_dtype = torch.float32
+    tells_confidence = True  # `run_ahead` takes stops
 
     def __init__(self, ops: CpuOps, spec: Spec, weights: Mapping[str, Tensor], *, consume: bool = False) -> None:
         self.config, self.ops = spec, ops
@@ -58,7 +54,6 @@ class CpuModel:
         if not spec.tied:
             self._take_embedding(source)
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
-        self._short_heads: dict[int, PackedMatrix] = {}  # by their rows
         for product, names in groups.items():
             self.matrices[product] = self._pack(source, names, paired=product.endswith(".gate_up") and len(names) == 2)
         for weight in found:
@@ -164,8 +159,11 @@ class CpuModel:
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         ahead: Any = None,
+        stops: Seq[Stop] = (),
     ) -> list[list[int]] | None:
         """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
+
+        stops: of each run when it ends earlier, and what is told the probabilities of its ids; () = none does.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is the argmax of the
@@ -183,9 +181,15 @@ class CpuModel:
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
         hidden = None if hidden is None else hidden.float().contiguous()
         pools = cache.pools.native
-        return self._native.run_ahead(  # type: ignore[no-any-return]
-            *batch.ids(), counts, lengths, rotated, numbers, pools, list(chosen), num_ids, address(hidden), ahead
+        own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
+        found = self._native.run_ahead(
+            *batch.ids(), counts, lengths, rotated, numbers, pools, list(chosen), num_ids, address(hidden), ahead, own
         )
+        if found is None:
+            return None
+        for stop, seen in zip(stops, found[1], strict=False):
+            stop.confidences += seen
+        return found[0]  # type: ignore[no-any-return]
 
     def wait(self) -> None:
         """Everything is computed when a call returns."""
@@ -228,17 +232,12 @@ class CpuModel:
         return out
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids.
-
-        For those the rows of the head are packed once more, when they are first asked for; a quantised head's with 8
-        bits. `best` needs no second copy.
-        """
-        is_short = num_ids is not None and num_ids < self.config.vocab_size
-        head = self._short_head(num_ids).handle if is_short and num_ids is not None else None
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids."""
+        width = min(num_ids or self.config.vocab_size, self.config.vocab_size)
         hidden = hidden.float().contiguous()
-        out = torch.empty(len(hidden), num_ids if is_short and num_ids is not None else self.config.vocab_size)
+        out = torch.empty(len(hidden), width)
         if len(hidden):
-            self._native.logits(hidden.data_ptr(), len(hidden), out.data_ptr(), head)
+            self._native.logits(hidden.data_ptr(), len(hidden), width, out.data_ptr())
         return out
 
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
@@ -263,17 +262,6 @@ class CpuModel:
         if name in self._vectors or name.endswith(".bias"):
             return self.vector(name).float()
         return self.matrix_rows(name, range(self._places[name][2])).float()
-
-    def _short_head(self, num_ids: int) -> PackedMatrix:
-        if num_ids not in self._short_heads:
-            head = self.matrices["head"]
-            rows, bias = head.unpack(range(num_ids)), None if head.bias is None else head.bias[:num_ids]
-            made: Tensor | QuantisedMatrix = rows
-            if head.bits:
-                scheme = short_head_scheme()
-                made = QuantisedMatrix(scheme, (num_ids, rows.shape[1]), lambda: iter([quantise(rows, scheme)]))
-            self._short_heads[num_ids] = self.ops.pack(made, bias)
-        return self._short_heads[num_ids]
 
     def vector(self, name: str) -> Tensor:
         """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""

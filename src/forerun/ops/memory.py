@@ -120,9 +120,6 @@ class Sizes(Protocol):
         beside: the weights of trained heads, by what they are called.
         """
 
-    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
-        """Return what the first rows of a model's LM head take a second time where no others are read."""
-
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return an upper bound of the memory of passes that run one after another."""
 

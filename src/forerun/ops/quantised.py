@@ -92,13 +92,15 @@ class StoredRows:
     """Where a file has the rows of a matrix, as blocks of a type of GGUF.
 
     type: its number there. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None = all
-    from row 0 on.
+    from row 0 on. rounded: the rows are meant as ops/quantising.py rounds them to 4 bits, in groups of so many; 0 = as
+    they are.
     """
 
     file: Path
     type: int
     start: int
     numbers: Tensor | None = None
+    rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
         """Return where some of the rows are."""

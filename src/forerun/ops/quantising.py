@@ -120,7 +120,8 @@ def _positive(scales: Tensor) -> Tensor:
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
     """Return the scheme of a weight that `is_rounded`. Raises BadOption where groups do not divide its rows."""
     num_in = weight.shape[1]
-    scheme = scheme_of(max(quantization.bits, weight.least_bits), quantization.group)
+    bits = quantization.bits if quantization.again else max(quantization.bits, weight.least_bits)
+    scheme = scheme_of(bits, quantization.group)
     if num_in % scheme.group:
         possible = [str(group) for group in GROUPS[quantization.bits] if num_in % group == 0]
         way_out = f"{' and '.join(possible)} do" if len(possible) > 1 else f"{''.join(possible) or 'no group'} does"

@@ -64,10 +64,6 @@ class ReferenceSizes:
             parts.append(MemoryPart(f"{name} weights", num * size + floats * FLOAT_BYTES, how))
         return parts
 
-    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
-        """Return 0: they are read where they are."""
-        return 0
-
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the memory of the largest pass, and as much again in reserve."""
         found = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forerun.pacing.cost import Costs
 from forerun.registry import load, make_options, parse_spec
-from forerun.types import Probs, Sequence, StepReport
+from forerun.types import Probs, Sequence, StepReport, Stop
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,13 @@ class Pacing:
     def wanted(self, seq: Sequence) -> int:
         """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
         raise NotImplementedError
+
+    def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
+        """Return when chains of guesses end besides, by the index of their sequence: see `Budget.stops`.
+
+        granted [B]: nodes that each of them may have.
+        """
+        return {}
 
     def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
         """Return how many levels these beam searches draft, whose requests name no `spec_length` of their own.

@@ -11,7 +11,7 @@ around them, and after drafting was slower twice in a row it pauses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,8 @@ from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs
 from forerun.pacing.levels import Levels
-from forerun.types import Sequence, StepReport
+from forerun.pacing.stopping import Round, Stopping
+from forerun.types import Sequence, SequenceStep, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
 REPLAN_STEPS = 8
@@ -30,6 +31,7 @@ HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
+SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
@@ -46,7 +48,8 @@ class _Request:
     """A request that decodes.
 
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
-    probes. granted: nodes that it was granted in this step.
+    probes. granted: nodes that it was granted in this step. pays: whether a model pays that
+    tells how sure it is. stop: when its chain ends in this step, and what its drafter said of it.
     """
 
     seq: Sequence
@@ -54,6 +57,8 @@ class _Request:
     probe_at: int
     pause: int
     granted: int = 0
+    pays: bool = True
+    stop: Stop | None = None
 
 
 class _SafetyNet:
@@ -99,6 +104,7 @@ class AutoPacing(Pacing):
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = min(spec_length, MAX_RANKS), costs
         self._known: dict[str, Acceptance] = {}  # by drafter
+        self._stopping: dict[str, Stopping] = {}  # by drafter, of those that tell how sure they are
         self._requests: dict[int, _Request] = {}
         self._levels = Levels(costs)
         self._net = _SafetyNet()
@@ -113,6 +119,7 @@ class AutoPacing(Pacing):
                 request.granted = 0  # what an earlier step granted is not to be counted again
             return [0] * len(seqs)
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]
+        self._choose_stops(requests, limits)
         if self._step >= self._replan_at:
             self._replan(requests, limits)
         self._drafts = any(request.length for request in requests)
@@ -121,6 +128,14 @@ class AutoPacing(Pacing):
             own = request.seq.params.spec_length
             request.granted = min(most, own if own is not None else self._wanted(request) if may_draft else 0)
         return [request.granted for request in requests]
+
+    def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
+        found = dict[int, Stop]()
+        for b, (seq, most) in enumerate(zip(seqs, granted, strict=True)):
+            request = self._requests.get(seq.id)
+            if request is not None and request.stop is not None and most > 0 and seq.params.spec_length is None:
+                found[b] = request.stop
+        return found
 
     def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
@@ -146,6 +161,8 @@ class AutoPacing(Pacing):
                     self._replan_at = 0
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
+            if request.stop is not None and round_.num_drafted:
+                self._observe_stop(request, request.stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
 
@@ -153,6 +170,94 @@ class AutoPacing(Pacing):
         self._requests.pop(seq.id, None)
         self._levels.end(seq)
         self._of(seq).forget(seq.id)
+        for name in (seq.draft, seq.draft + SEARCH):
+            if name in self._stopping:
+                self._stopping[name].forget(seq.id)
+
+    def _observe_stop(self, request: _Request, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
+        """Learn from a round of a request whose drafter tells how sure it is."""
+        num_accepted, step = len(round_.accepted_ranks), report.drafts.get(request.seq.draft)
+        what, own = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
+        if len(own.confidences) == round_.num_drafted:  # else it was cut
+            self._stopping_of(request, what).observe(request.seq.id, own.confidences, num_accepted)
+        passes = step.passes if step is not None and stop.confidences else 0
+        self._stopping_of(request).observe_round(request.seq.id, 1 + num_accepted, round_.num_drafted, passes)
+        request.stop = None
+
+    def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
+        """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
+        told = [(b, request) for b, request in enumerate(requests) if self._is_told(request)]
+        if not told:
+            return
+        num_rows = len(requests)
+        num_rows += sum(min(r.length, most) for r, most in zip(requests, limits, strict=True) if not self._is_told(r))
+        rounds = {b: self._stopping_of(request).round_of(request.seq.id) for b, request in told if request.length}
+        rate = self._rate(requests, num_rows, rounds)
+        num_rows += round(sum(own.nodes for own in rounds.values()) * (1 - 1 / max(1, len(rounds))))
+        rows_s = np.diff(self._target_s(num_rows + np.arange(self.spec_length + 1)))
+        # How many go on at each depth, as if each did with the same probability: those share a pass of the drafter.
+        nodes = sum(own.nodes for own in rounds.values()) / max(1, len(rounds))
+        num_going = np.maximum(1.0, len(told) * (nodes / (1 + nodes)) ** np.arange(self.spec_length))
+        for _, request in told:
+            known = self._stopping_of(request)
+            shares, share = known.shares(request.seq.id)
+            pass_s = self._pass_s(request.seq.draft, num_going) / num_going
+            worth = np.minimum(rate * (pass_s + rows_s), 2.0)
+            least = worth / max(share, 1e-6)
+            pays = bool(least[0] <= 1) or request.seq.draft in self.costs.free
+            if request.pays and not pays:
+                request.probe_at = self._step + request.pause
+            request.pays = pays
+            request.stop = Stop(shares, least[1:].tolist(), worth.tolist())
+            request.length = self.spec_length if pays else 0
+            if request.seq.draft in self.costs.searching:
+                self._add_search(request, request.stop, rate * rows_s, float(rate * pass_s[0]))
+
+    def _add_search(self, request: _Request, stop: Stop, rows: Floats, pass_: float) -> None:
+        """Let the drafter search the text, whether or not its model pays.
+
+        rows, pass_: what the next rows of the target's pass, and a pass of the model, cost in tokens at this rate.
+        """
+        shares, _ = self._stopping_of(request, SEARCH).shares(request.seq.id)
+        stop.search = Stop(shares, (), np.minimum(rows, 2.0).tolist())
+        usual = self._stopping_of(request).model_round
+        cost = usual.passes * pass_ + float(np.interp(usual.nodes, range(len(rows) + 1), [0.0, *np.cumsum(rows)]))
+        stop.bar = max(0.0, usual.tokens - 1 - cost) if request.pays else 0.0
+        stop.is_shut = not request.pays
+        if stop.is_shut and self._step >= request.probe_at:  # a token of the model, to see whether it has become better
+            self._delay_probe(request)
+            stop.is_shut, stop.least = False, ()
+        request.length = self.spec_length
+
+    def _rate(self, requests: Seq[_Request], num_rows: int, rounds: Mapping[int, Round]) -> float:
+        """Return the tokens per second of these requests, at least those of plain decoding.
+
+        num_rows: without the nodes of those whose drafters tell how sure they are. rounds: theirs, by request.
+        """
+        passes = dict[str, float]()
+        for b, own in rounds.items():
+            name = requests[b].seq.draft
+            passes[name] = max(passes.get(name, 0.0), own.passes)
+        nodes = sum(own.nodes for own in rounds.values())
+        tokens = sum(own.tokens for own in rounds.values())
+        draft_s = sum(num * float(self._pass_s(name, len(rounds))) for name, num in passes.items())
+        drafting = (len(requests) - len(rounds) + tokens) / (float(self._target_s(num_rows + nodes)) + draft_s)
+        return max(drafting, len(requests) / float(self._target_s(num_rows)))
+
+    def _is_told(self, request: _Request) -> bool:
+        return request.seq.draft in self.costs.confident
+
+    def _target_s(self, num_rows: npt.ArrayLike) -> Floats:
+        """The seconds of a pass of the target."""
+        return (self.costs.target.one_row_s or 1.0) * self.costs.target.ratio(num_rows)
+
+    def _stopping_of(self, request: _Request, what: str = "") -> Stopping:
+        return self._stopping.setdefault(request.seq.draft + what, Stopping())
+
+    def _pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:
+        """The seconds of a pass of a drafter over one row of so many sequences."""
+        cost = self.costs.draft(draft)
+        return cost.ratio(num_sequences) * (cost.one_row_s or 0.0)
 
     def _of(self, seq: Sequence) -> Acceptance:
         return self._known.setdefault(seq.draft, Acceptance())
@@ -162,6 +267,8 @@ class AutoPacing(Pacing):
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         made = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
+        if self._is_told(made) and not others:
+            made.length = self.spec_length
         self._replan_at = self._replan_at if others else 0
         return made
 
@@ -169,22 +276,27 @@ class AutoPacing(Pacing):
         """Return the nodes that the plan gives a request, or 1 where it is to be probed."""
         if request.length > 0 or self._step < request.probe_at:
             return request.length
-        request.pause = min(2 * request.pause, LONGEST_PAUSE)
-        request.probe_at = self._step + request.pause
+        self._delay_probe(request)
         others = [r for r in self._requests.values() if r.seq.draft == request.seq.draft]
         if not any(r.length for r in others):  # where a drafter fails for all requests, only one of them is probed
             for other in others:
                 other.pause, other.probe_at = max(other.pause, request.pause), max(other.probe_at, request.probe_at)
         return 1
 
+    def _delay_probe(self, request: _Request) -> None:
+        """Let the next probe of a request that is probed now come later than this one did."""
+        request.pause = min(2 * request.pause, LONGEST_PAUSE)
+        request.probe_at = self._step + request.pause
+
     def _replan(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Choose a length for each request that names none."""
         self._replan_at = self._step + min(REPLAN_STEPS, 1 + self._step // 4)
         own = [request.seq.params.spec_length for request in requests]
         num_rows = len(requests) + sum(min(k, most) for k, most in zip(own, limits, strict=True) if k is not None)
+        num_rows += round(sum(self._stopping_of(r).round_of(r.seq.id).nodes for r in requests if r.stop and r.length))
         by_drafter: dict[str, list[int]] = {}
         for b, request in enumerate(requests):
-            if own[b] is None and limits[b] > 0:
+            if own[b] is None and limits[b] > 0 and request.seq.draft not in self.costs.confident:
                 by_drafter.setdefault(request.seq.draft, []).append(b)
         nodes = [self._nodes(requests, limits, members) for members in by_drafter.values()]
         if not nodes:

@@ -29,7 +29,9 @@ WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
 NARROW_ROWS = 8  # of the passes that are timed before the wide ones
 SETTLING_PASSES = 40  # at most, before the first that is timed
 NUM_ROUNDS = 5
-LEAST_LIMIT_S, LIMIT_PASSES = 2.0, 12  # a calibration takes at most the larger of 2 s and 12 passes of one row
+LEAST_LIMIT_S, LIMIT_PASSES = 0.7, 12  # a calibration takes at most the larger of 0.7 s and 12 passes of one row
+AGREEMENT = 1.1  # by which the middle rounds of a calibration may differ that is kept for later processes
+KEPT_S = 30 * 86400.0  # for so long
 CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
 FRESH = 0.02  # weight of a new measurement in the slow average
 WIDE = 1.1  # passes of one row that a pass takes which says something of the curve
@@ -41,12 +43,14 @@ MUCH = 1.5  # by which wide passes must be slower or faster than the curve says
 class PassTime:
     """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it.
+    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether the
+    rounds of its calibration agreed, so that it says something of another hour, too.
     """
 
     widths: Seq[float] = WIDTHS
     ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
     one_row_s: float | None = None
+    is_steady: bool = True
     _num_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -99,12 +103,17 @@ class Costs:
     """The times of an engine's passes.
 
     drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to calibrate
-    before the first draft, by drafter, the target under ""; without runners the curves stay as they are.
+    before the first draft, by drafter, the target under ""; without runners the curves stay as they are. confident: the
+    drafters that tell how sure they are of what they draft. searching: those that search the text before they ask their
+    model. free: those whose guesses cost nothing.
     """
 
     target: PassTime = field(default_factory=PassTime)
     drafts: dict[str, PassTime] = field(default_factory=dict)
     runners: Mapping[str, Seq[Runner]] = field(default_factory=dict)
+    confident: frozenset[str] = frozenset()
+    searching: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
     _calibrated: Seq[Runner] = ()  # of the target, until its curve was contradicted once
     _doubt: _Doubt = field(default_factory=_Doubt)
     _is_contradicted: bool = False
@@ -137,9 +146,9 @@ class Costs:
             self._calibrated = ()
             self._is_contradicted = True
         for name, step in report.drafts.items():
-            if step.depth and not step.num_catchup_tokens:
+            if step.passes and not step.num_catchup_tokens:
                 cost = self.draft(name)
-                cost.observe(step.seconds, step.depth * float(cost.ratio(step.num_nodes / step.depth)))
+                cost.observe(step.seconds, step.passes * float(cost.ratio(step.num_nodes / step.passes)))
 
 
 def of_runner(runner: Runner, anew: bool = False) -> PassTime:
@@ -157,9 +166,12 @@ def of_runner(runner: Runner, anew: bool = False) -> PassTime:
         found = calibrated(runner.try_pass)
     if found.one_row_s is None:  # nothing was measured, so that a later engine must try again
         return found
+    if not found.is_steady:
+        LOG.info("measured what passes of this model take beside other work: measured again by the next process")
+        return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s]), encoding="utf-8")
+        path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s, time.time()]), encoding="utf-8")
         LOG.info("measured what passes of this model take, once: kept in %s", path)
     except OSError as error:
         LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
@@ -169,9 +181,10 @@ def of_runner(runner: Runner, anew: bool = False) -> PassTime:
 def _kept(path: Path) -> PassTime | None:
     """Return the curve that a file holds, None where it holds none: it may be of another version, or cut off."""
     try:
-        widths, ratios, one_row_s = json.loads(path.read_text(encoding="utf-8"))
+        widths, ratios, one_row_s, measured_at = json.loads(path.read_text(encoding="utf-8"))
         numbers = np.array([widths, ratios], dtype=np.float64)
         is_curve = bool((numbers > 0).all() and (np.diff(numbers[0]) > 0).all() and (np.diff(numbers[1]) >= 0).all())
+        is_curve = is_curve and abs(time.time() - measured_at) < KEPT_S
         if is_curve and numbers.shape[1] > 1 and np.isfinite(numbers).all() and 0 < float(one_row_s) < np.inf:
             return PassTime(widths, ratios, float(one_row_s))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -201,12 +214,13 @@ def calibrated(
         return PassTime()
     narrow = [rows for rows in widths if rows <= NARROW_ROWS]
     known, ones_s = rounds.of(narrow)
+    is_steady = rounds.agree
     last = max([rows for rows in narrow if rows in known], default=1)
     if last == narrow[-1] and len(narrow) < len(widths):
         more, _ = rounds.of([last, *(rows for rows in widths if rows > NARROW_ROWS)])
         known |= {rows: known.get(last, 1.0) * ratio for rows, ratio in more.items()}
     curve = np.maximum.accumulate([1.0, *known.values()]).tolist()
-    return PassTime([1, *known], curve, statistics.median(ones_s)) if known else PassTime()
+    return PassTime([1, *known], curve, statistics.median(ones_s), is_steady) if known else PassTime()
 
 
 class _Rounds:
@@ -214,6 +228,8 @@ class _Rounds:
 
     def __init__(self, run: Callable[[int], None], clock: Callable[[], float], least_limit_s: float) -> None:
         self.run, self.clock, self.limit_s, self.begun, self.last_s = run, clock, least_limit_s, clock(), 0.0
+
+    agree = False  # whether the rounds that were timed last are alike
 
     def settle(self) -> None:
         """Run passes of one row within a small part of the limit: weights come into caches only little by little."""
@@ -236,6 +252,7 @@ class _Rounds:
                     found.append(self.timed(rows) / firsts_s[-1])
         except CapacityError:
             LOG.info("the KV cache has no room for a whole calibration")
+        self.agree = all(_agree(found) for found in (firsts_s, *ratios.values()))
         return {rows: statistics.median(found) for rows, found in ratios.items() if found}, firsts_s
 
     def timed(self, rows: int) -> float:
@@ -247,3 +264,9 @@ class _Rounds:
 
     def _is_over(self, next_s: float) -> bool:
         return self.clock() - self.begun + next_s > self.limit_s
+
+
+def _agree(found: Seq[float]) -> bool:
+    """Whether measurements are alike, but for the least and the largest of four and more."""
+    middle = sorted(found)[1:-1] if len(found) > 3 else found
+    return not middle or max(middle) <= AGREEMENT * min(middle)

@@ -1,0 +1,90 @@
+"""Drafts that end by the drafter's own probabilities, and texts that are searched before the model is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from forerun import LLM, BadOption, SamplingParams, StepReport, native
+from forerun.drafters.continuations import Guess
+from forerun.engine.engine import philox_coins
+from forerun.types import EDGES, Budget, Sequence, Stop
+
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
+TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
+SHARES = [0.3, 0.5, 0.6, 0.7, 0.85, 0.95, 0.99]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("shipped", draft="model", max_seq_len=512, max_batch_size=4) as made:
+        yield made
+
+
+@needs_native
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", ["ratio", "match"])
+def test_a_stopped_draft_is_the_beginning_of_one_that_is_not(llm: LLM, temperature: float, acceptance: str) -> None:
+    """With the same coins; and where it ends follows from the tokens in it, so that no drawn token is taken back."""
+    drafter = llm.drafters["model"]
+    lengths = set[int]()
+    for seed in range(20):
+        params = SamplingParams(temperature=temperature, acceptance=acceptance, seed=seed)
+        ids = llm.tokenizer.encode(TEXT)[: 6 + seed]
+        found = []
+        for stop in (Stop.never(8), Stop(SHARES, [0.25] * 7)):
+            seq = Sequence(1000 + seed, list(ids), len(ids), params, seed, 500, draft="model")
+            drafter.begin(seq)
+            draft = drafter.propose([seq], Budget([8], 64, stops={0: stop}), [philox_coins(seq)])
+            drafter.end(seq)
+            assert len(stop.confidences) == len(draft.tokens)
+            found.append((draft.tokens, stop.confidences))
+        (whole, all_sure), (cut, sure) = found
+        assert cut == whole[: len(cut)]
+        assert sure == pytest.approx(all_sure[: len(sure)], rel=1e-4)
+        again = Stop(SHARES, [0.25] * 7)
+        goes_on = [again.goes_on(p) for p in sure]
+        assert all(goes_on[:-1])
+        assert not goes_on[-1] or len(cut) == 8
+        lengths.add(len(cut))
+    assert len(lengths) > 1
+
+
+@needs_native
+def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
+    """What a text repeats costs no pass of the model; what is said is what plain decoding says."""
+    steps = list[StepReport]()
+    end = llm.listen(steps.append)
+    params = SamplingParams(max_tokens=96, temperature=0)
+    prompts = [TEXT * 4, "class Stack:\n", "import os\nimport sys\n" * 6]
+    drafted = llm.generate(prompts, params)
+    end()
+    plain = llm.generate(prompts, dataclasses.replace(params, draft="none"))
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    own = [report.drafts["model"] for report in steps if "model" in report.drafts]
+    assert any(step.num_nodes and not step.passes for step in own)
+    assert any(step.passes for step in own)
+
+
+@needs_native
+def test_a_search_that_could_not_be_compared_is_refused() -> None:
+    for search in ("lookup", "suffix:shape=tree", "eagle"):
+        with pytest.raises(BadOption):
+            LLM("shipped", draft=f"model:search=({search})", max_seq_len=64)
+    assert not LLM("shipped", draft="model:search=none", max_seq_len=64).drafters["model"].searches
+
+
+def test_a_path_ends_before_the_first_node_that_is_not_worth_its_row() -> None:
+    """A longer match is surer; a node that few of the places had before it is less so."""
+    guess = Guess([5, 6, 7], [-1, 0, 1], [1.0, 1.0, 0.4], match=9)
+    assert guess.confidence(0) == pytest.approx(0.9)
+    assert guess.confidence(1) == pytest.approx(1 - 1 / 11)
+    assert guess.confidence(2) == pytest.approx(0.4 * (1 - 1 / 12))
+    shares = [0.1] * 2 + [0.9] * (len(EDGES) - 1)
+    stop = Stop(shares, (), [0.2] * 8)
+    assert guess.draft(0, Budget([8], 0, stops={0: stop})).tokens == [5, 6]
+    assert stop.gain == pytest.approx(0.9 - 0.2 + 0.81 - 0.2)
+    assert guess.draft(0, Budget([8], 0, stops={0: Stop(shares, (), [0.95])})).tokens == []
+    assert guess.draft(0, Budget([8], 0)).tokens == [5, 6, 7]

@@ -1,0 +1,119 @@
+"""Chains that end by the drafter's own probabilities: what is learned of them, and how much it makes of a second."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from forerun.pacing.auto import AutoPacing, Options, build
+from forerun.pacing.cost import Costs, PassTime
+from forerun.pacing.stopping import FIRST_SHARES, Stopping
+from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop
+
+CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)  # one between each two edges
+
+
+def test_a_stop_ends_where_the_product_is_too_small() -> None:
+    stop = Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.4, 0.2, 0.2])
+    assert stop.goes_on(0.9)
+    assert stop.goes_on(0.9)
+    assert not stop.goes_on(0.9)
+    assert stop.confidences == [0.9, 0.9, 0.9]
+    assert not Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.4]).goes_on(0.1)
+    assert not Stop.never(0).goes_on(1.0)
+    assert Stop.never(2).goes_on(0.0)
+
+
+def test_a_drafter_that_is_too_sure_of_itself_is_found_out() -> None:
+    """Only what was tested counts: tokens behind a rejected one say nothing."""
+    known, rng = Stopping(), random.Random(0)
+    for _ in range(400):
+        accepted = next((i for i in range(4) if rng.random() > 0.5), 4)
+        known.observe(1, [0.995] * 4, accepted)
+    shares, share = known.shares(1)
+    assert shares[-1] == pytest.approx(0.5, abs=0.08)
+    assert shares[0] == pytest.approx(FIRST_SHARES[0], abs=0.01)
+    assert share == pytest.approx(shares[-1], abs=0.08)
+    assert known.shares(2)[0][-1] == pytest.approx(0.5, abs=0.08)  # another request begins with the drafter's
+    known.forget(1)
+    assert known.shares(1) == known.shares(2)
+
+
+@dataclass
+class Texts:
+    """Requests whose next tokens are hard or easy by turns, and a draft model that knows which.
+
+    right: P(a guess is right) by how sure the drafter is of it. mix: how often it is so sure.
+    """
+
+    right: tuple[float, ...]
+    mix: tuple[float, ...]
+    pass_s: float
+    slope: float = 0.05  # of the target's pass, per row
+    num_sequences: int = 1
+
+    def chain(self, rng: random.Random, stop: Stop | None, most: int) -> tuple[list[int], int]:
+        """Return the drafted tokens, by how sure it is, and how many of them are right in a row."""
+        bins = list[int]()
+        while len(bins) < most:
+            bins.append(rng.choices(range(len(CONFIDENCES)), self.mix)[0])
+            if stop is not None and not stop.goes_on(CONFIDENCES[bins[-1]]):
+                break
+        num = next((i for i, at in enumerate(bins) if rng.random() > self.right[at]), len(bins))
+        return bins, num
+
+    def rate(self, length: int | None, num_steps: int = 3000, seed: int = 0) -> float:
+        """Tokens per pass of one row, with a fixed length or with `auto`."""
+        rng, tokens, seconds = random.Random(seed), 0, 0.0
+        costs = Costs(PassTime((1, 33), (1.0, 1 + 32 * self.slope), 1.0), confident=frozenset({"model"}))
+        costs.drafts["model"] = PassTime((1, 2), (1.0, 1.05), self.pass_s)
+        pacing = build(Options(), None, costs)
+        seqs = [Sequence(b, [1], 1, SamplingParams(), 0, 10**6, draft="model") for b in range(self.num_sequences)]
+        for _ in range(num_steps):
+            granted = [length] * len(seqs) if length is not None else pacing.budget(seqs, [64] * len(seqs))
+            stops = {} if length is not None else pacing.stops(seqs, granted)
+            found = [self.chain(rng, stops.get(b), most) for b, most in enumerate(granted)]
+            depth, num_nodes = max(len(bins) for bins, _ in found), sum(len(bins) for bins, _ in found)
+            draft_s = sum(
+                self.pass_s * (1 + 0.05 * (sum(len(bins) > d for bins, _ in found) - 1)) for d in range(depth)
+            )
+            report = StepReport(num_decoding=len(seqs), num_rows=len(seqs) + num_nodes, draft_s=draft_s)
+            report.score_s = 1 + self.slope * (len(seqs) - 1 + num_nodes)
+            report.num_emitted = sum(1 + num for _, num in found)
+            report.drafts = {"model": DraftStep(draft_s, len(seqs), num_nodes, depth, depth)} if depth else {}
+            for seq, (bins, num) in zip(seqs, found, strict=True):
+                ranks = tuple(range(num))
+                report.sequences.append(SequenceStep(seq.id, "model", len(bins), min(len(bins), num + 1), ranks))
+            pacing.observe(report)
+            tokens, seconds = tokens + report.num_emitted, seconds + report.seconds
+        assert isinstance(pacing, AutoPacing)
+        return tokens / seconds
+
+
+KNOWING = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)
+WORLDS = {
+    "a pair": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.25),
+    "a dear draft": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.5),
+    "a cheap draft": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.05),
+    "copies": Texts(KNOWING, (0, 0, 0, 0, 0, 1, 30), 0.25),
+    "rows that cost": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.1, 0.3),
+    "a drafter that knows nothing of itself": Texts((0.7,) * 7, (1,) * 7, 0.2),
+    "four requests": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.25, num_sequences=4),
+}
+ALIKE = ("a drafter that knows nothing of itself", "copies", "four requests")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_beats_every_fixed_length(world: str) -> None:
+    """Learning included. By several percent where the drafter knows what it does not know, for one request."""
+    texts = WORLDS[world]
+    best = max(texts.rate(length) for length in (0, 1, 2, 3, 4, 6, 8, 12, 16))
+    assert texts.rate(None) >= best * (0.97 if world in ALIKE else 1.02)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_a_drafter_that_is_always_wrong_is_dropped(num_sequences: int) -> None:
+    texts = Texts((0.02,) * 7, (1,) * 7, 0.5, num_sequences=num_sequences)
+    assert texts.rate(None) >= 0.98 * texts.rate(0)
