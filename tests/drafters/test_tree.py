@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import support
 from forerun import pacing
 from forerun.config import EngineConfig
 from forerun.drafters.artifacts import fingerprint, save
-from forerun.drafters.tree import Options
+from forerun.drafters.tree import Options, TreeDrafter
 from forerun.engine import factory
-from forerun.engine.engine import Engine
+from forerun.engine.engine import Engine, philox_coins
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.train.shares import accepted_shares, measure
-from forerun.types import RoundDetail, SamplingParams
+from forerun.types import Probs, RoundDetail, SamplingParams, Sequence
 from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
 from house.test_lossless_trees import continued
 from house.test_same_as_plain import check_draft_cache, prompts
@@ -75,6 +76,25 @@ def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[s
         if options.get("draws") != "independent" or sampling == {}:
             assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
         assert any(max(round.parents) >= 0 for round in rounds), "levels"
+
+
+def test_siblings_are_drawn_without_those_before_them() -> None:
+    """Each is drawn from what it states. The law of a tree of few ids may not show it: what is left is certain then."""
+    params = SamplingParams(temperature=1.0)
+    drafter = drafter_for(Case("tree", params, {"shape": "3x1"}))
+    assert isinstance(drafter, TreeDrafter)
+    assert drafter.draws == "distinct"
+    probs, seconds = Probs(dense=torch.tensor([0.6, 0.3, 0.1])), set[int]()
+    for seed in range(40):
+        seq = Sequence(seed, [1], 1, params, seed, 64)
+        children = list(drafter._children(probs, False, 3, seq, 0, philox_coins(seq), 0))
+        tokens = [token for token, _, _ in children]
+        assert sorted(tokens) == [0, 1, 2]
+        for i, (_, own, _) in enumerate(children):
+            assert [own.at(token) for token in tokens[:i]] == [0.0] * i
+            assert sum(own.at(token) for token in tokens[i:]) == pytest.approx(1)
+        seconds.add(tokens[1])
+    assert seconds == {0, 1, 2}
 
 
 @pytest.mark.parametrize("rule", ["ratio", "match"])
