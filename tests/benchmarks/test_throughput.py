@@ -54,7 +54,7 @@ def test_the_command_on_a_target_that_drafts_for_itself(
         num_repeats=2,
         prompt_file=prompt_file(tmp_path, *"abcdef"),
     )
-    printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=f"model:path={tiny},search=none"), plan)
+    printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=str(tiny)), plan)
     assert all(len(line) <= 80 for line in printed.splitlines())
     heads = (
         "target: ",
@@ -99,7 +99,9 @@ def check_counts(counts: Counts) -> None:
         assert counts.num_accepted == 0
         assert counts.num_sequence_steps == counts.num_committed
     else:
-        assert counts.num_accepted == counts.num_drafted == counts.num_committed - counts.num_sequence_steps
+        assert counts.num_accepted == counts.num_committed - counts.num_sequence_steps
+        # With `auto` the drafter may believe what it finds in the text, which is not always right.
+        assert counts.num_accepted == counts.num_drafted or counts.variant == AUTO
 
 
 def without_rate(record: dict[str, Any]) -> dict[str, Any]:
