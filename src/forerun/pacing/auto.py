@@ -22,7 +22,7 @@ from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs
 from forerun.pacing.levels import Levels
-from forerun.pacing.stopping import Round, Stopping
+from forerun.pacing.stopping import FOUND_SHARES, Round, Stopping
 from forerun.types import Sequence, SequenceStep, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
@@ -48,8 +48,9 @@ class _Request:
     """A request that decodes.
 
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
-    probes. granted: nodes that it was granted in this step. pays: whether a model pays that
-    tells how sure it is. stop: when its chain ends in this step, and what its drafter said of it.
+    probes. granted: nodes that it was granted in this step. stop: when its chain ends in this step, and
+    what its drafter said of it. pays: whether a model pays that tells how sure it is. is_read: whether it has read the
+    text. gain: tokens that a round of it gains, less what it costs. owed: what rounds without it would have gained.
     """
 
     seq: Sequence
@@ -58,6 +59,9 @@ class _Request:
     pause: int
     granted: int = 0
     pays: bool = True
+    is_read: bool = False
+    gain: float = 0.0
+    owed: float = 0.0
     stop: Stop | None = None
 
 
@@ -141,7 +145,7 @@ class AutoPacing(Pacing):
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
 
     def prepares(self, seq: Sequence) -> bool:
-        return self._of(seq).drafter_shares()[0] > 0.1
+        return self._of(seq).drafter_shares()[0] > 0.1 and seq.draft not in self.costs.searching
 
     def prepare(self) -> None:
         self.costs.ready()
@@ -161,7 +165,7 @@ class AutoPacing(Pacing):
                     self._replan_at = 0
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
-            if request.stop is not None and round_.num_drafted:
+            if request.stop is not None:
                 self._observe_stop(request, request.stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
@@ -176,6 +180,11 @@ class AutoPacing(Pacing):
 
     def _observe_stop(self, request: _Request, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
         """Learn from a round of a request whose drafter tells how sure it is."""
+        if stop.is_shut and stop.search is not None:
+            request.owed += max(0.0, request.gain - stop.search.gain)
+        if not round_.num_drafted:
+            return
+        request.is_read |= bool(stop.confidences)
         num_accepted, step = len(round_.accepted_ranks), report.drafts.get(request.seq.draft)
         what, own = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
         if len(own.confidences) == round_.num_drafted:  # else it was cut
@@ -211,22 +220,27 @@ class AutoPacing(Pacing):
             request.stop = Stop(shares, least[1:].tolist(), worth.tolist())
             request.length = self.spec_length if pays else 0
             if request.seq.draft in self.costs.searching:
-                self._add_search(request, request.stop, rate * rows_s, float(rate * pass_s[0]))
+                self._add_search(request, request.stop, rate, rate * rows_s, float(rate * pass_s[0]))
 
-    def _add_search(self, request: _Request, stop: Stop, rows: Floats, pass_: float) -> None:
+    def _add_search(self, request: _Request, stop: Stop, rate: float, rows: Floats, pass_: float) -> None:
         """Let the drafter search the text, whether or not its model pays.
 
-        rows, pass_: what the next rows of the target's pass, and a pass of the model, cost in tokens at this rate.
+        rate: tokens per second. rows, pass_: what the next rows of the target's pass, and a pass of the model, cost in
+        tokens at this rate.
         """
         shares, _ = self._stopping_of(request, SEARCH).shares(request.seq.id)
         stop.search = Stop(shares, (), np.minimum(rows, 2.0).tolist())
         usual = self._stopping_of(request).model_round
         cost = usual.passes * pass_ + float(np.interp(usual.nodes, range(len(rows) + 1), [0.0, *np.cumsum(rows)]))
-        stop.bar = max(0.0, usual.tokens - 1 - cost) if request.pays else 0.0
-        stop.is_shut = not request.pays
-        if stop.is_shut and self._step >= request.probe_at:  # a token of the model, to see whether it has become better
+        request.gain = max(0.0, usual.tokens - 1 - cost) if request.pays else 0.0
+        # Reading the text so far is paid once, by the rounds in which the model would have drafted (rent or buy).
+        reading = 0.0 if request.is_read else rate * len(request.seq.tokens) * self._read_s(request.seq.draft)
+        num_left = (request.seq.max_len - len(request.seq.tokens)) / usual.tokens
+        stop.is_shut = not request.pays or reading > min(request.owed, num_left * request.gain)
+        if not request.pays and self._step >= request.probe_at:  # a token, to see whether the model has become better
             self._delay_probe(request)
             stop.is_shut, stop.least = False, ()
+        stop.bar = 0.0 if stop.is_shut else request.gain
         request.length = self.spec_length
 
     def _rate(self, requests: Seq[_Request], num_rows: int, rounds: Mapping[int, Round]) -> float:
@@ -252,7 +266,10 @@ class AutoPacing(Pacing):
         return (self.costs.target.one_row_s or 1.0) * self.costs.target.ratio(num_rows)
 
     def _stopping_of(self, request: _Request, what: str = "") -> Stopping:
-        return self._stopping.setdefault(request.seq.draft + what, Stopping())
+        name, is_found = request.seq.draft + what, what == SEARCH or request.seq.draft in self.costs.free
+        if name not in self._stopping:
+            self._stopping[name] = Stopping(FOUND_SHARES) if is_found else Stopping()
+        return self._stopping[name]
 
     def _pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:
         """The seconds of a pass of a drafter over one row of so many sequences."""
@@ -282,6 +299,12 @@ class AutoPacing(Pacing):
             for other in others:
                 other.pause, other.probe_at = max(other.pause, request.pause), max(other.probe_at, request.probe_at)
         return 1
+
+    def _read_s(self, draft: str) -> float:
+        """The seconds that a drafter's model takes for each token of a prompt."""
+        cost = self.costs.draft(draft)
+        few, many = cost.ratio((16, 32))
+        return float(many - few) / 16 * (cost.one_row_s or 0.0)
 
     def _delay_probe(self, request: _Request) -> None:
         """Let the next probe of a request that is probed now come later than this one did."""
