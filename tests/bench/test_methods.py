@@ -132,7 +132,8 @@ def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, c
     own = by_draft[str(tiny)]
     assert own["alpha_hat"] == 1
     assert own["tokens_per_pass"] == pytest.approx(4)
-    assert 0 <= own["overhead_share"] < own["draft_share"] + own["overhead_share"] < 1.5
+    assert own["overhead_share"] >= 0
+    assert own["draft_share"] > 0
     assert len(record["drafts"]) == 1
     assert capsys.readouterr().out.count("Temperature 0") == 2
 
