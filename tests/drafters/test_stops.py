@@ -69,6 +69,24 @@ def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize(("bar", "is_shut", "passes"), [(0.0, False, 0), (100.0, False, 3), (100.0, True, 0)])
+def test_the_search_must_promise_more_than_the_model(llm: LLM, bar: float, is_shut: bool, passes: int) -> None:
+    """A guess below the bar is not drafted; and where the model is shut, neither is anything of its own."""
+    drafter = llm.drafters["model"]
+    ids = llm.tokenizer.encode(TEXT * 3)
+    seq = Sequence(2000, list(ids), len(ids), SamplingParams(temperature=0), 0, 500, draft="model")
+    drafter.begin(seq)
+    search = Stop(SHARES, (), [0.05] * 8)
+    stop = dataclasses.replace(Stop.never(3), search=search, bar=bar, is_shut=is_shut)
+    draft = drafter.propose([seq], Budget([3], 500, stops={0: stop}), [philox_coins(seq)])
+    drafter.end(seq)
+    assert search.gain > 0
+    assert drafter.num_passes == passes
+    assert len(stop.confidences) == passes
+    assert len(draft.tokens) == (0 if is_shut else 3)
+
+
+@needs_native
 def test_a_search_that_could_not_be_compared_is_refused() -> None:
     for search in ("lookup", "suffix:shape=tree", "eagle"):
         with pytest.raises(BadOption):

@@ -183,6 +183,16 @@ def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
     assert again.tensors["model.layers.0.mlp.down_proj.weight"].scheme.super_group == 256
 
 
+def test_a_matrix_that_no_group_divides_is_not_rounded_again() -> None:
+    config = resized(CONFIG, num_layers=1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    for columns in (48, 64):
+        found = planned(
+            {name: Stored(Path("f"), (64, columns), torch.bfloat16)}, config, Quantization.parse("int4:again")
+        )
+        assert (found[name].scheme is None) == (columns == 48)
+
+
 def test_only_large_draft_models_are_rounded_where_nothing_is_said() -> None:
     def of(num_rows: int, dtype: torch.dtype, scheme: Scheme | None = None) -> str | None:
         return usual_rounding(

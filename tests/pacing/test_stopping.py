@@ -117,3 +117,106 @@ def test_it_beats_every_fixed_length(world: str) -> None:
 def test_a_drafter_that_is_always_wrong_is_dropped(num_sequences: int) -> None:
     texts = Texts((0.02,) * 7, (1,) * 7, 0.5, num_sequences=num_sequences)
     assert texts.rate(None) >= 0.98 * texts.rate(0)
+
+
+def searching(max_len: int, num_prompt: int, **params: object) -> tuple[AutoPacing, Sequence]:
+    """The policy of one request whose drafter searches the text before it asks its model."""
+    names = frozenset({"model"})
+    costs = Costs(PassTime((1, 33), (1.0, 2.6), 1.0), confident=names, searching=names)
+    costs.drafts["model"] = PassTime((1, 33), (1.0, 4.2), 0.2)  # 0.02 s for each token of a prompt
+    pacing = build(Options(), None, costs)
+    assert isinstance(pacing, AutoPacing)
+    seq = Sequence(0, [1] * num_prompt, num_prompt, SamplingParams(**params), 0, max_len, draft="model")  # type: ignore[arg-type]
+    return pacing, seq
+
+
+def round_of(pacing: AutoPacing, seq: Sequence, num_drafted: int, num_accepted: int, passes: int) -> None:
+    """One step in which so many tokens were drafted, by so many passes of the model."""
+    seq.tokens += [1] * (num_accepted + 1)
+    report = StepReport(num_decoding=1, num_rows=1 + num_drafted, score_s=1 + 0.05 * num_drafted, draft_s=0.2 * passes)
+    report.num_emitted = num_accepted + 1
+    report.drafts = {"model": DraftStep(0.2 * passes, 1, num_drafted, num_drafted, passes)}
+    tested = min(num_drafted, num_accepted + 1)
+    report.sequences = [SequenceStep(seq.id, "model", num_drafted, tested, tuple(range(num_accepted)))]
+    pacing.observe(report)
+
+
+def rounds_until_it_reads(max_len: int, num_prompt: int) -> int:
+    """How many rounds, in which the search finds nothing, pass before the model may draft; 200 = it never does."""
+    pacing, seq = searching(max_len, num_prompt)
+    assert not pacing.prepares(seq)
+    for num in range(200):
+        granted = pacing.budget([seq], [16])
+        if granted[0] and not pacing.stops([seq], granted)[0].is_shut:
+            return num
+        round_of(pacing, seq, 0, 0, 0)
+    return 200
+
+
+def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> None:
+    """A text that ends before that is never read."""
+    short, long = rounds_until_it_reads(5000, 5), rounds_until_it_reads(5000, 400)
+    assert 0 < short < 5
+    assert 5 * short < long < 100
+    assert rounds_until_it_reads(405, 400) == 200
+
+
+def test_what_the_search_finds_does_not_make_probes_of_a_bad_model_denser() -> None:
+    pacing, seq = searching(10**6, 5)
+    num_probes = 0
+    for step in range(2000):
+        granted = pacing.budget([seq], [16])
+        stop = pacing.stops([seq], granted).get(0)
+        if stop is not None and not stop.is_shut:  # the model is asked, and wrong
+            stop.confidences.append(0.995)
+            num_probes += step > 500
+            round_of(pacing, seq, 1, 0, 1)
+        elif stop is not None and stop.search is not None:  # the search is right
+            stop.search.confidences.append(0.995)
+            round_of(pacing, seq, 1, 1, 0)
+        else:
+            round_of(pacing, seq, 0, 0, 0)
+    assert num_probes < 15, num_probes
+
+
+def test_a_request_with_a_length_of_its_own_is_given_that() -> None:
+    pacing, seq = searching(1000, 5, spec_length=3)
+    for _ in range(20):
+        granted = pacing.budget([seq], [16])
+        assert granted == [3]
+        assert not pacing.stops([seq], granted)
+        round_of(pacing, seq, 3, 3, 3)
+    assert not pacing._stopping
+
+
+def test_a_round_counts_once() -> None:
+    """A step without room for drafts counts nothing of the step before it."""
+    pacing, seq = searching(5000, 400)
+    pacing.budget([seq], [16])
+    round_of(pacing, seq, 0, 0, 0)
+    (request,) = pacing._requests.values()
+    owed = request.owed
+    assert owed > 0
+    for _ in range(3):
+        assert pacing.budget([seq], [0]) == [0]
+        round_of(pacing, seq, 0, 0, 0)
+    assert request.owed == owed
+
+
+def test_what_was_read_is_not_paid_again_and_what_the_search_gains_is_no_loss() -> None:
+    pacing, seq = searching(5000, 400)
+    for _ in range(3):  # the search finds what the model would have
+        stop = pacing.stops([seq], pacing.budget([seq], [16]))[0]
+        assert stop.search is not None
+        stop.search.gain = 10.0
+        stop.search.confidences += [0.995] * 2
+        round_of(pacing, seq, 2, 2, 0)
+    (request,) = pacing._requests.values()
+    assert request.owed == 0
+    request.owed = 1000.0
+    stop = pacing.stops([seq], pacing.budget([seq], [16]))[0]
+    assert not stop.is_shut
+    stop.confidences += [0.995] * 2
+    round_of(pacing, seq, 2, 2, 2)
+    request.owed = 0.0
+    assert not pacing.stops([seq], pacing.budget([seq], [16]))[0].is_shut

@@ -137,7 +137,7 @@ class AutoPacing(Pacing):
         found = dict[int, Stop]()
         for b, (seq, most) in enumerate(zip(seqs, granted, strict=True)):
             request = self._requests.get(seq.id)
-            if request is not None and request.stop is not None and most > 0 and seq.params.spec_length is None:
+            if request is not None and request.stop is not None and most > 0:
                 found[b] = request.stop
         return found
 
@@ -157,16 +157,18 @@ class AutoPacing(Pacing):
             request = self._requests.get(round_.sequence_id)
             if request is None:
                 continue
-            known = self._of(request.seq)
-            if round_.accepted_ranks:
+            known, stop, request.stop = self._of(request.seq), request.stop, None
+            # What a search has found says nothing of the model, whose probes are to become rarer.
+            is_found = stop is not None and stop.search is not None and not stop.confidences
+            if round_.accepted_ranks and not is_found:
                 request.pause = FIRST_PAUSE
                 if request.length == 0:  # a probe was accepted, against the averages: begin new ones
                     known.forget(request.seq.id)
                     self._replan_at = 0
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
-            if request.stop is not None:
-                self._observe_stop(request, request.stop, round_, report)
+            if stop is not None and request.granted:
+                self._observe_stop(request, stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
 
@@ -191,15 +193,15 @@ class AutoPacing(Pacing):
             self._stopping_of(request, what).observe(request.seq.id, own.confidences, num_accepted)
         passes = step.passes if step is not None and stop.confidences else 0
         self._stopping_of(request).observe_round(request.seq.id, 1 + num_accepted, round_.num_drafted, passes)
-        request.stop = None
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
         told = [(b, request) for b, request in enumerate(requests) if self._is_told(request)]
         if not told:
             return
-        num_rows = len(requests)
-        num_rows += sum(min(r.length, most) for r, most in zip(requests, limits, strict=True) if not self._is_told(r))
+        lengths = [r.length if (own := r.seq.params.spec_length) is None else own for r in requests]
+        untold = [b for b, request in enumerate(requests) if not self._is_told(request)]
+        num_rows = len(requests) + sum(min(lengths[b], limits[b]) for b in untold)
         rounds = {b: self._stopping_of(request).round_of(request.seq.id) for b, request in told if request.length}
         rate = self._rate(requests, num_rows, rounds)
         num_rows += round(sum(own.nodes for own in rounds.values()) * (1 - 1 / max(1, len(rounds))))
@@ -259,7 +261,8 @@ class AutoPacing(Pacing):
         return max(drafting, len(requests) / float(self._target_s(num_rows)))
 
     def _is_told(self, request: _Request) -> bool:
-        return request.seq.draft in self.costs.confident
+        """Whether its drafter tells how sure it is, and the request leaves the length to that."""
+        return request.seq.draft in self.costs.confident and request.seq.params.spec_length is None
 
     def _target_s(self, num_rows: npt.ArrayLike) -> Floats:
         """The seconds of a pass of the target."""
@@ -319,7 +322,7 @@ class AutoPacing(Pacing):
         num_rows += round(sum(self._stopping_of(r).round_of(r.seq.id).nodes for r in requests if r.stop and r.length))
         by_drafter: dict[str, list[int]] = {}
         for b, request in enumerate(requests):
-            if own[b] is None and limits[b] > 0 and request.seq.draft not in self.costs.confident:
+            if own[b] is None and limits[b] > 0 and not self._is_told(request):
                 by_drafter.setdefault(request.seq.draft, []).append(b)
         nodes = [self._nodes(requests, limits, members) for members in by_drafter.values()]
         if not nodes:
