@@ -24,7 +24,7 @@ from forerun.registry import by_name, by_value, checked, option, stated, unknown
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
 MOST_CONFIG_BYTES = 10**6  # of a file with some twenty options
-COMMAND_VARIABLES = ("FORERUN_API_KEY",)  # read by commands such as serve, and no option of the engine
+COMMAND_VARIABLES = ("FORERUN_API_KEY", "FORERUN_PAIR")  # read by commands such as serve, and no option of the engine
 # What Kubernetes tells every pod of a Service whose name begins with "forerun" (FORERUN_SERVICE_HOST,
 # FORERUN_PORT=tcp://...), and containers of each other, is not meant for us.
 _SERVICE_LINK = re.compile(r"FORERUN_(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))(_\w+)?")

@@ -8,6 +8,8 @@ import pytest
 
 import forerun
 from forerun import registry
+from forerun.cli.demo import PAIR_KINDS, of_pair
+from forerun.config import EngineConfig
 from forerun.native import isa
 
 
@@ -56,6 +58,52 @@ def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any
     verdict = f"identical: yes, all 16 tokens (greedy; {dtype} weights on cpu; {build}"
     assert verdict in " ".join(done.stdout.split())
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("plain", "speculative")))
+
+
+def test_demo_of_a_pair_shows_each_kind_of_work_and_sums_them_up(cli: Any, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}", encoding="utf-8")
+    pair = ("--pair", "--target", "long", "--draft", "./draft", "--max-tokens", "3")
+    done = cli("demo", *pair, FORERUN_CHAT_TEMPLATE=str(template), FORERUN_MAX_SEQ_LEN="4096")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("identical: yes, all 3 tokens") == len(PAIR_KINDS)
+    assert "Question: I want to swim" in done.stdout
+    summary = done.stdout.partition("=== All of them ===")[2].splitlines()
+    for words in ("an edit of code", "a question about a text", "ordinary chat", "a story", "geometric mean"):
+        assert any(line.startswith(words) and line.count("x") >= 2 for line in summary), words
+
+
+def test_the_files_of_the_pair_are_those_of_the_folder_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("qwen2.5-coder-1.5b-q8_0", "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M", "qwen2.5-coder-0.5b", "other-1.5b"):
+        (tmp_path / f"{name}.gguf").touch()
+    monkeypatch.setenv("FORERUN_PAIR", str(tmp_path))
+    both = of_pair(EngineConfig())
+    assert both.target == str(tmp_path / "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf")
+    assert both.draft == str(tmp_path / "qwen2.5-coder-0.5b.gguf")
+    assert of_pair(EngineConfig(draft="suffix")).draft == "suffix"
+    assert of_pair(EngineConfig(target="llama")) == EngineConfig(target="llama")
+
+
+HOW_TO_GET_THE_PAIR = (
+    "where there is a network, `hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF --include '*q4_k_m.gguf' --local-dir "
+    "pair` (1.1 GB) and `hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF --include '*q4_k_m.gguf' --local-dir pair` "
+    "(0.5 GB) bring it, and FORERUN_PAIR=pair names that folder; or name two files with --target and --draft"
+)
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_sentence_says_how_to_get_the_pair(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    done = cli("demo", "--pair", **({"FORERUN_PAIR": str(tmp_path)} if folder else {}))
+    why = f"FORERUN_PAIR={tmp_path} is no folder with a file qwen2.5-coder-1.5b*.gguf"
+    assert (done.returncode, done.stdout) == (2, "")
+    said = why if folder else "the pair is not here, and the hub cannot be asked"
+    assert done.stderr == f"error: {said}: {HOW_TO_GET_THE_PAIR}\n"
 
 
 def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, tmp_path: Path) -> None:

@@ -2,19 +2,24 @@
 
 A chat model edits a text, where drafts from the text itself pay, and answers a question, where they pay little. The
 model that ships with the package writes code; it is widened to a size at which most of the time goes into reading its
-weights.
+weights. With --pair it is two models that people use, on work of four kinds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import geometric_mean
 
 from rich.console import Console
 from rich.table import Table
 
+from forerun.bench.methods import read_work
+from forerun.bench.plans import MethodsPlan
 from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
 from forerun.cli.words import percent
@@ -22,8 +27,10 @@ from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
-from forerun.errors import NotFound
-from forerun.models.named import find
+from forerun.errors import NotFound, UserError
+from forerun.models.hub import locate
+from forerun.models.hub_errors import is_unreachable
+from forerun.models.named import find, there
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -72,6 +79,30 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class OfPair:
+    """One file of the pair. size: its name's beginning is qwen2.5-coder- and this; gigabytes: of the published file."""
+
+    size: str
+    gigabytes: float
+
+    @property
+    def repository(self) -> str:
+        return f"Qwen/Qwen2.5-Coder-{self.size.upper()}-Instruct-GGUF"
+
+
+PAIR = {"target": OfPair("1.5b", 1.1), "draft": OfPair("0.5b", 0.5)}
+PAIR_TYPE = "q4_k_m"
+PAIR_FOLDER = "FORERUN_PAIR"  # the variable that names the folder of the files
+PAIR_KINDS = {  # of data/work.jsonl, from where drafting pays most
+    "edit": "an edit of code, whose text is known for the most part",
+    "question": "a question about a text, whose words return",
+    "chat": "ordinary chat, which repeats little",
+    "story": "a story, which repeats nothing",
+}
+SHOWN_CHARACTERS = 400  # of a long prompt, half of them from its end
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result of one run, with the seconds from the prompt to the last token."""
 
@@ -82,27 +113,47 @@ class Outcome:
     def tokens_per_s(self) -> float:
         return len(self.output.token_ids) / self.seconds
 
+    @property
+    def behind_first_per_s(self) -> float | None:
+        """Tokens per second behind the first one, so without the prompt; None where there are none."""
+        report = self.output.report
+        if report.first_token_at_s is None or report.last_token_at_s is None:
+            return None
+        seconds = report.last_token_at_s - report.first_token_at_s
+        return (len(self.output.token_ids) - 1) / seconds if seconds > 0 else None
 
-def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None) -> None:
-    """Show each scene twice on standard output, and what each took. Raises UserError."""
+
+def run(
+    config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, *, is_pair: bool = False
+) -> None:
+    """Show each scene twice on standard output, and what each took. Raises UserError.
+
+    is_pair: with the two files of PAIR, where `config` names no others, on prompts of some kinds of work.
+    """
     console = make_console()
+    if is_pair:
+        config = of_pair(config)
     shape = shape or ("demo" if is_shipped(config.target) else "none")
     config = measured_target(config, shape)
-    scenes = _scenes(config, prompt)
+    scenes = _work(config) if is_pair and prompt is None else _scenes(config, prompt)
     if (shown := find(config.target)) is not None:
         console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(config, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
     plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
+    if is_pair:
+        console.print(f"draft: {Path(fast.config.draft).name if there(fast.config.draft) else fast.config.draft}")
+    for llm in (plain, fast):
+        _warm_up(llm, _encoded(llm, scenes[0]), params)
+    shown_outcomes = []
     for number, scene in enumerate(scenes, 1):
         head = f"{number}. {scene.title}" if len(scenes) > 1 else scene.title
         console.print(f"\n=== {head} ===\n", style="bold")
         if scene.is_chat:
-            console.print(scene.asked, style="dim")
+            console.print(_shortened(scene.asked), style="dim", markup=False, highlight=False)
         outcomes = []
         for llm, title in ((plain, "plain decoding"), (fast, "with speculation")):
             ids = _encoded(llm, scene)
-            _warm_up(llm, ids, params)
             console.print(f"\n--- {title} ---", style="bold")
             outcomes.append(_live(llm, ids, params, console, "" if scene.is_chat else scene.asked))
         if number == 1 and has_colour(console):
@@ -110,7 +161,59 @@ def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt:
         console.print()
         console.print(_table(*outcomes))
         console.print(verdict(outcomes[0].output, outcomes[1].output, params, plain))
-    _your_own_model(console)
+        shown_outcomes.append(outcomes)
+    if is_pair and len(scenes) > 1:
+        console.print("\n=== All of them ===\n", style="bold")
+        console.print(_summary(scenes, shown_outcomes))
+    _your_own_model(console, is_pair)
+
+
+def of_pair(config: EngineConfig) -> EngineConfig:
+    """The configuration with the files of PAIR in place of a target and a draft that it does not name.
+
+    They are in the folder that FORERUN_PAIR names, else in the hub's cache, else they are fetched. Raises UserError,
+    which says how to get them.
+    """
+    if config.target is not None:
+        return config
+    folder = os.environ.get(PAIR_FOLDER)
+    config = replace(config, target=_place(PAIR["target"], folder))
+    return config if config.draft != "auto" else replace(config, draft=_place(PAIR["draft"], folder))
+
+
+def _place(file: OfPair, folder: str | None) -> str:
+    if folder is not None:
+        beginning = f"qwen2.5-coder-{file.size}"
+        places = sorted(Path(folder).expanduser().glob("*.gguf"))
+        found = [place for place in places if place.name.lower().startswith(beginning)]
+        if not found:
+            raise NotFound(f"{PAIR_FOLDER}={folder} is no folder with a file {beginning}*.gguf: {_how_to_get_pair()}")
+        return str(min(found, key=lambda place: PAIR_TYPE not in place.name.lower()))
+    try:
+        return str(locate(f"{file.repository}:{PAIR_TYPE}"))
+    except UserError as error:
+        if error.__cause__ is None or not is_unreachable(error.__cause__):
+            raise
+        raise NotFound(f"the pair is not here, and the hub cannot be asked: {_how_to_get_pair()}") from error
+
+
+def _how_to_get_pair() -> str:
+    commands = [
+        f"`hf download {file.repository} --include '*{PAIR_TYPE}.gguf' --local-dir pair` ({file.gigabytes} GB)"
+        for file in PAIR.values()
+    ]
+    return (
+        f"where there is a network, {' and '.join(commands)} bring it, and {PAIR_FOLDER}=pair names that folder; or "
+        "name two files with --target and --draft"
+    )
+
+
+def _work(config: EngineConfig) -> list[Scene]:
+    """The first prompt of one message of each kind that is shown. Raises NotFound for a model that does not chat."""
+    refuse_without_template(config)
+    prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=len(PAIR_KINDS)))
+    single = {prompt.kind: prompt for prompt in reversed(prompts) if len(prompt.messages) == 1}
+    return [Scene(title, single[kind].messages[0]["content"], is_chat=True) for kind, title in PAIR_KINDS.items()]
 
 
 def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
@@ -124,6 +227,15 @@ def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
     if prompt is not None:
         return [Scene("your prompt", prompt, is_chat)]
     return [EDIT, QUESTION] if is_chat else [Scene("a piece of code", default_prompt(), is_chat=False)]
+
+
+def _shortened(text: str) -> str:
+    """A prompt as it is shown: of a long one the first and the last lines, or words where it has one line."""
+    if len(text) <= 2 * SHOWN_CHARACTERS:
+        return text
+    beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]
+    between = "\n" if "\n" in beginning and "\n" in end else " "
+    return between.join((beginning.rpartition(between)[0], "[...]", end.partition(between)[2]))
 
 
 def _encoded(llm: LLM, scene: Scene) -> list[int]:
@@ -161,7 +273,10 @@ def _draft(config: EngineConfig) -> str:
 
 def _warm_up(llm: LLM, ids: Seq[int], params: SamplingParams) -> None:
     """Run the prompt once before the clock starts, because a first run pays for page faults and choosing kernels."""
-    llm.generate(list(ids), SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0))
+    warm_up = SamplingParams(
+        max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0, cache_salt="warm-up"
+    )  # a salt, so that no drafter learns from it
+    llm.generate(list(ids), warm_up)
 
 
 def _live(llm: LLM, ids: Seq[int], params: SamplingParams, console: Console, beginning: str) -> Outcome:
@@ -196,7 +311,33 @@ def _table(plain: Outcome, fast: Outcome) -> Table:
     return table
 
 
-def _your_own_model(console: Console) -> None:
+def _summary(scenes: Seq[Scene], outcomes: Seq[Seq[Outcome]]) -> Table:
+    """A line for each scene, and the geometric means of what is gained."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("text", "plain", "speculative", "speed-up", "behind the first token"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    gained: list[tuple[float, float | None]] = []
+    for scene, (plain, fast) in zip(scenes, outcomes, strict=True):
+        before, after = plain.behind_first_per_s, fast.behind_first_per_s
+        gained.append((fast.tokens_per_s / plain.tokens_per_s, after / before if before and after else None))
+        seconds = (f"{outcome.seconds:.2f} s" for outcome in (plain, fast))
+        table.add_row(scene.title.partition(",")[0], *seconds, *map(_times, gained[-1]))
+    behind = [one for _, one in gained if one is not None]
+    table.add_section()
+    whole = geometric_mean(one for one, _ in gained)
+    table.add_row("geometric mean", "", "", _times(whole), _times(geometric_mean(behind) if behind else None))
+    return table
+
+
+def _times(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}x"
+
+
+def _your_own_model(console: Console, is_pair: bool) -> None:
+    if not is_pair:
+        size = sum(file.gigabytes for file in PAIR.values())
+        console.print(f"\nWith two models that people use, of 1.5 B and 0.5 B ({size:.1f} GB):", style="bold")
+        console.print("  forerun demo --pair")
     console.print("\nWith a model of your own (a folder, a GGUF file, or org/name of the hub):", style="bold")
     console.print("  forerun chat ./model.gguf")
     console.print('  forerun generate --target ./model --draft ./small-model --rounds "def fib(n):"')

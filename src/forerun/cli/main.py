@@ -57,6 +57,10 @@ CHAT_HELP = (
     "a chat template]"
 )
 ROUNDS_HELP = "before the text, print one line per pass of the target: what was drafted, and what became of it"
+PAIR_HELP = (
+    "with two models that people use, Qwen2.5-Coder-Instruct of 1.5 B and 0.5 B (1.6 GB), on work of four kinds: files "
+    "of the folder that FORERUN_PAIR names, else of the hub; or of those that --target and --draft name"
+)
 REPORT_FIELDS = (
     "acceptance",
     "is_lossless",
@@ -391,6 +395,7 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    pair: Annotated[bool, typer.Option("--pair", help=PAIR_HELP)] = False,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
@@ -400,7 +405,7 @@ def demo(
     params = flags.sampling_params({"temperature": temperature, "max_tokens": max_tokens, "seed": seed})
     from forerun.cli import demo as show_demo
 
-    show_demo.run(config, params, shape, prompt)
+    show_demo.run(config, params, shape, prompt, is_pair=pair)
 
 
 @app.command()
