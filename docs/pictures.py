@@ -1,22 +1,32 @@
-"""Draws the pictures of the documentation: `python docs/pictures.py architecture` and `python docs/pictures.py demo`.
+"""Draws the pictures of the documentation: `python docs/pictures.py architecture`, `... pair` and `... demo`.
 
-architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code; a
-test compares it with the code. demo.svg is a real run of `forerun demo` with SmolLM2, as the terminal showed it.
+architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code.
+pair.svg and the tables of the pair in README.md and docs/numbers.md are what pair.json says, so a new measurement is
+written there and nowhere else. Tests compare both. demo.svg is a real run of `forerun demo --pair`, as the terminal
+showed it; FORERUN_PAIR may name the folder of the files.
+
+pair.json: of each run the machine, the commit, the day, what ran, and lines. A line has how many times as many tokens
+per second it made as plain decoding, by kind of work and over all: of the whole request, and of what follows the first
+token (`behind`). is_shown: in README and in the picture, too. note: what the line does not share with its run.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "forerun"
 HIDDEN = {"__main__", "errors", "types", "params", "native", "registry", "config"}  # which every room uses
 WIDTH, ROW, BOX, HEIGHT = 920, 92, 118, 40
+COLUMNS = 88  # of the terminal that is shown
 
 
 def layers() -> list[list[str]]:
@@ -86,28 +96,166 @@ def architecture() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def read_pair() -> dict[str, Any]:
+    """Return what docs/pair.json says."""
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "pair.json").read_text(encoding="utf-8"))
+    return found
+
+
+KINDS = {  # of work, as readers know them, from where drafting pays most
+    "edit": "edits of code",
+    "summary": "summaries",
+    "question": "questions about a text",
+    "list": "lists and tables",
+    "chat": "chat",
+    "story": "stories",
+    "all": "all (geometric mean)",
+}
+COLOURS = ("#0f766e", "#b45309")  # of the lines that are shown
+LEFT, RIGHT, BAR, GAP, TOP = 190, 60, 13, 16, 62  # of the picture, in pixels
+
+
+def pair() -> str:
+    """Draw the SVG with two bars for each kind of work, and write the tables."""
+    results = read_pair()
+    for page, tables in pair_tables(results).items():
+        file = ROOT / page
+        file.write_text(with_tables(file.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    return pair_picture(results)
+
+
+def pair_picture(results: dict[str, Any]) -> str:
+    """Draw one panel for each run. Solid bars: the whole request; pale ones: what follows the first token."""
+    most = max(v for run in results["runs"] for line in shown(run) for v in line["behind"].values())
+    scale = (WIDTH - LEFT - RIGHT) / most
+    lines, y = [], 0.0
+    for run in results["runs"]:
+        bars = shown(run)
+        lines += _text(12, y + 22, f"{results['target']}, {run['machine']}", 'font-size="16" font-weight="bold"')
+        for i, line in enumerate(bars):
+            x = 12 + 300 * i
+            lines.append(f'<rect x="{x}" y="{y + 36:.0f}" width="12" height="12" fill="{COLOURS[i]}"/>')
+            lines += _text(x + 18, y + 47, line["name"], 'font-size="13"')
+        top = y + TOP
+        height = len(KINDS) * (len(bars) * (BAR + 2) + GAP)
+        at_one = LEFT + scale
+        lines.append(f'<path d="M{at_one:.1f} {top:.0f} V{top + height:.0f}" stroke="#6b7280" stroke-dasharray="4 3"/>')
+        lines += _text(at_one, top + height + 14, "1 = plain decoding", 'font-size="12" text-anchor="middle"')
+        y = top
+        for kind, name in KINDS.items():
+            weight = ' font-weight="bold"' if kind == "all" else ""
+            lines += _text(
+                LEFT - 10, y + len(bars) * (BAR + 2) / 2 + 5, name, f'font-size="14" text-anchor="end"{weight}'
+            )
+            for i, line in enumerate(bars):
+                whole, behind = line["whole"][kind], line["behind"][kind]
+                for value, opacity in ((max(whole, behind), 0.3), (whole, 1)):
+                    lines.append(
+                        f'<rect x="{LEFT}" y="{y:.0f}" width="{value * scale:.1f}" height="{BAR}" '
+                        f'fill="{COLOURS[i]}" fill-opacity="{opacity}"/>'
+                    )
+                inside = 'font-size="11" text-anchor="end" fill="#ffffff"'
+                lines += _text(LEFT + whole * scale - 4, y + BAR - 2.5, f"{whole:.2f}", inside)
+                lines += _text(LEFT + max(whole, behind) * scale + 5, y + BAR - 2.5, f"{behind:.2f}", 'font-size="11"')
+                y += BAR + 2
+            y += GAP
+        y += 24
+    lines += _text(
+        12,
+        y + 8,
+        "Times plain decoding's tokens per second; the texts are the same. Solid: the whole request. Pale: behind its "
+        "first token.",
+        'font-size="13"',
+    )
+    height = y + 24
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *lines, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, more: str) -> list[str]:
+    return [f'<text x="{x:.1f}" y="{y:.1f}" {more}>{text}</text>']
+
+
+def shown(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a run that README and the picture have."""
+    return [line for line in run["lines"] if line.get("is_shown")]
+
+
+def pair_tables(results: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the tables of each page by their names."""
+    runs = results["runs"]
+    columns = [(run, line) for run in runs for line in shown(run)]
+    heads = [line["name"] + (f", {run['machine']}" if len(runs) > 1 else "") for run, line in columns]
+    rows = [
+        [KINDS[kind], *(f"{line['whole'][kind]:.2f} ({line['behind'][kind]:.2f})" for _, line in columns)]
+        for kind in KINDS
+    ]
+    return {
+        "README.md": {"pair": _table(["work", *heads], rows)},
+        "docs/numbers.md": {"pair": _numbers(runs)},
+    }
+
+
+def _numbers(runs: list[dict[str, Any]]) -> str:
+    """Return a paragraph and a table for each run, with all of its lines."""
+    parts = []
+    for run in runs:
+        rows = [
+            [line["name"], *(f"{line['whole'][kind]:.2f} ({line['behind'][kind]:.2f})" for kind in KINDS)]
+            for line in run["lines"]
+        ]
+        notes = [f"The line *{line['name']}* is {line['note']}." for line in run["lines"] if "note" in line]
+        said = (
+            f"On {run['machine']}: {run['prompts_per_kind']} prompts of each kind, at most {run['max_tokens']} tokens, "
+            f"{run['rounds']} round{'s' * (run['rounds'] != 1)}; plain decoding makes {run['plain_tokens_per_s']} "
+            f"tokens/s. "
+            f"Commit {run['commit']}, {run['day']}. {' '.join(notes)}"
+        )
+        parts.append(f"{said.strip()}\n\n{_table(['', *KINDS], rows)}")
+    return "\n\n".join(parts)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def with_tables(page: str, tables: dict[str, str]) -> str:
+    """Return a page with these tables between the comments that name them."""
+    for name, table in tables.items():
+        mark = re.compile(rf"(<!-- table {name}: [^\n]+ -->\n).*?(<!-- end of table {name} -->)", re.S)
+        page, num = mark.subn(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", page)  # type: ignore[misc]
+        assert num == 1, f"the page has no place for the table {name}"
+    return page
+
+
 def demo() -> str:
-    """Draw the SVG of a real run, without the class that is edited, its plain edit, and the advice at the end."""
+    """Draw the SVG of a real run: of its first text how it came with speculation, and the table of all."""
     from rich.console import Console
     from rich.text import Text
 
-    from forerun.models.named import named_models
+    command = "forerun demo --pair --max-tokens 96"
+    if len(sys.argv) > 2:  # such a run was recorded, as below
+        printed = Path(sys.argv[2]).read_text(encoding="utf-8")
+    else:
+        env = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
+        words = [sys.executable, "-m", *command.split()]
+        printed = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    lines = list(Text.from_ansi(f"$ {command}\n" + printed.split("With a model of your own")[0].rstrip()).split("\n"))
 
-    command = [sys.executable, "-m", "forerun", "demo"]
-    env = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "COLUMNS": "88"}
-    if not named_models()["smollm2"].is_here():
-        raise SystemExit(f"the picture shows SmolLM2: {named_models()['smollm2'].how_to_get}")
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    console = Console(record=True, width=88, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
-    shown = Text.from_ansi("$ make demo\n" + done.stdout.split("With a model of your own")[0].rstrip()).split("\n")
-    begin = next(i for i, line in enumerate(shown) if line.plain.startswith("=== 1."))
-    end = next(i for i, line in enumerate(shown) if i > begin and line.plain.startswith("--- with speculation"))
-    console.print(Text("\n").join([*shown[: begin + 3], Text("...", "dim"), *shown[end:]]))
-    return console.export_svg(title="forerun demo")
+    def place(beginning: str, after: int = 0) -> int:
+        return next(i for i, line in enumerate(lines) if i >= after and line.plain.startswith(beginning))
+
+    first, fast, second, every = place("=== 1."), place("--- with"), place("=== 2."), place("=== All")
+    dots = Text("...", "dim")
+    kept = [*lines[: place("```", first)], dots, Text(), *lines[fast:second], dots, Text(), *lines[every:]]
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        console = Console(record=True, width=COLUMNS, file=nowhere)
+        console.print(Text("\n").join(kept))
+        return console.export_svg(title="forerun demo --pair")
 
 
 if __name__ == "__main__":
     picture = sys.argv[1]
-    (ROOT / "docs" / f"{picture}.svg").write_text(
-        {"architecture": architecture, "demo": demo}[picture](), encoding="utf-8"
-    )
+    drawn = {"architecture": architecture, "pair": pair, "demo": demo}[picture]()
+    (ROOT / "docs" / f"{picture}.svg").write_text(drawn, encoding="utf-8")

@@ -1,9 +1,10 @@
-"""docs/architecture.md: its picture is the code's, and every room has its paragraph."""
+"""Pictures of docs/ are those of the code and of the results, and so are tables; every room has its paragraph."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from statistics import geometric_mean
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
@@ -16,6 +17,19 @@ spec.loader.exec_module(pictures)
 def test_the_picture_is_that_of_the_code() -> None:
     drawn = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     assert drawn == pictures.architecture(), "draw it again: python docs/pictures.py architecture"
+
+
+def test_the_pair_has_one_set_of_numbers() -> None:
+    results = pictures.read_pair()
+    again = "write it again: python docs/pictures.py pair"
+    assert (ROOT / "docs" / "pair.svg").read_text(encoding="utf-8") == pictures.pair_picture(results), again
+    for page, tables in pictures.pair_tables(results).items():
+        written = (ROOT / page).read_text(encoding="utf-8")
+        assert written == pictures.with_tables(written, tables), f"{page}: {again}"
+    for line in (line for run in results["runs"] for line in run["lines"]):
+        for values in (line["whole"], line["behind"]):
+            kinds = [value for kind, value in values.items() if kind != "all"]
+            assert abs(geometric_mean(kinds) / values["all"] - 1) < 0.01, line["name"]
 
 
 def test_every_room_is_described() -> None:
