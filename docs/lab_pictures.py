@@ -31,7 +31,8 @@ IN_DOCS = {
 MARGIN = 12  # pixels around it
 SETTINGS = "#live.temperature=0&landscape.k=3"
 FRAMES = 240
-# What is shown: Residual with rounds, Landscape with a measured point, a wrong rule that was caught, and a generation.
+# What is shown: Residual with rounds, Landscape with a measured point, a wrong rule that was caught, and a generation
+# with a round of which a part was accepted.
 IN_USE = """async () => {
     const press = (widget, text) =>
         [...document.querySelectorAll(`#${widget} button`)].find((one) => one.innerText === text)?.click();
@@ -47,6 +48,10 @@ IN_USE = """async () => {
     document.querySelector("#live [data-part=run]").click();
     await new Promise((done) => setTimeout(done, 200));
     await until(() => !document.querySelector("#live [data-part=run]").disabled);
+    const counts = (row) => row.innerText.match(/(\\d+)\\/(\\d+)/).slice(1).map(Number);
+    const rows = [...document.querySelectorAll("#live [role=option]")];
+    const isMixed = (row) => counts(row)[0] > 0 && counts(row)[0] < counts(row)[1];
+    (rows.find(isMixed) ?? rows[0]).click();
 }"""
 PAINT = """() => performance.getEntriesByName("first-contentful-paint")[0].startTime"""
 # Moves what is dragged from frame to frame, and returns the milliseconds of scripts in each.

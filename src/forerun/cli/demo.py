@@ -176,7 +176,7 @@ def of_pair(config: EngineConfig) -> EngineConfig:
     """
     if config.target is not None:
         return config
-    folder = os.environ.get(PAIR_FOLDER)
+    folder = os.environ.get(PAIR_FOLDER) or None
     config = replace(config, target=_place(PAIR["target"], folder))
     return config if config.draft != "auto" else replace(config, draft=_place(PAIR["draft"], folder))
 
