@@ -1,13 +1,16 @@
 """Draws the pictures of the documentation: `python docs/pictures.py architecture`, `... pair` and `... demo`.
 
 architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code.
-pair.svg and the tables of the pair in README.md and docs/numbers.md are what pair.json says, so a new measurement is
-written there and nowhere else. Tests compare both. demo.svg is a real run of `forerun demo --pair`, as the terminal
+pair.svg, the tables of the pair and the numbers that link to it are what pair.json says, so a new measurement goes
+there and nowhere else. Tests compare both. demo.svg is a real run of `forerun demo --pair`, as the terminal
 showed it; FORERUN_PAIR may name the folder of the files.
 
 pair.json: of each run the machine, the commit, the day, what ran, and lines. A line has how many times as many tokens
 per second it made as plain decoding, by kind of work and over all: of the whole request, and of what follows the first
 token (`behind`). is_shown: in README and in the picture, too. note: what the line does not share with its run.
+
+A number in a text is a link with a title: `[1.37 (1.74)](numbers.md#a-real-pair "pair: draft, all")` is of the line
+`draft` of the first run; `whole` behind the kind is the whole request alone, and `least` in its place the least kind.
 """
 
 from __future__ import annotations
@@ -118,10 +121,40 @@ LEFT, RIGHT, BAR, GAP, TOP = 190, 60, 13, 16, 62  # of the picture, in pixels
 def pair() -> str:
     """Draw the SVG with two bars for each kind of work, and write the tables."""
     results = read_pair()
-    for page, tables in pair_tables(results).items():
-        file = ROOT / page
-        file.write_text(with_tables(file.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    for file, written in pair_pages(results).items():
+        file.write_text(written, encoding="utf-8")
     return pair_picture(results)
+
+
+def pair_pages(results: dict[str, Any]) -> dict[Path, str]:
+    """Return every page that says something of the pair, as it ought to be."""
+    tables, made = pair_tables(results), {}
+    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        page = file.read_text(encoding="utf-8")
+        own = tables.get(file.relative_to(ROOT).as_posix())
+        if own is not None or NUMBER.search(page):
+            made[file] = with_numbers(with_tables(page, own or {}), results)
+    return made
+
+
+NUMBER = re.compile(
+    r'\[[^\]]*\](?P<rest>\([^)\s]*#a-real-pair "pair: (?P<id>[^,"]+), (?P<kind>\w+)(?P<whole>, whole)?"\))'
+)
+
+
+def with_numbers(page: str, results: dict[str, Any]) -> str:
+    """Return a page with what pair.json says in the links that are numbers."""
+    lines = {line["id"]: line for line in results["runs"][0]["lines"]}
+
+    def written(found: re.Match[str]) -> str:
+        line, kind = lines[found["id"]], found["kind"]
+        if kind == "least":
+            kind = min(KINDS, key=line["whole"].__getitem__)
+            return f"[{line['whole'][kind]:.2f} ({KINDS[kind]})]{found['rest']}"
+        behind = "" if found["whole"] else f" ({line['behind'][kind]:.2f})"
+        return f"[{line['whole'][kind]:.2f}{behind}]{found['rest']}"
+
+    return NUMBER.sub(written, page)
 
 
 def pair_picture(results: dict[str, Any]) -> str:
