@@ -427,18 +427,18 @@ class Stop:
     """When one sequence's chain of guesses ends: where it is no longer likely enough that all of it is accepted.
 
     shares [len(EDGES) + 1]: how often a token is accepted whose probability, by the model that guessed it, lies below
-    the first edge, between two of them, or above the last. least: the product of the shares of all tokens so far, below
-    which no other one follows: behind the first token, the second and so on; behind the last of them none does.
+    the first edge, between two of them, or above the last. worth: the least probability, of all tokens up to it, at
+    which each is worth drafting; behind the last none is. share: how often a token is accepted that is not known yet.
     confidences: the probabilities of the tokens that were drafted, which the drafter adds. A token that ends a chain
-    stays in it, so that the decision looks only at what is drawn already (docs/exactness.md). worth: the same for a
-    drafter that draws nothing, so that it may look at a token first: the least probability at which each is drafted.
+    stays in it, so that the decision looks only at what is drawn already (docs/exactness.md); a drafter that draws
+    nothing may look at a token first (`takes`).
     is_shut: whether a model is not to draft at all. search: of a guess that a search in the text makes before the model
     is asked; it is drafted where its tokens promise at least `bar` more than they cost.
     """
 
     shares: Seq[float]
-    least: Seq[float]
-    worth: Seq[float] = ()
+    worth: Seq[float]
+    share: float = 1.0
     is_shut: bool = False
     search: Stop | None = None
     bar: float = 0.0
@@ -449,7 +449,20 @@ class Stop:
     @staticmethod
     def never(length: int) -> Stop:
         """Return a stop that ends no chain of at most `length` tokens early."""
-        return Stop((1.0,) * (len(EDGES) + 1), (0.0,) * length)
+        return Stop((1.0,) * (len(EDGES) + 1), (0.0,) * (length + 1))
+
+    @property
+    def least(self) -> list[float]:
+        """The product of the shares of all tokens so far, below which no other one follows.
+
+        Behind the first token, the second and so on; behind the last of them none does.
+        """
+        return [worth / max(self.share, 1e-6) for worth in self.worth[1:]]
+
+    @property
+    def pays(self) -> bool:
+        """Whether a first token is worth drafting."""
+        return self.worth[0] / max(self.share, 1e-6) <= 1
 
     def takes(self, confidence: float) -> bool:
         """Return whether a token is worth its row, and add it if it is; only of a point mass."""
@@ -470,7 +483,8 @@ class Stop:
         depth = len(self.confidences)
         self.confidences.append(confidence)
         self._survival *= self.share_of(confidence)
-        return depth < len(self.least) and self._survival >= self.least[depth]
+        least = self.least
+        return depth < len(least) and self._survival >= least[depth]
 
 
 @dataclass

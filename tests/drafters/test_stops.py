@@ -34,7 +34,7 @@ def test_a_stopped_draft_is_the_beginning_of_one_that_is_not(llm: LLM, temperatu
         params = SamplingParams(temperature=temperature, acceptance=acceptance, seed=seed)
         ids = llm.tokenizer.encode(TEXT)[: 6 + seed]
         found = []
-        for stop in (Stop.never(8), Stop(SHARES, [0.25] * 7)):
+        for stop in (Stop.never(8), Stop(SHARES, [0.25] * 8)):
             seq = Sequence(1000 + seed, list(ids), len(ids), params, seed, 500, draft="model")
             drafter.begin(seq)
             draft = drafter.propose([seq], Budget([8], 64, stops={0: stop}), [philox_coins(seq)])
@@ -44,7 +44,7 @@ def test_a_stopped_draft_is_the_beginning_of_one_that_is_not(llm: LLM, temperatu
         (whole, all_sure), (cut, sure) = found
         assert cut == whole[: len(cut)]
         assert sure == pytest.approx(all_sure[: len(sure)], rel=1e-4)
-        again = Stop(SHARES, [0.25] * 7)
+        again = Stop(SHARES, [0.25] * 8)
         goes_on = [again.goes_on(p) for p in sure]
         assert all(goes_on[:-1])
         assert not goes_on[-1] or len(cut) == 8
@@ -76,7 +76,7 @@ def test_the_search_must_promise_more_than_the_model(llm: LLM, bar: float, is_sh
     ids = llm.tokenizer.encode(TEXT * 3)
     seq = Sequence(2000, list(ids), len(ids), SamplingParams(temperature=0), 0, 500, draft="model")
     drafter.begin(seq)
-    search = Stop(SHARES, (), [0.05] * 8)
+    search = Stop(SHARES, [0.05] * 8)
     stop = dataclasses.replace(Stop.never(3), search=search, bar=bar, is_shut=is_shut)
     draft = drafter.propose([seq], Budget([3], 500, stops={0: stop}), [philox_coins(seq)])
     drafter.end(seq)
@@ -101,8 +101,8 @@ def test_a_path_ends_before_the_first_node_that_is_not_worth_its_row() -> None:
     assert guess.confidence(1) == pytest.approx(1 - 1 / 11)
     assert guess.confidence(2) == pytest.approx(0.4 * (1 - 1 / 12))
     shares = [0.1] * 2 + [0.9] * (len(EDGES) - 1)
-    stop = Stop(shares, (), [0.2] * 8)
+    stop = Stop(shares, [0.2] * 8)
     assert guess.draft(0, Budget([8], 0, stops={0: stop})).tokens == [5, 6]
     assert stop.gain == pytest.approx(0.9 - 0.2 + 0.81 - 0.2)
-    assert guess.draft(0, Budget([8], 0, stops={0: Stop(shares, (), [0.95])})).tokens == []
+    assert guess.draft(0, Budget([8], 0, stops={0: Stop(shares, [0.95])})).tokens == []
     assert guess.draft(0, Budget([8], 0)).tokens == [5, 6, 7]

@@ -293,10 +293,10 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
 
     # Every token has a share of one half or of 0.9, by its probability.
     shares = [0.5] * 3 + [0.9] * (len(EDGES) - 2)
-    stops = [Stop(shares, [0.4] * 7), Stop(shares, [0.0, 2.0])]
+    stops = [Stop(shares, [0.4] * 8), Stop(shares, [0.0, 0.0, 2.0])]
     cut = ahead(*stops)
     for stop, own, all_of_it, seen in zip(stops, cut, whole, never, strict=True):
-        by_hand = Stop(stop.shares, stop.least)
+        by_hand = Stop(stop.shares, stop.worth)
         length = next(i for i, p in enumerate(seen.confidences, 1) if not by_hand.goes_on(p))
         assert own == all_of_it[:length]
         assert stop.confidences == seen.confidences[:length]

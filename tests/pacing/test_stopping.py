@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from forerun.pacing.auto import AutoPacing, Options, build
-from forerun.pacing.cost import Costs, PassTime
+from forerun.pacing.cost import Costs, PassTime, Traits
 from forerun.pacing.stopping import FIRST_SHARES, Stopping
 from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop
 
@@ -16,12 +16,12 @@ CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)  # one between each two edg
 
 
 def test_a_stop_ends_where_the_product_is_too_small() -> None:
-    stop = Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.4, 0.2, 0.2])
+    stop = Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.0, 0.4, 0.2, 0.2])
     assert stop.goes_on(0.9)
     assert stop.goes_on(0.9)
     assert not stop.goes_on(0.9)
     assert stop.confidences == [0.9, 0.9, 0.9]
-    assert not Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.4]).goes_on(0.1)
+    assert not Stop((0.1,) * 3 + (0.5,) * (len(EDGES) - 2), [0.0, 0.4]).goes_on(0.1)
     assert not Stop.never(0).goes_on(1.0)
     assert Stop.never(2).goes_on(0.0)
 
@@ -67,7 +67,8 @@ class Texts:
     def rate(self, length: int | None, num_steps: int = 3000, seed: int = 0) -> float:
         """Tokens per pass of one row, with a fixed length or with `auto`."""
         rng, tokens, seconds = random.Random(seed), 0, 0.0
-        costs = Costs(PassTime((1, 33), (1.0, 1 + 32 * self.slope), 1.0), confident=frozenset({"model"}))
+        target, traits = PassTime((1, 33), (1.0, 1 + 32 * self.slope), 1.0), Traits(tells_confidence=True)
+        costs = Costs(target, traits={"model": traits})
         costs.drafts["model"] = PassTime((1, 2), (1.0, 1.05), self.pass_s)
         pacing = build(Options(), None, costs)
         seqs = [Sequence(b, [1], 1, SamplingParams(), 0, 10**6, draft="model") for b in range(self.num_sequences)]
@@ -121,8 +122,7 @@ def test_a_drafter_that_is_always_wrong_is_dropped(num_sequences: int) -> None:
 
 def searching(max_len: int, num_prompt: int, **params: object) -> tuple[AutoPacing, Sequence]:
     """The policy of one request whose drafter searches the text before it asks its model."""
-    names = frozenset({"model"})
-    costs = Costs(PassTime((1, 33), (1.0, 2.6), 1.0), confident=names, searching=names)
+    costs = Costs(PassTime((1, 33), (1.0, 2.6), 1.0), traits={"model": Traits(tells_confidence=True, searches=True)})
     costs.drafts["model"] = PassTime((1, 33), (1.0, 4.2), 0.2)  # 0.02 s for each token of a prompt
     pacing = build(Options(), None, costs)
     assert isinstance(pacing, AutoPacing)
@@ -186,7 +186,7 @@ def test_a_request_with_a_length_of_its_own_is_given_that() -> None:
         assert granted == [3]
         assert not pacing.stops([seq], granted)
         round_of(pacing, seq, 3, 3, 3)
-    assert not pacing._stopping
+    assert not pacing._stops.known
 
 
 def test_a_round_counts_once() -> None:
@@ -194,7 +194,7 @@ def test_a_round_counts_once() -> None:
     pacing, seq = searching(5000, 400)
     pacing.budget([seq], [16])
     round_of(pacing, seq, 0, 0, 0)
-    (request,) = pacing._requests.values()
+    request = pacing._requests[seq.id].reading
     owed = request.owed
     assert owed > 0
     for _ in range(3):
@@ -211,7 +211,7 @@ def test_what_was_read_is_not_paid_again_and_what_the_search_gains_is_no_loss() 
         stop.search.gain = 10.0
         stop.search.confidences += [0.995] * 2
         round_of(pacing, seq, 2, 2, 0)
-    (request,) = pacing._requests.values()
+    request = pacing._requests[seq.id].reading
     assert request.owed == 0
     request.owed = 1000.0
     stop = pacing.stops([seq], pacing.budget([seq], [16]))[0]

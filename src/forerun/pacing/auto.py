@@ -12,7 +12,7 @@ around them, and after drafting was slower twice in a row it pauses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,11 @@ import numpy.typing as npt
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
-from forerun.pacing.cost import Costs
+from forerun.pacing.cost import Costs, Floats
 from forerun.pacing.levels import Levels
-from forerun.pacing.stopping import FOUND_SHARES, Round, Stopping
-from forerun.types import Sequence, SequenceStep, StepReport, Stop
+from forerun.pacing.reading import Reading
+from forerun.pacing.stopping import Prices, Stops
+from forerun.types import Sequence, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
 REPLAN_STEPS = 8
@@ -31,11 +32,9 @@ HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
-SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class _Request:
     """A request that decodes.
 
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
-    probes. granted: nodes that it was granted in this step. stop: when its chain ends in this step, and
-    what its drafter said of it. pays: whether a model pays that tells how sure it is. is_read: whether it has read the
-    text. gain: tokens that a round of it gains, less what it costs. owed: what rounds without it would have gained.
+    probes. granted: nodes that it was granted in this step. pays: whether a model pays that tells how sure it is.
+    reading: whether that model is to read the text. stop: when its chain ends in this step, and what its drafter said
+    of it.
     """
 
     seq: Sequence
@@ -59,9 +58,7 @@ class _Request:
     pause: int
     granted: int = 0
     pays: bool = True
-    is_read: bool = False
-    gain: float = 0.0
-    owed: float = 0.0
+    reading: Reading = field(default_factory=Reading)
     stop: Stop | None = None
 
 
@@ -108,7 +105,7 @@ class AutoPacing(Pacing):
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = min(spec_length, MAX_RANKS), costs
         self._known: dict[str, Acceptance] = {}  # by drafter
-        self._stopping: dict[str, Stopping] = {}  # by drafter, of those that tell how sure they are
+        self._stops = Stops(self.spec_length, costs)
         self._requests: dict[int, _Request] = {}
         self._levels = Levels(costs)
         self._net = _SafetyNet()
@@ -145,7 +142,7 @@ class AutoPacing(Pacing):
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
 
     def prepares(self, seq: Sequence) -> bool:
-        return self._of(seq).drafter_shares()[0] > 0.1 and seq.draft not in self.costs.searching
+        return self._of(seq).drafter_shares()[0] > 0.1 and not self.costs.traits_of(seq.draft).searches
 
     def prepare(self) -> None:
         self.costs.ready()
@@ -168,7 +165,9 @@ class AutoPacing(Pacing):
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
             if stop is not None and request.granted:
-                self._observe_stop(request, stop, round_, report)
+                request.reading.observe(stop, round_.num_drafted)
+                if round_.num_drafted:
+                    self._stops.observe(request.seq, stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
 
@@ -176,108 +175,45 @@ class AutoPacing(Pacing):
         self._requests.pop(seq.id, None)
         self._levels.end(seq)
         self._of(seq).forget(seq.id)
-        for name in (seq.draft, seq.draft + SEARCH):
-            if name in self._stopping:
-                self._stopping[name].forget(seq.id)
-
-    def _observe_stop(self, request: _Request, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
-        """Learn from a round of a request whose drafter tells how sure it is."""
-        if stop.is_shut and stop.search is not None:
-            request.owed += max(0.0, request.gain - stop.search.gain)
-        if not round_.num_drafted:
-            return
-        request.is_read |= bool(stop.confidences)
-        num_accepted, step = len(round_.accepted_ranks), report.drafts.get(request.seq.draft)
-        what, own = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
-        if len(own.confidences) == round_.num_drafted:  # else it was cut
-            self._stopping_of(request, what).observe(request.seq.id, own.confidences, num_accepted)
-        passes = step.passes if step is not None and stop.confidences else 0
-        self._stopping_of(request).observe_round(request.seq.id, 1 + num_accepted, round_.num_drafted, passes)
+        self._stops.forget(seq)
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
-        told = [(b, request) for b, request in enumerate(requests) if self._is_told(request)]
+        told = [request for request in requests if self._is_told(request)]
         if not told:
             return
-        lengths = [r.length if (own := r.seq.params.spec_length) is None else own for r in requests]
-        untold = [b for b, request in enumerate(requests) if not self._is_told(request)]
-        num_rows = len(requests) + sum(min(lengths[b], limits[b]) for b in untold)
-        rounds = {b: self._stopping_of(request).round_of(request.seq.id) for b, request in told if request.length}
-        rate = self._rate(requests, num_rows, rounds)
-        num_rows += round(sum(own.nodes for own in rounds.values()) * (1 - 1 / max(1, len(rounds))))
-        rows_s = np.diff(self._target_s(num_rows + np.arange(self.spec_length + 1)))
-        # How many go on at each depth, as if each did with the same probability: those share a pass of the drafter.
-        nodes = sum(own.nodes for own in rounds.values()) / max(1, len(rounds))
-        num_going = np.maximum(1.0, len(told) * (nodes / (1 + nodes)) ** np.arange(self.spec_length))
-        for _, request in told:
-            known = self._stopping_of(request)
-            shares, share = known.shares(request.seq.id)
-            pass_s = self._pass_s(request.seq.draft, num_going) / num_going
-            worth = np.minimum(rate * (pass_s + rows_s), 2.0)
-            least = worth / max(share, 1e-6)
-            pays = bool(least[0] <= 1) or request.seq.draft in self.costs.free
+        others = [(r, most) for r, most in zip(requests, limits, strict=True) if not self._is_told(r)]
+        lengths = [r.length if (own := r.seq.params.spec_length) is None else own for r, _ in others]
+        num_rows = len(requests) + sum(min(own, most) for own, (_, most) in zip(lengths, others, strict=True))
+        seqs, are_drafting = [r.seq for r in told], [r.length > 0 for r in told]
+        prices = self._stops.prices(seqs, are_drafting, len(others), num_rows)
+        for request in told:
+            stop, traits = self._stops.stop(request.seq, prices), self.costs.traits_of(request.seq.draft)
+            pays = stop.pays or traits.is_free
             if request.pays and not pays:
                 request.probe_at = self._step + request.pause
-            request.pays = pays
-            request.stop = Stop(shares, least[1:].tolist(), worth.tolist())
+            request.pays, request.stop = pays, stop
             request.length = self.spec_length if pays else 0
-            if request.seq.draft in self.costs.searching:
-                self._add_search(request, request.stop, rate, rate * rows_s, float(rate * pass_s[0]))
+            if traits.searches:
+                self._add_search(request, stop, prices)
 
-    def _add_search(self, request: _Request, stop: Stop, rate: float, rows: Floats, pass_: float) -> None:
-        """Let the drafter search the text, whether or not its model pays.
-
-        rate: tokens per second. rows, pass_: what the next rows of the target's pass, and a pass of the model, cost in
-        tokens at this rate.
-        """
-        shares, _ = self._stopping_of(request, SEARCH).shares(request.seq.id)
-        stop.search = Stop(shares, (), np.minimum(rows, 2.0).tolist())
-        usual = self._stopping_of(request).model_round
-        cost = usual.passes * pass_ + float(np.interp(usual.nodes, range(len(rows) + 1), [0.0, *np.cumsum(rows)]))
-        request.gain = max(0.0, usual.tokens - 1 - cost) if request.pays else 0.0
-        # Reading the text so far is paid once, by the rounds in which the model would have drafted (rent or buy).
-        reading = 0.0 if request.is_read else rate * len(request.seq.tokens) * self._read_s(request.seq.draft)
-        num_left = (request.seq.max_len - len(request.seq.tokens)) / usual.tokens
-        stop.is_shut = not request.pays or reading > min(request.owed, num_left * request.gain)
+    def _add_search(self, request: _Request, stop: Stop, prices: Prices) -> None:
+        """Let the drafter search the text, whether or not its model pays."""
+        seq, reading = request.seq, request.reading
+        stop.search = self._stops.search(seq, prices)
+        reading.gain = self._stops.model_gain(seq, prices) if request.pays else 0.0
+        price = prices.rate * len(seq.tokens) * self.costs.read_s(seq.draft)
+        num_rounds = (seq.max_len - len(seq.tokens)) / self._stops.of(seq.draft).model_round.tokens
+        stop.is_shut = not request.pays or not reading.is_due(price, num_rounds)
         if not request.pays and self._step >= request.probe_at:  # a token, to see whether the model has become better
             self._delay_probe(request)
-            stop.is_shut, stop.least = False, ()
-        stop.bar = 0.0 if stop.is_shut else request.gain
+            stop.is_shut, stop.worth = False, stop.worth[:1]
+        stop.bar = 0.0 if stop.is_shut else reading.gain
         request.length = self.spec_length
-
-    def _rate(self, requests: Seq[_Request], num_rows: int, rounds: Mapping[int, Round]) -> float:
-        """Return the tokens per second of these requests, at least those of plain decoding.
-
-        num_rows: without the nodes of those whose drafters tell how sure they are. rounds: theirs, by request.
-        """
-        passes = dict[str, float]()
-        for b, own in rounds.items():
-            name = requests[b].seq.draft
-            passes[name] = max(passes.get(name, 0.0), own.passes)
-        nodes = sum(own.nodes for own in rounds.values())
-        tokens = sum(own.tokens for own in rounds.values())
-        draft_s = sum(num * float(self._pass_s(name, len(rounds))) for name, num in passes.items())
-        drafting = (len(requests) - len(rounds) + tokens) / (float(self._target_s(num_rows + nodes)) + draft_s)
-        return max(drafting, len(requests) / float(self._target_s(num_rows)))
 
     def _is_told(self, request: _Request) -> bool:
         """Whether its drafter tells how sure it is, and the request leaves the length to that."""
-        return request.seq.draft in self.costs.confident and request.seq.params.spec_length is None
-
-    def _target_s(self, num_rows: npt.ArrayLike) -> Floats:
-        """The seconds of a pass of the target."""
-        return (self.costs.target.one_row_s or 1.0) * self.costs.target.ratio(num_rows)
-
-    def _stopping_of(self, request: _Request, what: str = "") -> Stopping:
-        name, is_found = request.seq.draft + what, what == SEARCH or request.seq.draft in self.costs.free
-        if name not in self._stopping:
-            self._stopping[name] = Stopping(FOUND_SHARES) if is_found else Stopping()
-        return self._stopping[name]
-
-    def _pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:
-        """The seconds of a pass of a drafter over one row of so many sequences."""
-        cost = self.costs.draft(draft)
-        return cost.ratio(num_sequences) * (cost.one_row_s or 0.0)
+        return self.costs.traits_of(request.seq.draft).tells_confidence and request.seq.params.spec_length is None
 
     def _of(self, seq: Sequence) -> Acceptance:
         return self._known.setdefault(seq.draft, Acceptance())
@@ -303,12 +239,6 @@ class AutoPacing(Pacing):
                 other.pause, other.probe_at = max(other.pause, request.pause), max(other.probe_at, request.probe_at)
         return 1
 
-    def _read_s(self, draft: str) -> float:
-        """The seconds that a drafter's model takes for each token of a prompt."""
-        cost = self.costs.draft(draft)
-        few, many = cost.ratio((16, 32))
-        return float(many - few) / 16 * (cost.one_row_s or 0.0)
-
     def _delay_probe(self, request: _Request) -> None:
         """Let the next probe of a request that is probed now come later than this one did."""
         request.pause = min(2 * request.pause, LONGEST_PAUSE)
@@ -319,7 +249,8 @@ class AutoPacing(Pacing):
         self._replan_at = self._step + min(REPLAN_STEPS, 1 + self._step // 4)
         own = [request.seq.params.spec_length for request in requests]
         num_rows = len(requests) + sum(min(k, most) for k, most in zip(own, limits, strict=True) if k is not None)
-        num_rows += round(sum(self._stopping_of(r).round_of(r.seq.id).nodes for r in requests if r.stop and r.length))
+        told = [request.seq for request in requests if request.stop and request.length]
+        num_rows += round(sum(self._stops.of(seq.draft).round_of(seq.id).nodes for seq in told))
         by_drafter: dict[str, list[int]] = {}
         for b, request in enumerate(requests):
             if own[b] is None and limits[b] > 0 and not self._is_told(request):

@@ -25,6 +25,7 @@ from forerun.native import cache_folder
 from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
+Floats = npt.NDArray[np.float64]
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
 NARROW_ROWS = 8  # of the passes that are timed before the wide ones
 SETTLING_PASSES = 40  # at most, before the first that is timed
@@ -59,7 +60,7 @@ class PassTime:
         self._rows = np.array([*self.widths, far])
         self._passes = np.array([*self.ratios, self.ratios[-1] + slope * (far - last)])
 
-    def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def ratio(self, num_rows: npt.ArrayLike) -> Floats:
         """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise."""
         return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
 
@@ -98,22 +99,32 @@ class _Doubt:
         return is_enough and abs(self._logs[True] - self._logs[False]) > math.log(MUCH)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter is like.
+
+    tells_confidence: whether it tells how sure it is of what it drafts. searches: whether it searches the text before
+    it asks its model. is_free: whether its guesses cost nothing.
+    """
+
+    tells_confidence: bool = False
+    searches: bool = False
+    is_free: bool = False
+
+
 @dataclass
 class Costs:
-    """The times of an engine's passes.
+    """The times of an engine's passes, and what its drafters are like.
 
     drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to calibrate
-    before the first draft, by drafter, the target under ""; without runners the curves stay as they are. confident: the
-    drafters that tell how sure they are of what they draft. searching: those that search the text before they ask their
-    model. free: those whose guesses cost nothing.
+    before the first draft, by drafter, the target under ""; without runners the curves stay as they are. traits: by
+    drafter.
     """
 
     target: PassTime = field(default_factory=PassTime)
     drafts: dict[str, PassTime] = field(default_factory=dict)
     runners: Mapping[str, Seq[Runner]] = field(default_factory=dict)
-    confident: frozenset[str] = frozenset()
-    searching: frozenset[str] = frozenset()
-    free: frozenset[str] = frozenset()
+    traits: Mapping[str, Traits] = field(default_factory=dict)
     _calibrated: Seq[Runner] = ()  # of the target, until its curve was contradicted once
     _doubt: _Doubt = field(default_factory=_Doubt)
     _is_contradicted: bool = False
@@ -133,6 +144,25 @@ class Costs:
     def draft(self, name: str) -> PassTime:
         """Return the time of a pass of one drafter."""
         return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
+
+    def traits_of(self, draft: str) -> Traits:
+        """Return what a drafter is like."""
+        return self.traits.get(draft, Traits())
+
+    def target_s(self, num_rows: npt.ArrayLike) -> Floats:
+        """Return the seconds of a pass of the target; in passes of one row while those are not known."""
+        return (self.target.one_row_s or 1.0) * self.target.ratio(num_rows)
+
+    def pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:
+        """Return the seconds of a pass of a drafter over one row of so many sequences."""
+        cost = self.draft(draft)
+        return cost.ratio(num_sequences) * (cost.one_row_s or 0.0)
+
+    def read_s(self, draft: str) -> float:
+        """Return the seconds that a drafter's model takes for each token of a prompt."""
+        cost = self.draft(draft)
+        few, many = cost.ratio((16, 32))
+        return float(many - few) / 16 * (cost.one_row_s or 0.0)
 
     def observe(self, report: StepReport) -> None:
         """Update the averages by a step, unless it ran a prompt."""

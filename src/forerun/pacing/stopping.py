@@ -13,8 +13,12 @@ import bisect
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.types import EDGES
+import numpy as np
 
+from forerun.pacing.cost import Costs, Floats
+from forerun.types import EDGES, Sequence, SequenceStep, StepReport, Stop
+
+SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model
 # How often a guess is right, by its probability, before any was seen: of a model that was made beside its target.
 FIRST_SHARES = (0.38, 0.55, 0.75, 0.85, 0.9, 0.96, 0.99)
 # The same of what a search has found: of the pair's six kinds of work.
@@ -115,3 +119,93 @@ class Stopping:
         """Forget what a request has shown."""
         self._requests.pop(request, None)
         self._rounds.pop(request, None)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What drafting costs in a step.
+
+    rate: tokens per second that all requests make. rows_s [spec_length]: seconds of each further row of the target's
+    pass. num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter.
+    """
+
+    rate: float
+    rows_s: Floats
+    num_going: Floats
+
+    @property
+    def rows(self) -> Floats:
+        """The further rows in tokens, [spec_length]."""
+        return self.rate * self.rows_s
+
+
+class Stops:
+    """Chooses when chains end, of requests whose drafters tell how sure they are. spec_length: of the longest chain."""
+
+    def __init__(self, spec_length: int, costs: Costs) -> None:
+        self.spec_length, self.costs = spec_length, costs
+        self.known: dict[str, Stopping] = {}  # by drafter, and by drafter and SEARCH
+
+    def of(self, draft: str, what: str = "") -> Stopping:
+        """Return what is known of a drafter. what: SEARCH = of what it finds before it asks its model."""
+        name, is_found = draft + what, what == SEARCH or self.costs.traits_of(draft).is_free
+        if name not in self.known:
+            self.known[name] = Stopping(FOUND_SHARES) if is_found else Stopping()
+        return self.known[name]
+
+    def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
+        """Return the prices of a step in which these requests run, some of which draft.
+
+        num_others: requests beside them. num_rows: of the target's pass, without the nodes of these requests.
+        """
+        drafting = [seq for seq, drafts in zip(seqs, are_drafting, strict=True) if drafts]
+        rounds = [self.of(seq.draft).round_of(seq.id) for seq in drafting]
+        num_nodes, num_tokens = sum(own.nodes for own in rounds), sum(own.tokens for own in rounds)
+        passes = dict[str, float]()
+        for seq, own in zip(drafting, rounds, strict=True):
+            passes[seq.draft] = max(passes.get(seq.draft, 0.0), own.passes)
+        draft_s = sum(num * float(self.costs.pass_s(name, len(rounds))) for name, num in passes.items())
+        num_requests = num_others + len(seqs)
+        step_s = float(self.costs.target_s(num_rows + num_nodes)) + draft_s
+        plain = num_requests / float(self.costs.target_s(num_rows))
+        rate = max((num_requests - len(rounds) + num_tokens) / step_s, plain)
+        num_rows += round(num_nodes * (1 - 1 / max(1, len(rounds))))
+        rows_s = np.diff(self.costs.target_s(num_rows + np.arange(self.spec_length + 1)))
+        # How many go on at each depth, as if each did with the same probability: those share a pass of the drafter.
+        nodes = num_nodes / max(1, len(rounds))
+        num_going = np.maximum(1.0, len(seqs) * (nodes / (1 + nodes)) ** np.arange(self.spec_length))
+        return Prices(rate, rows_s, num_going)
+
+    def stop(self, seq: Sequence, prices: Prices) -> Stop:
+        """Return when the chain of a request ends."""
+        shares, share = self.of(seq.draft).shares(seq.id)
+        pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
+        worth = np.minimum(prices.rate * (pass_s + prices.rows_s), 2.0)
+        return Stop(shares, worth.tolist(), share)
+
+    def search(self, seq: Sequence, prices: Prices) -> Stop:
+        """Return when a guess ends that the request's drafter finds in the text before it asks its model."""
+        shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
+        return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
+
+    def model_gain(self, seq: Sequence, prices: Prices) -> float:
+        """Return the tokens that a usual round of its drafter's model gains a request, less what it costs."""
+        usual, rows = self.of(seq.draft).model_round, prices.rows
+        pass_ = float(prices.rate * (self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going)[0])
+        cost = usual.passes * pass_ + float(np.interp(usual.nodes, range(len(rows) + 1), [0.0, *np.cumsum(rows)]))
+        return max(0.0, usual.tokens - 1 - cost)
+
+    def observe(self, seq: Sequence, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
+        """Learn from a round of a request for which something was drafted."""
+        num_accepted, step = len(round_.accepted_ranks), report.drafts.get(seq.draft)
+        what, own = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
+        if len(own.confidences) == round_.num_drafted:  # else it was cut
+            self.of(seq.draft, what).observe(seq.id, own.confidences, num_accepted)
+        passes = step.passes if step is not None and stop.confidences else 0
+        self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes)
+
+    def forget(self, seq: Sequence) -> None:
+        """Forget what a request has shown."""
+        for name in (seq.draft, seq.draft + SEARCH):
+            if name in self.known:
+                self.known[name].forget(seq.id)
