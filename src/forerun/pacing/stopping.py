@@ -21,8 +21,6 @@ from forerun.types import EDGES, Sequence, SequenceStep, StepReport, Stop
 SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model
 # How often a guess is right, by its probability, before any was seen: of a model that was made beside its target.
 FIRST_SHARES = (0.38, 0.55, 0.75, 0.85, 0.9, 0.96, 0.99)
-# The same of what a search has found: of the pair's six kinds of work.
-FOUND_SHARES = (0.2, 0.2, 0.35, 0.7, 0.9, 0.95, 0.98)
 FIRST_SEEN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0)  # how often such probabilities come up, in weights of a token
 TOKENS_MEMORY = 300  # tested tokens until the weight of one is 1/e, of a drafter
 REQUEST_WEIGHT = 12.0  # tokens that the drafter's own shares are worth beside a request's
@@ -78,10 +76,9 @@ class Round:
 
 
 class Stopping:
-    """What is known of one drafter and of the requests that it serves. first_shares: before anything was seen."""
+    """What is known of one drafter and of the requests that it serves."""
 
-    def __init__(self, first_shares: Seq[float] = FIRST_SHARES) -> None:
-        self._first_shares = first_shares
+    def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
         self._requests: dict[int, Counts] = {}
         self._round = Round(2.5, 3.0, 3.0)
@@ -110,7 +107,7 @@ class Stopping:
 
     def shares(self, request: int) -> tuple[list[float], float]:
         """Return P(a token is accepted) by its probability, for a request, and of a token not drawn yet."""
-        shares, mix = self._mean.shares(self._first_shares, 4.0), self._mean.mix(FIRST_SEEN, 10.0)
+        shares, mix = self._mean.shares(FIRST_SHARES, 4.0), self._mean.mix(FIRST_SEEN, 10.0)
         if (own := self._requests.get(request)) is not None:
             shares, mix = own.shares(shares, REQUEST_WEIGHT / 2), own.mix(mix, REQUEST_WEIGHT)
         return shares, sum(share * part for share, part in zip(shares, mix, strict=True))
@@ -148,10 +145,7 @@ class Stops:
 
     def of(self, draft: str, what: str = "") -> Stopping:
         """Return what is known of a drafter. what: SEARCH = of what it finds before it asks its model."""
-        name, is_found = draft + what, what == SEARCH or self.costs.traits_of(draft).is_free
-        if name not in self.known:
-            self.known[name] = Stopping(FOUND_SHARES) if is_found else Stopping()
-        return self.known[name]
+        return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
         """Return the prices of a step in which these requests run, some of which draft.
