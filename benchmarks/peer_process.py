@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = Path(__file__).parent / "peer_workers"
+PROMPTS_WORKER = "worker.py"
 LOAD_LIMIT_S = 3600.0  # conversions included
 RUN_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
@@ -31,6 +33,12 @@ INSTALL = {
     ),
     "llama.cpp": "{0}/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36",
 }
+
+
+BUILD_SERVER = (
+    "build one in the source of llama.cpp with `cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON && cmake "
+    "--build build --target llama-server` and add --llama-server build/bin/llama-server"
+)
 
 
 class PeerError(Exception):
@@ -73,9 +81,10 @@ class Pass:
 class Question:
     """The models that a peer is to load.
 
-    target: a checkpoint folder, or a GGUF file. draft: a folder. work: the folder for conversions. weights: None =
-    bfloat16, else "int8" or "int4[:group=...]". num_positions, num_places: tokens of a text, and texts that are held at
-    once. worker: the script that it runs; forwards.py needs the target alone.
+    target, draft: checkpoint folders, or GGUF files. work: the folder for conversions. weights: None = bfloat16, else
+    "int8" or "int4[:group=...]". num_positions, num_places: tokens of a text, and texts that are held at once. worker:
+    the script that it runs; forwards.py needs the target alone. server: llama.cpp's. folders: target and draft as
+    folders in bfloat16, for engines that read no GGUF files; None = as they are.
     """
 
     target: Path
@@ -87,22 +96,32 @@ class Question:
     weights: str | None = None
     num_positions: int = 4096
     num_places: int = 1
-    worker: str = "worker.py"
+    worker: str = PROMPTS_WORKER
+    server: Path | None = None
+    folders: tuple[Path, Path | None] | None = None
 
     def refuse(self, name: str) -> None:
         """Raise PeerError for an engine that cannot run the target, or not in these weights."""
-        is_file = self.target.is_file()
-        if is_file and name != "llama.cpp":
+        is_file, continues = self.target.is_file(), self.worker == PROMPTS_WORKER
+        if is_file and name != "llama.cpp" and not continues:
             raise PeerError("it runs checkpoint folders here, and the target is a GGUF file")
         if not is_file and name == "llama.cpp":
             raise PeerError("it runs GGUF files, and the target is a folder: name a file, as in --target model.gguf")
-        if self.weights is not None and name == "transformers":
+        if not is_file and self.weights is not None and name == "transformers":
             raise PeerError(f"it runs bfloat16 weights here, and {self.weights} was asked for")
+        if name == "llama.cpp" and continues:
+            if self.server is None:
+                raise PeerError(f"there is no llama-server on the path: {BUILD_SERVER}")
+            if self.draft is not None and not self.draft.is_file():
+                raise PeerError(f"it runs GGUF files, and the draft model {self.draft.name} is a folder: name a file")
 
     def as_json(self) -> dict[str, Any]:
         """Return the first line that a worker reads, as JSON values."""
-        paths = {"target": str(self.target), "draft": None if self.draft is None else str(self.draft)}
-        return {**vars(self), **paths, "work": str(self.work)}
+        target, draft = self.folders or (self.target, self.draft)
+        paths = {name: value for name, value in vars(self).items() if isinstance(value, Path)}
+        texts = {name: str(path) for name, path in paths.items()}
+        folders = {"target": str(target), "draft": None if draft is None else str(draft)}
+        return {**vars(self), **texts, "folders": folders}
 
 
 class PeerProcess:
@@ -123,6 +142,7 @@ class PeerProcess:
             stderr=self._errors,
             env=environment(python, question.num_threads),
             encoding="utf-8",
+            start_new_session=True,  # a server that it started ends with it
         )
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -158,7 +178,7 @@ class PeerProcess:
         except OSError:
             line = ""
         except queue.Empty:
-            self._process.kill()
+            self._kill()
             raise PeerError(f"it did not answer within {limit_s:.0f} s and was ended") from None
         if not line:
             raise PeerError(self._last_words())
@@ -177,9 +197,13 @@ class PeerProcess:
         try:
             self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         self._errors.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -199,6 +223,13 @@ def how_to_install(name: str) -> str:
     folder = f"peer-{name}"
     commands = f"python3 -m venv {folder} && {INSTALL[name].format(folder)}"
     return f"make an environment with `{commands}` and add {python_flag(name)} {folder}/bin/python"
+
+
+def has(python: Path, name: str) -> bool:
+    """Tell whether an interpreter has a peer's packages, so that it is worth while to prepare its files."""
+    module = {"openvino": "openvino_genai"}.get(name, name)
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([str(python), "-c", code], check=False, env=environment(python, 1)).returncode == 0
 
 
 def python_flag(name: str) -> str:

@@ -13,6 +13,7 @@ from forerun.bench.tables import Column
 
 OWN = "forerun"
 PLAIN = "plain"
+OWN_LENGTHS = "K=auto"  # how far to draft is the engine's own choice
 
 Variant = tuple[str, str]  # engine and configuration
 Runs = Mapping[Variant, Seq[Outcome]]  # one per prompt and repeat, in the same order for all
@@ -39,11 +40,18 @@ class Divergence:
 
 @dataclass(frozen=True)
 class PeerLine:
-    """One row of the table and of the JSON. Ratios are forerun's best configuration / this one."""
+    """One row of the table and of the JSON. Ratios are forerun's best configuration / this one.
+
+    speed_up: this configuration / the same engine's plain decoding, geometric mean over the runs; None where that
+    failed. num_as_plain: runs whose text is the same engine's plain text. rates: tokens per second of each run.
+    """
 
     engine: str
     configuration: str
     tokens_per_s: float  # median over the runs, prompt included
+    speed_up: float | None
+    num_as_plain: int | None
+    rates: tuple[float, ...]
     decode_tokens_per_s: float | None  # from the first tokens on
     ratio: float
     ratio_range: Range
@@ -65,10 +73,20 @@ def best_of(runs: Runs, engine: str) -> Variant:
 def lines_of(runs: Runs, gap: Gap) -> list[PeerLine]:
     """Return all rows. runs: of every variant, in the same order of prompts and repeats."""
     best, plain = runs[best_of(runs, OWN)], runs[OWN, PLAIN]
-    return [_line(variant, outcomes, best, plain, gap) for variant, outcomes in runs.items()]
+    return [
+        _line(variant, outcomes, best, plain, runs.get((variant[0], PLAIN)), gap) for variant, outcomes in runs.items()
+    ]
 
 
-def _line(variant: Variant, outcomes: Seq[Outcome], best: Seq[Outcome], plain: Seq[Outcome], gap: Gap) -> PeerLine:
+def _line(
+    variant: Variant,
+    outcomes: Seq[Outcome],
+    best: Seq[Outcome],
+    plain: Seq[Outcome],
+    theirs: Seq[Outcome] | None,
+    gap: Gap,
+) -> PeerLine:
+    own = None if theirs is None else list(zip(outcomes, theirs, strict=True))
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(best, outcomes, strict=True)]
     rates = [outcome.decode_tokens_per_s for outcome in outcomes]
     pairs = zip([outcome.decode_tokens_per_s for outcome in best], rates, strict=True)
@@ -77,6 +95,9 @@ def _line(variant: Variant, outcomes: Seq[Outcome], best: Seq[Outcome], plain: S
     return PeerLine(
         *variant,
         tokens_per_s=median(outcome.tokens_per_s for outcome in outcomes),
+        speed_up=None if own is None else geometric_mean(a.tokens_per_s / b.tokens_per_s for a, b in own),
+        num_as_plain=None if own is None else sum(a.tokens == b.tokens for a, b in own),
+        rates=tuple(outcome.tokens_per_s for outcome in outcomes),
         decode_tokens_per_s=_median([rate for rate in rates if rate is not None]),
         ratio=median(ratios),
         ratio_range=(min(ratios), max(ratios)),
@@ -110,36 +131,37 @@ TABLE = (
     Column("engine", "engine"),
     Column("configuration", "configuration"),
     Column("tok/s", "tokens_per_s", "{:.1f}"),
-    Column("ratio\n(range)", lambda line: ratio_text(line), is_text=False),
+    Column("over own\nplain", "speed_up", "{:.2f}x"),
+    Column("as own\nplain", lambda line: _share(line.num_as_plain, line), is_text=False),
+    Column("ratio", "ratio", "{:.2f}x"),
     Column("decode\ntok/s", "decode_tokens_per_s", "{:.1f}"),
-    Column("decode\nratio", "decode_ratio", "{:.2f}x"),
-    Column("same\ntext", lambda line: f"{line.num_runs - len(line.divergences)}/{line.num_runs}", is_text=False),
+    Column("as our\nplain", lambda line: _share(line.num_runs - len(line.divergences), line), is_text=False),
 )
 
 
-def ratio_text(line: PeerLine) -> str:
-    """Write the median of the ratios with the least and the largest of them."""
-    return f"{line.ratio:.2f}x ({line.ratio_range[0]:.2f}..{line.ratio_range[1]:.2f})"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _share(num: int | None, line: PeerLine) -> str | None:
+    return None if num is None else f"{num}/{line.num_runs}"
 
 
 def print_notes(lines: Seq[PeerLine], runs: Runs, prompt_ids: Seq[str], console: Console) -> None:
-    """Print how to read the table, forerun's best against each peer's best, and where texts differ."""
+    """Print how to read the table, forerun's best and usual against each peer's best, and where texts differ."""
     best = best_of(runs, OWN)
     console.print(
-        "tok/s: new tokens over the wall time of one generate call, prompt included, median over the runs; decode: "
-        "from the first tokens on; both without loading, tokenizers and warm-up. ratio: forerun's best, "
-        f"{best[1]}, over this one, median of the runs' ratios (least..largest). same text: as forerun's plain decoding"
+        "tok/s: new tokens over the wall time of one generate call, prompt included, median over the runs; over own "
+        "plain: geometric mean; decode: from the first tokens on; all without loading, tokenizers and warm-up. ratio: "
+        f"forerun's best, {best[1]}, over this one, median of the runs' ratios. as own plain, as our "
+        "plain: texts like this engine's plain decoding's, like forerun's"
     )
+    usual = next((v for v in reversed(list(runs)) if v[0] == OWN and v[1].endswith(OWN_LENGTHS)), best)
     for engine in dict.fromkeys(line.engine for line in lines if line.engine != OWN):
         line = next(line for line in lines if (line.engine, line.configuration) == best_of(runs, engine))
-        console.print(
-            f"forerun ({best[1]}) against the best of {engine} ({line.configuration}): {ratio_text(line)}, "
-            f"decoding alone {_number(line.decode_ratio, '{:.2f}x')}"
-        )
+        for ours in dict.fromkeys((best, usual)):
+            pairs = zip(runs[ours], runs[engine, line.configuration], strict=True)
+            ratios = [a.tokens_per_s / b.tokens_per_s for a, b in pairs]
+            console.print(
+                f"forerun ({ours[1]}) against the best of {engine} ({line.configuration}): "
+                f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}..{max(ratios):.2f}), geometric mean"
+            )
     alike: dict[tuple[str, tuple[Divergence, ...]], list[str]] = {}
     for line in lines:
         alike.setdefault((line.engine, line.divergences), []).append(line.configuration)

@@ -1,11 +1,12 @@
-"""`benchmarks.peers` runs the same checkpoint, prompts and threads in forerun and in other engines.
+"""`benchmarks.peers` runs the same models, prompts and threads in forerun and in other engines.
 
 All decode greedily, one request at a time, and every engine has its own environment. A folder runs in bfloat16, or with
-`quantization` in as few bits as each engine makes of it; a GGUF file runs as it is, here and in llama.cpp. All engines
-are loaded before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than
-in the next; each prompt begins with another engine. Only one engine may work at any time: the processor time of those
-that wait is printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares
-single passes instead.
+`quantization` in as few bits as each engine makes of it. GGUF files run as they are, here, in llama.cpp and, where it
+reads them, in OpenVINO; transformers gets their weights in bfloat16. Engines are loaded before the first run, only
+llama.cpp's server starts for each, and take turns prompt by prompt, because a shared machine is faster in one minute
+than in the next; each prompt begins with another engine. Only one engine may work at any time: the processor time of
+those that wait is printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py
+compares single passes instead.
 """
 
 from __future__ import annotations
@@ -25,24 +26,37 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question, python_flag
-from benchmarks.peer_results import OWN, PLAIN, TABLE, Runs, Variant, lines_of, print_notes
+from benchmarks.peer_process import (
+    INSTALL,
+    PROMPTS_WORKER,
+    Outcome,
+    PeerError,
+    PeerProcess,
+    Question,
+    has,
+    python_flag,
+)
+from benchmarks.peer_results import OWN, OWN_LENGTHS, PLAIN, TABLE, Runs, Variant, lines_of, print_notes
 from benchmarks.start import start
 from forerun import native
 from forerun.bench import latency
-from forerun.bench.plans import SHAPE_NAMES, Plan, prompt_file, shape
+from forerun.bench.methods import conversation_ids, read_work
+from forerun.bench.plans import SHAPE_NAMES, WORK, MethodsPlan, Plan, prompt_file, shape
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import table
 from forerun.bench.widen import describe, draft_options, num_parameters, shape_named, write_widened
+from forerun.blocks import Spec
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
-from forerun.config import EngineConfig
+from forerun.config import AUTO, EngineConfig
+from forerun.drafters import WITHOUT_MODEL
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
 from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint, read_config, read_raw_config
+from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
 from forerun.registry import option
 from forerun.text.terminal import make_console
@@ -69,13 +83,20 @@ class PeersPlan(Plan):
         None, "keeps the widened model and what peers convert it to, about 4 GB", usual="a temporary one"
     )
     spec_lengths: tuple[int, ...] = option((5,), "tokens drafted per step (K)", flag="--spec-length", min=1, usual="5")
-    num_prompts: int = option(5, "held-out prompts", flag="--prompts", min=1, usual="5")
+    num_prompts: int = option(
+        5,
+        "chats for a target that answers them, one of each kind in turn, else held-out beginnings of code",
+        flag="--prompts",
+        min=1,
+        usual="5",
+    )
     max_tokens: int = option(64, "tokens per prompt", min=2, usual="64")
     num_repeats: int = option(
         1, "times every prompt is run, or every pass", flag="--repeats", min=1, usual="1, of passes 15"
     )
-    prompt_file: Path | None = prompt_file()
+    prompt_file: Path | None = prompt_file(f'"id" and "text", or for a target that answers {WORK}')
     num_threads: int | None = option(None, "of every engine", min=1, max=1024, usual="FORERUN_NUM_THREADS")
+    llama_server: Path | None = option(None, "llama.cpp's llama-server, for GGUF files", usual="the one on the path")
     pythons: Mapping[str, Path | None] = field(default_factory=dict)
 
 
@@ -99,7 +120,8 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     config = checked(config, plan.pythons)
-    prompts = latency.read_prompts(plan.num_prompts, plan.prompt_file)
+    if plan.llama_server is not None and not plan.llama_server.is_file():
+        raise BadOption(f"--llama-server {plan.llama_server} is not possible: there is no such file; name the program")
     num_threads = set_num_threads(plan.num_threads)
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
@@ -108,23 +130,27 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
         model = own.checkpoint.model
         console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {own.weights}")
         ceiling = print_ceiling(model, console)
+        names, prompts = own.read_prompts(plan)
         engines: list[Generating] = [own, *start_peers(plan.pythons, question, left_out, stack)]
-        ids = [own.encode(text) for _, text in prompts] * plan.num_repeats
-        measured = measure(engines, ids, plan.max_tokens, left_out)
+        lengths = [own.answer_length(ids, plan.max_tokens) for ids in prompts] * plan.num_repeats
+        names, ids = names * plan.num_repeats, prompts * plan.num_repeats
+        measured = measure(engines, ids, lengths, left_out)
     busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
     print_engines(engines, left_out, busy_s, console)
     lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
     console.print(table(lines, TABLE))
-    print_notes(lines, measured, [name for name, _ in prompts] * plan.num_repeats, console)
+    print_notes(lines, measured, names, console)
     drafts = [] if own.draft is None else [own.draft.model]
     about: dict[str, Any] = {
         "bench": "peers",
         "target": own.checkpoint.name,
-        "plan": plan.record("folder", "pythons"),
+        "plan": plan.record("folder", "pythons", "llama_server"),
         "engines": {engine.name: engine.about for engine in engines},
         "left_out": left_out,
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
-        "prompts": [name for name, _ in prompts],
+        "prompts": names,
+        "prompt_tokens": [len(one) for one in ids],
+        "new_tokens": lengths,
     }
     return {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
 
@@ -171,7 +197,7 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
     draft = None
     if config.draft != "auto":
         name, quantization = draft_options(config.draft if config.draft != "none" else "auto")
-        if quantization is not None:
+        if quantization not in (None, AUTO):
             raise BadOption("other engines' draft models are not quantised here: drop quantization from --draft")
         draft = locate(name).resolve()
     elif config.target is None:
@@ -186,8 +212,15 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
         lookup_max_n=LOOKUP_MAX_N,
         weights=config.quantization,
         num_positions=min(GGUF_POSITIONS, checkpoint.model.config.max_positions),
+        server=server_of(plan),
     )
     return OwnEngine(checkpoint, config, draft, plan.spec_lengths, weights_of(config, path)), question
+
+
+def server_of(plan: PeersPlan) -> Path | None:
+    """Return the llama-server that is named, or the one on the path."""
+    found = plan.llama_server or shutil.which("llama-server")
+    return None if found is None else Path(found).resolve()
 
 
 def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Path, Checkpoint]:
@@ -214,16 +247,45 @@ def widened(source: Path, shape: str, work: Path) -> Path:
         if read_config(read_raw_config(folder)) != wide_config(config, wide):
             raise BadOption(f"{folder} is not {source.name} widened to {shape}: name another --folder, or delete it")
         return folder
+    return written(folder, wide_config(config, wide), lambda new: write_widened(source, new, wide))
+
+
+def unpacked(source: Path, work: Path) -> Path:
+    """Return a checkpoint folder: the source, or what a GGUF file holds in bfloat16, written below `work` once.
+
+    Raises CapacityError where the disk has no room.
+    """
+    if source.is_dir():
+        return source
+    folder = work / f"{source.stem}-{source.stat().st_size}"
+
+    def write(new: Path) -> None:
+        checkpoint = load_checkpoint(source, dtype=torch.bfloat16)
+        save_checkpoint(
+            new,
+            checkpoint.model.config,
+            checkpoint.tensors,
+            end_ids=checkpoint.end_ids,
+            bos_id=checkpoint.config.get("bos_token_id"),
+            tokenizer_folder=checkpoint.folder,
+        )
+
+    return folder if folder.is_dir() else written(folder, read_config(read_raw_config(source)), write)
+
+
+def written(folder: Path, config: Spec, write: Callable[[Path], object]) -> Path:
+    """Write a model's folder as a whole, and return it. Raises CapacityError where the disk has no room."""
+    work = folder.parent
     work.mkdir(parents=True, exist_ok=True)
-    needed = int(num_parameters(wide_config(config, wide)) * 2 * DISK_COPIES)
+    needed = int(num_parameters(config) * 2 * DISK_COPIES)
     if (free := shutil.disk_usage(work).free) < needed:
         raise CapacityError(
             f"{work} has {free / 1e9:.1f} GB free and the models take {needed / 1e9:.1f} GB: name a --folder with room"
         )
     say(f"writing {folder} ...")
-    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interruption leaves no files
-        write_widened(source, Path(partial) / shape, wide)
-        (Path(partial) / shape).rename(folder)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-", dir=work) as partial:  # an interruption leaves no files
+        write(Path(partial) / folder.name)
+        (Path(partial) / folder.name).rename(folder)
     return folder
 
 
@@ -246,7 +308,10 @@ def say(text: str) -> None:
 
 
 class OwnEngine:
-    """forerun in this process, with one LLM per configuration over the same weights."""
+    """forerun in this process, with one LLM per configuration over the same weights.
+
+    Beside those of fixed lengths there are the two that need no option: with the draft model, and with none.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int], weights: str
@@ -257,26 +322,57 @@ class OwnEngine:
         # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
         options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
+        free: dict[str, str | Checkpoint] = {"no model": WITHOUT_MODEL}
         if draft is not None:
             self.draft = load_checkpoint(
-                draft, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=True
+                draft,
+                dtype=model.weight_dtype,
+                device=model.device,
+                ops=model.ops,
+                with_tokenizer=True,
+                quantization=AUTO if draft.is_file() else None,  # as it is usual, where the weights are not all alike
             )
-            drafts["draft"] = self.draft
+            drafts["draft"] = free["draft"] = self.draft
         self._llms = {PLAIN: LLM(checkpoint, **{**options, "draft": "none"})}
         for method, value in drafts.items():
             for spec_length in spec_lengths:
                 llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
                 self._llms[f"{method} K={spec_length}"] = llm
-        self.configurations = list(self._llms)
+        for method, value in free.items():
+            self._llms[f"{method} {OWN_LENGTHS}"] = LLM(checkpoint, **{**options, "draft": value})
+        self.configurations, self._num_runs = list(self._llms), 0
+        self._answers = config.target is not None and self._llms[PLAIN].answers_texts  # the shipped one continues texts
         self.about = about_own(model, weights)
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt as the ids that all engines get."""
         return self._llms[PLAIN].tokenizer.encode(text)
 
+    def read_prompts(self, plan: PeersPlan) -> tuple[list[str], list[list[int]]]:
+        """Return names and ids of the prompts: chats where the target answers them, else texts that it continues."""
+        llm = self._llms[PLAIN]
+        if not self._answers:
+            texts = latency.read_prompts(plan.num_prompts, plan.prompt_file)
+            return [name for name, _ in texts], [self.encode(text) for _, text in texts]
+        work = read_work(MethodsPlan(prompts_per_kind=plan.num_prompts, prompt_file=plan.prompt_file))
+        work = work[: plan.num_prompts]
+        return [prompt.id for prompt in work], [conversation_ids(llm, prompt.messages) for prompt in work]
+
+    def answer_length(self, ids: list[int], max_tokens: int) -> int:
+        """Return the tokens of an answer, at least two. All engines write as many, and none ends before.
+
+        What a model writes behind its answer is no work that anybody waits for.
+        """
+        if not self._answers:
+            return max_tokens
+        (output,) = self._llms[PLAIN].generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0))
+        return max(2, len(output.token_ids))
+
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
         """Continue one prompt, greedily and past the end of sequence."""
-        llm = self._llms[configuration]
+        llm, self._num_runs = self._llms[configuration], self._num_runs + 1
+        salt = f"run {self._num_runs}"  # else it would find the texts of earlier runs
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
         commits: list[tuple[float, int]] = []
 
         def note(report: StepReport) -> None:
@@ -286,7 +382,7 @@ class OwnEngine:
         end = llm.listen(note)
         start = time.perf_counter()
         try:
-            (output,) = llm.generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+            (output,) = llm.generate([ids], params)
         finally:
             end()
         seconds, (first, num_first) = time.perf_counter() - start, commits[0]
@@ -308,8 +404,12 @@ def start_peers(
     peers = []
     for name in INSTALL:
         say(f"loading {name} ...")
+        python, asked = pythons.get(name) or Path(sys.executable), question
+        if name != "llama.cpp" and question.worker == PROMPTS_WORKER and has(python, name):
+            draft = None if question.draft is None else unpacked(question.draft, question.work)
+            asked = replace(question, folders=(unpacked(question.target, question.work), draft))
         try:
-            peer = PeerProcess(name, pythons.get(name) or Path(sys.executable), question)
+            peer = PeerProcess(name, python, asked)
         except PeerError as error:
             left_out[name] = str(error)
             continue
@@ -321,11 +421,11 @@ def start_peers(
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(engines: Seq[Generating], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
+def measure(engines: Seq[Generating], prompts: Seq[list[int]], lengths: Seq[int], left_out: dict[str, str]) -> Runs:
     """Run all configurations of all engines, first to warm up, then in turns prompt by prompt.
 
-    Each prompt begins with another configuration. A peer's configuration that fails is dropped, and the reason is put
-    into `left_out`.
+    lengths: new tokens of each prompt. Each prompt begins with another configuration. A peer's configuration that fails
+    is dropped, and the reason is put into `left_out`.
     """
     runs: dict[Variant, list[Outcome]] = {(e.name, name): [] for e in engines for name in e.configurations}
     by_name = {engine.name: engine for engine in engines}
@@ -342,14 +442,14 @@ def measure(engines: Seq[Generating], prompts: Seq[list[int]], max_tokens: int, 
 
     say("warming up ...")
     for variant in list(runs):
-        attempt(variant, prompts[0], min(max_tokens, WARM_UP_TOKENS), lambda outcome: None)
+        attempt(variant, prompts[0], min(lengths[0], WARM_UP_TOKENS), lambda outcome: None)
     for engine in engines:
         engine.idle_cpu_s = 0.0
-    for i, ids in enumerate(prompts):
-        say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {max_tokens} tokens ...")
+    for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
+        say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {length} tokens ...")
         order = list(runs)
         for variant in order[i % len(order) :] + order[: i % len(order)]:
-            attempt(variant, ids, max_tokens, runs[variant].append)
+            attempt(variant, ids, length, runs[variant].append)
     return runs
 
 
@@ -378,11 +478,11 @@ def command(
         typer.Option(help="interpreter that can import openvino_genai and optimum.intel [default: this one]"),
     ] = None,
     llama_cpp_python: Annotated[
-        Path | None, typer.Option(help="interpreter that can import llama_cpp, for GGUF files [default: this one]")
+        Path | None, typer.Option(help="interpreter that can import llama_cpp, for --forward [default: this one]")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Run the same checkpoint, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
+    """Run the same models, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
     config = flags.engine_config(engine)
     plan["pythons"] = {
         "transformers": transformers_python,
@@ -395,6 +495,8 @@ def command(
         keep(peer_forwards.run(config, peer_forwards.planned(forward, context, plan, engine["draft"])), json_file)
     elif context:
         raise BadOption(f"--context {context[0]} is not possible without --forward: drop it, or say --forward 8")
+    elif llama_cpp_python is not None:
+        raise BadOption("--llama-cpp-python is for --forward alone: prompts run in llama.cpp's --llama-server")
     else:
         keep(run(config, PeersPlan(**plan)), json_file)
 

