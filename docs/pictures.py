@@ -200,8 +200,7 @@ def pair_picture(results: dict[str, Any]) -> str:
         "first token.",
         'font-size="13"',
     )
-    height = y + 24
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24:.0f}" font-family="sans-serif">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *lines, "</svg>", ""])
 
 
