@@ -129,8 +129,14 @@ using Found = std::pair<std::vector<Ids>, std::vector<std::vector<float>>>;
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
                                const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
-                               const Ahead* ahead, const std::vector<Stop>& stops) {
-    if ((input != 0) != (ahead != nullptr)) throw std::invalid_argument("a head, and only a head, has an input");
+                               const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows) {
+    if ((input != 0) + !layer_rows.empty() != (ahead != nullptr))
+        throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
+    if (!layer_rows.empty() && (!ahead->layers || ahead->layers->norms.size() != layer_rows.size()))
+        throw std::invalid_argument("a head is given rows of as many layers as it joins");
+    for (int64_t token : tokens)
+        if (ahead && (token < 0 || token >= ahead->target->parts().embedding.num_rows))
+            throw std::out_of_range("there is no token with the id " + std::to_string(token));
     if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
     if (ahead) check_join(ahead->join, m.parts().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
@@ -150,9 +156,11 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
         throw std::invalid_argument("every token needs a run and a position");
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
     pass.input = at<const float>(input);
+    std::vector<const float*> rows;
+    for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
     Found found;
     nb::gil_scoped_release release;
-    if (!m.run_ahead(pass, lengths, num_ids, ahead, stops, found.first, found.second)) return {};
+    if (!m.run_ahead(pass, lengths, num_ids, ahead, rows, stops, found.first, found.second)) return {};
     return found;
 }
 
@@ -196,19 +204,29 @@ void bind_model(nb::module_& m) {
              "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
-             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(),
+             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
              "Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; "
              "None where a logit is NaN.\n\nstops: of each run when it ends earlier, or none at all. counts: tokens "
-             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, "
-             "what the first block gets for them. ahead: of a head, how a found id is fed.");
-    nb::class_<Ahead>(m, "Ahead", "How a head goes on: a found id's embedding of the target and the row before are joined.")
+             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, "
+             "whose tokens are ids of its target. input: of a head, the features of these tokens, float32 "
+             "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.");
+    nb::class_<Ahead>(m, "Ahead", "How a head reads: the target's embedding of a token and its features are joined. Behind a found "
+                                  "id its own row before stands for the features.")
         .def("__init__", [](Ahead* self, const Model& target, const Ids& ids, const std::array<Address, 2>& norms, float eps,
-                            const Packed& input) {
+                            const Packed& input, const Addresses& layer_norms, const Packed* layers, float largest) {
             for (int64_t id : ids)
                 if (id < 0 || id >= target.parts().vocab_size) throw std::invalid_argument("an id is none of the target's");
-            new (self) Ahead{&target, ids, {{at<const float>(norms[0]), at<const float>(norms[1])}, eps, &input.matrix()}};
+            new (self) Ahead{&target, ids, {{at<const float>(norms[0]), at<const float>(norms[1])}, eps, &input.matrix()}, {}, largest};
             check_join(self->join, target.parts().hidden_size);
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), "target"_a, "ids"_a, "norms"_a, "eps"_a, "input"_a);
+            if (!layers) return;
+            self->layers = Join{{}, eps, &layers->matrix()};
+            for (Address norm : layer_norms) self->layers->norms.push_back(at<const float>(norm));
+            check_join(*self->layers, target.parts().hidden_size);
+            if (layers->matrix().num_out != target.parts().hidden_size) throw std::invalid_argument("features are as wide as a row");
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), "target"_a, "ids"_a, "norms"_a, "eps"_a, "input"_a,
+             "layer_norms"_a = Addresses(), "layers"_a.none() = nb::none(), "largest"_a = 0.0f,
+             "layers: joins the target's rows behind its layers, each behind one of `layer_norms` (0 = none) and cut to "
+             "-largest .. largest before; None = it is given features.");
     m.def("make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
           nb::keep_alive<0, 1>(),
           "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "

@@ -426,8 +426,28 @@ static bool goes_on(const Stop& stop, size_t k, float prob, float& survival) {
     return k < stop.least.size() && survival >= stop.least[k];
 }
 
+// What the first block of a head gets for the rows of a pass.
+std::vector<float> Model::head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const {
+    const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(pass.num_rows) * width;
+    std::vector<float> embedded(num_floats), input(num_floats), features, cut;
+    for (int row = 0; row < pass.num_rows; ++row)
+        ahead.target->embed(pass.tokens[row], embedded.data() + static_cast<size_t>(row) * width);
+    if (!layer_rows.empty()) {
+        std::vector<const float*> layers;
+        features.resize(num_floats), cut.resize(layer_rows.size() * num_floats);
+        for (size_t i = 0; i < layer_rows.size(); ++i) {
+            float* const to = cut.data() + i * num_floats;
+            for (size_t k = 0; k < num_floats; ++k) to[k] = std::clamp(layer_rows[i][k], -ahead.largest, ahead.largest);
+            layers.push_back(to);
+        }
+        join_rows(backend_, *ahead.layers, layers, pass.num_rows, features.data());
+    }
+    join_rows(backend_, ahead.join, {embedded.data(), layer_rows.empty() ? pass.input : features.data()}, pass.num_rows, input.data());
+    return input;
+}
+
 bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                      const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
+                      const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
                       std::vector<std::vector<float>>& probs) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
     const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
@@ -441,7 +461,9 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
     Pass pass = first;
     pass.hidden = hidden.data();
     if (ahead) {
-        left.resize(num_floats), embedded.resize(num_runs * width), before.resize(num_runs * width), input.resize(num_runs * width);
+        left.resize(num_floats), embedded.resize(num_runs * width), before.resize(num_runs * width);
+        input = head_input(*ahead, first, layer_rows);  // of at least as many rows as follow
+        pass.input = input.data();
         pass.taps = {{static_cast<int>(parts_.blocks.size()), left.data()}};
     }
     for (size_t i = 0; i < num_runs; ++i) {
@@ -482,7 +504,6 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
         pass.tokens = tokens.data(), pass.positions = positions.data();
         if (ahead) {
             join_rows(backend_, ahead->join, {embedded.data(), before.data()}, pass.num_rows, input.data());
-            pass.input = input.data();
         }
     }
 }

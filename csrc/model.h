@@ -48,12 +48,15 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
 
 class Model;
 
-// How a head goes on: the row behind a found id joins that id's embedding of the target with what the last block has
-// left of the row before.
+// How a head reads and goes on: a row joins the embedding of its token, the target's, with features: at first those of what
+// the target has computed, then what the last block has left of the row before. layers: makes features of rows behind
+// several of the target's layers, which are cut to -largest .. largest before; none = it is given features alone.
 struct Ahead {
     const Model* target;
     std::vector<int64_t> ids;  // the target's, of each own id
     Join join;
+    std::optional<Join> layers;
+    float largest;
 };
 
 // When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of all ids
@@ -82,11 +85,12 @@ class Model {
                 float* probs = nullptr);
     // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
-    // Stops and returns false where a logit is NaN. ahead: of a head, whose pass has an input; null = a found id is fed by its
-    // embedding. stops: of each run, or none at all; then probs gets the probability of every id.
+    // Stops and returns false where a logit is NaN. ahead: of a head, whose tokens are the target's ids and whose input are their
+    // features, or null where `layer_rows` are what it makes them of, by layer [num_rows, hidden_size]; null = a found id is
+    // fed by its embedding. stops: of each run, or none at all; then probs gets the probability of every id.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                   const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
-                   std::vector<std::vector<float>>& probs);
+                   const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops,
+                   std::vector<std::vector<int64_t>>& ids, std::vector<std::vector<float>>& probs);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
     const ModelParts& parts() const { return parts_; }
 
@@ -109,6 +113,7 @@ class Model {
                     Buffers& b);
     void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
                     Buffers& b);
+    std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     bool alone(int num_rows) const;
 

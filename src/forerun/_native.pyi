@@ -228,19 +228,33 @@ class Model:
         input: int = 0,
         ahead: Ahead | None = None,
         stops: Sequence[Stop] = [],
+        layer_rows: Sequence[int] = [],
     ) -> tuple[list[list[int]], list[list[float]]] | None:
         """
         Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; None where a logit is NaN.
 
-        stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first block gets for them. ahead: of a head, how a found id is fed.
+        stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, whose tokens are ids of its target. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
         """
 
 class Ahead:
     """
-    How a head goes on: a found id's embedding of the target and the row before are joined.
+    How a head reads: the target's embedding of a token and its features are joined. Behind a found id its own row before stands for the features.
     """
 
-    def __init__(self, target: Model, ids: Sequence[int], norms: Sequence[int], eps: float, input: Packed) -> None: ...
+    def __init__(
+        self,
+        target: Model,
+        ids: Sequence[int],
+        norms: Sequence[int],
+        eps: float,
+        input: Packed,
+        layer_norms: Sequence[int] = [],
+        layers: Packed | None = None,
+        largest: float = 0.0,
+    ) -> None:
+        """
+        layers: joins the target's rows behind its layers, each behind one of `layer_norms` (0 = none) and cut to -largest .. largest before; None = it is given features.
+        """
 
 def make_model(
     backend: Backend,

@@ -25,7 +25,7 @@ from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections, TorchModel
-from forerun.types import Model, RaggedBatch
+from forerun.types import Model, RaggedBatch, Stop
 
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"  # of heads that do not use the target's
 SIDES = ("embedding_norm", "hidden_norm")
@@ -137,6 +137,7 @@ class EagleModel:
         self._ahead = self._made_ahead()
         if self._ahead is not None:
             self.run_ahead = self._run_ahead
+            self.tells_confidence = bool(self._model.tells_confidence)
 
     def _made(self, own: Mapping[str, Tensor], num_ids: int | None) -> tuple[Any, Logits]:
         """The layers as a model, and what makes logits of its rows.
@@ -159,6 +160,8 @@ class EagleModel:
         self._head_bytes = head.nbytes
         return model, _Head(self.ops, head)
 
+    tells_confidence = False  # whether `run_ahead` is there and takes stops
+    joins_ahead = False  # whether it takes the target's rows as they are
     _head_bytes = 0
 
     @property
@@ -174,7 +177,15 @@ class EagleModel:
             return None
         norms = [self._norms.get(f"{name}.weight") for name in SIDES]
         [(matrix, _)] = self._input.parts
-        return self._target.ahead(self.ids.tolist(), norms, self._eps, matrix)
+        own = self.ids.tolist(), norms, self._eps, matrix
+        if self._fc is None or "input_norm.weight" in self._norms or self.head_config.target_size is not None:
+            return self._target.ahead(*own)
+        [(layers, bias)] = self._fc.parts
+        if bias is not None:
+            return self._target.ahead(*own)
+        self.joins_ahead = True
+        layer_norms = [self._norms.get(f"fc_norm.{i}.weight") for i in range(len(self.head_config.layers))]
+        return self._target.ahead(*own, layer_norms, layers, head_files.LARGEST)
 
     @property
     def _eps(self) -> float:
@@ -219,16 +230,17 @@ class EagleModel:
         cache: BlockCache,
         num_ids: int,
         layers: Seq[int] | None,
-        hidden: Tensor,
+        hidden: Tensor | None,
+        stops: Seq[Stop] = (),
+        layer_rows: Seq[Tensor] = (),
     ) -> list[list[int]] | None:
         """Its own ids of the likeliest tokens behind each run, in one call.
 
-        hidden [T, H]: features of the runs' rows. The rest is as for CpuModel.run_ahead.
+        hidden [T, H]: features of the runs' rows. layer_rows: if it `joins_ahead`, in their place the target's rows
+        behind each layer [T, H]. The rest is as for CpuModel.run_ahead.
         """
-        tokens = batch.ids()[0]
-        x = self._product_of([self._embedded(tokens), hidden], SIDES, self._input)
-        own = replace(batch, tokens=[0] * len(tokens))
-        found: list[list[int]] | None = self._model.run_ahead(own, lengths, cache, num_ids, layers, x, self._ahead)
+        given = batch, lengths, cache, num_ids, layers, hidden, self._ahead, stops, layer_rows
+        found: list[list[int]] | None = self._model.run_ahead(*given)
         return found
 
     def _ran(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,12 +146,16 @@ class Runner:
         """Whether the probabilities of what it finds are known, so that `run_ahead` takes stops."""
         return self.finds_best and getattr(self.model, "tells_confidence", False)
 
-    def run_ahead(self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = ()) -> list[list[int]]:
+    def run_ahead(
+        self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = (), layer_rows: Seq[Tensor] = ()
+    ) -> list[list[int]]:
         """The likeliest continuation of each run, in one call; only where this `finds_best`.
 
         Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
-        cache rows are reserved here, and not kept. stops: of each run when it ends earlier, () = none does. Raises
-        CapacityError where the pool is exhausted, InternalError where logits are no numbers or a tree is pending.
+        cache rows are reserved here, and not kept. stops: of each run when it ends earlier, () = none does. layer_rows:
+        of what a head makes the vectors of all runs, the target's rows behind each layer [T, H]; () = they have some.
+        Raises CapacityError where the pool is exhausted, InternalError where logits are no numbers or a tree is
+        pending.
         """
         if not runs:
             return []
@@ -161,7 +165,9 @@ class Runner:
         if batch.ancestors:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         hidden = self._inputs(runs, batch)
-        also = {"stops": stops} if stops else {}
+        also: dict[str, Any] = {"stops": stops} if stops else {}
+        if layer_rows:
+            also["layer_rows"] = layer_rows
         ids = self.model.run_ahead(  # type: ignore[attr-defined]
             batch, list(lengths), self.cache, self.width, self.layers, hidden, **also
         )

@@ -160,6 +160,7 @@ class CpuModel:
         hidden: Tensor | None = None,
         ahead: Any = None,
         stops: Seq[Stop] = (),
+        layer_rows: Seq[Tensor] = (),
     ) -> list[list[int]] | None:
         """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
 
@@ -168,7 +169,8 @@ class CpuModel:
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is the argmax of the
         first `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN. Of a head:
-        hidden [T, H] is what its layer gets for the tokens, ahead how a found id is fed (`ahead`).
+        ahead is how it reads (`ahead`), the tokens are ids of its target, and hidden [T, H] are their features;
+        layer_rows in their place the target's rows behind each of its layers [T, H].
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
@@ -181,9 +183,22 @@ class CpuModel:
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
         hidden = None if hidden is None else hidden.float().contiguous()
         pools = cache.pools.native
+        rows = [layer.float().contiguous() for layer in layer_rows]
+        given = [address(layer) for layer in rows]
         own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
         found = self._native.run_ahead(
-            *batch.ids(), counts, lengths, rotated, numbers, pools, list(chosen), num_ids, address(hidden), ahead, own
+            *batch.ids(),
+            counts,
+            lengths,
+            rotated,
+            numbers,
+            pools,
+            list(chosen),
+            num_ids,
+            address(hidden),
+            ahead,
+            own,
+            given,
         )
         if found is None:
             return None
@@ -208,13 +223,25 @@ class CpuModel:
         weights = RoundedWeights(found, self.matrix_rows, self.vector, quantization, None)
         return CpuModel(self.ops, self.config, cast(Mapping[str, Tensor], weights))
 
-    def ahead(self, ids: Seq[int], norms: tuple[Tensor | None, Tensor | None], eps: float, matrix: Any) -> Any:
-        """Return how a head of this decoder feeds what it has found: the product of an embedding and a row.
+    def ahead(
+        self,
+        ids: Seq[int],
+        norms: Seq[Tensor | None],
+        eps: float,
+        matrix: Any,
+        layer_norms: Seq[Tensor | None] = (),
+        layers: Any = None,
+        largest: float = 0.0,
+    ) -> Any:
+        """Return how a head of this decoder reads: the product of an embedding and features.
 
-        ids: this decoder's id of each id of the head. norms: of the embedding and of the row that the head's layer has
-        left before, float32 [H]; the caller keeps them. matrix: packed, [H, 2 H].
+        ids: this decoder's id of each id of the head. norms: of the embedding and of the features, float32 [H]; the
+        caller keeps them. matrix: packed, [H, 2 H]. layers: packed [H, layers * H], what makes features of rows behind
+        this decoder's layers, which are cut to -largest .. largest, each behind its norm; None = features are given.
         """
-        return self.ops.extension.Ahead(self._native, list(ids), [address(n) for n in norms], eps, matrix.handle)
+        behind = [address(n) for n in layer_norms], None if layers is None else layers.handle, largest
+        own = [address(n) for n in norms]
+        return self.ops.extension.Ahead(self._native, list(ids), own, eps, matrix.handle, *behind)
 
     def embed(self, ids: Seq[int]) -> Tensor:
         """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
