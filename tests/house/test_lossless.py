@@ -17,8 +17,9 @@ from forerun import drafters, pacing, registry, theory, verify
 from forerun.engine import cutting
 from forerun.errors import BadOption
 from forerun.models.toy import ToyModel, ToyTable
+from forerun.pacing.fixed import FixedPacing
 from forerun.theory import formulas
-from forerun.types import SamplingParams
+from forerun.types import EDGES, SamplingParams, Stop
 from house.enumeration import (
     HORIZON,
     TARGET,
@@ -261,6 +262,20 @@ def is_paced(name: str, rule: str, policy: str, gamma: int) -> bool:
 )
 def test_every_pacing_and_length(name, rule, policy, gamma):
     assert_lossless(Case(name, params(rule, temperature=0.8), gamma=gamma, pacing=policy))
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+@pytest.mark.parametrize("name", ["eagle", "model"])
+def test_chains_that_end_by_their_own_probabilities(monkeypatch, name, rule):
+    """Behind a token that was not likely enough, which stays in the chain."""
+
+    def stops(self, seqs, granted):
+        return {b: Stop([0.2, 0.4, *[0.7] * (len(EDGES) - 1)], [0.5] * 4) for b in range(len(seqs))}
+
+    monkeypatch.setattr(FixedPacing, "stops", stops)
+    ways = every_way(case := Case(name, params(rule), gamma=3))
+    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    assert len({report.num_drafted for _, (_, reports) in ways for report in reports if report.num_drafted}) > 1
 
 
 @pytest.mark.parametrize("inner", ["random", "unigram"])

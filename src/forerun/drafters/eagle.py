@@ -26,11 +26,12 @@ from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, arti
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
+from forerun.drafters.searching import SEARCH, SearchingDrafter
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
 from forerun.models.runner import Run, Runner, Scores
 from forerun.sampling import takes_the_best
-from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence, Stop
 
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 
@@ -47,6 +48,8 @@ class Options:
             "a target of 4 or 8 bits; else none"
         },
     )
+
+    search: str = field(default="suffix", metadata=SEARCH)
 
     def __post_init__(self) -> None:
         if self.quantization not in ("auto", "none"):
@@ -78,12 +81,13 @@ class _Text:
         return self.first + self.num_run + self.num_waiting
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(SearchingDrafter):
     """Runs a head ahead of the target, batched over sequences."""
 
     def __init__(self, model: EagleModel, cache: KVCache, num_ids: int) -> None:
         self.model, self.hidden_layers = model, model.head_config.layers
         self.runner: Runner = Runner(cast(Model, model), cache, taps=(1,))
+        self.tells_confidence = self.runner.tells_confidence
         self.caught_up: dict[int, int] = {}
         self._num_ids = num_ids
         self._ids = model.ids.tolist()
@@ -92,8 +96,10 @@ class EagleDrafter(Drafter):
     def begin(self, seq: Sequence) -> None:
         self.runner.cache.open(seq.id)
         self._texts[seq.id] = _Text()
+        super().begin(seq)
 
     def end(self, seq: Sequence) -> None:
+        super().end(seq)
         self._texts.pop(seq.id, None)
         self.runner.cache.release(seq.id)
 
@@ -133,16 +139,17 @@ class EagleDrafter(Drafter):
             self._feed(feeds, "none")
             self.catchup_s = self.clock() - started
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         behind = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] and self._waits(seq) > ROUND_ROWS]
         self.catch_up(behind, budget.catchup_tokens)
         limits = self._limits(seqs, budget)
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
         is_greedy = all(self._takes_the_best(seqs[b], budget.reads_logits) for b in fed)
         if is_greedy and hasattr(self.model, "run_ahead") and not budget.stops_early:
-            return self._run_ahead(seqs, fed, limits)
+            return self._run_ahead(seqs, fed, limits, budget)
+        reads_logits = budget.reads_logits or bool(budget.stops)
         chains = [Chain() for _ in seqs]
-        rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", budget.reads_logits)
+        rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", reads_logits)
         state = dict(zip(fed, rows, strict=True))
         depth = 0
         while state:
@@ -150,14 +157,14 @@ class EagleDrafter(Drafter):
             depth += 1
             going = [b for b in grown if depth < limits[b]]
             feeds = [(seqs[b], chains[b].tokens[-1], state[b][1]) for b in going]
-            rows = self._step(feeds, budget.reads_logits)
+            rows = self._step(feeds, reads_logits)
             state = dict(zip(going, rows, strict=True))
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
     def _join(self, text: _Text) -> None:
         if text.seen:
-            parts = [torch.cat(rows) for rows in zip(*text.seen, strict=True)]
-            text.waiting, text.seen, text.num_seen = [*text.waiting, self.model.joined(parts)], [], 0
+            joined = self.model.joined(_by_layer(text.seen))
+            text.waiting, text.seen, text.num_seen = [*text.waiting, joined], [], 0
 
     def _waits(self, seq: Sequence) -> int:
         return self._texts[seq.id].num_waiting
@@ -192,10 +199,17 @@ class EagleDrafter(Drafter):
             return []
         return _last(scores)
 
-    def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int]) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call: what the loop in `propose` finds, one by one."""
-        runs = [self._take(seqs[b], self._waits(seqs[b]), "last", True) for b in fed]
-        found = self.runner.run_ahead(runs, [limits[b] for b in fed])
+    def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
+        """Draft the likeliest tokens of all sequences in one call: what the loop in `own_draft` finds, one by one."""
+        lengths = [limits[b] for b in fed]
+        stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
+        if fed and self.model.joins_ahead and not any(self._texts[seqs[b].id].waiting for b in fed):
+            layer_rows = _by_layer([rows for b in fed for rows in self._texts[seqs[b].id].seen])
+            runs = [self._take_seen(seqs[b]) for b in fed]
+            found = self.runner.run_ahead(runs, lengths, stops, layer_rows)
+        else:
+            runs = [self._take(seqs[b], self._waits(seqs[b]), "last", True) for b in fed]
+            found = self.runner.run_ahead(runs, lengths, stops)
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
         chains: list[list[int]] = [[] for _ in seqs]
         for b, own in zip(fed, found, strict=True):
@@ -212,6 +226,13 @@ class EagleDrafter(Drafter):
         text.num_run += num
         vectors = dict(enumerate(features[:num]))
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
+
+    def _take_seen(self, seq: Sequence) -> Run:
+        """The run of all waiting features of a sequence, of which none is joined; they wait no more."""
+        text = self._texts[seq.id]
+        at = text.first + text.num_run + 1
+        text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
+        return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Tensor]], reads_logits: bool) -> list[tuple[Row, Tensor]]:
         """Run one drafted token of each sequence with the output of the step before."""
@@ -240,6 +261,11 @@ class EagleDrafter(Drafter):
         whole = torch.full((self._num_ids,), -torch.inf, dtype=dtype)
         whole[self.model.ids] = logits.to("cpu", dtype)
         return whole
+
+
+def _by_layer(seen: Seq[list[Tensor]]) -> list[Tensor]:
+    """The target's rows of several passes, by layer [n, H]."""
+    return seen[0] if len(seen) == 1 else [torch.cat(rows) for rows in zip(*seen, strict=True)]
 
 
 def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
@@ -284,7 +310,9 @@ def build(options: Options, target: Target) -> Drafter:
     rounded = _rounded(options, config if found is None else None, is_packed(target.model))
     model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
     cache = cache_for(cast(Model, model), replace(target, prefix_caching=False))
-    return EagleDrafter(model, cache, target.num_ids)
+    drafter = EagleDrafter(model, cache, target.num_ids)
+    drafter.search_by(options.search, "eagle", target)
+    return drafter
 
 
 def _rounded(options: Options, own: EagleConfig | None, is_packed: bool) -> Quantization | None:

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from forerun import drafters
 from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target, needs_a_model
+from forerun.drafters.searching import SEARCH, SearchingDrafter
 from forerun.drafters.short_vocab import LARGE, SIZES, ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
@@ -32,7 +32,6 @@ from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
-from forerun.registry import unwrapped
 from forerun.sampling import History, likeliest, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import (
@@ -63,12 +62,6 @@ QUANTIZATION = {
 VOCAB = {
     "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; auto = as "
     "many as pay in the text, where the vocabulary is large; none = all"
-}
-
-
-SEARCH = {
-    "help": "drafter without a model that searches the text first, and is believed where that promises more than the "
-    "model; with pacing=auto; none = the model alone"
 }
 
 
@@ -223,7 +216,7 @@ class Space:
         return num_tokens
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(SearchingDrafter):
     """A drafter that runs the model of `runner` ahead of the target."""
 
     branches = True
@@ -234,7 +227,6 @@ class ModelDrafter(Drafter):
         self.options: Draws = options or Options()
         self.width = runner.width  # ids of the distributions that `distribution` gives
         self.short: ShortVocabulary | None = None
-        self.search: Drafter | None = None
         self.finds_best = runner.finds_best
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
@@ -254,13 +246,11 @@ class ModelDrafter(Drafter):
         params = self._draft_params(seq.params)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
         self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
-        if self.search is not None:
-            self.search.begin(seq)
+        super().begin(seq)
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
-        if self.search is not None:
-            self.search.end(seq)
+        super().end(seq)
         self._searches.pop(seq.id, None)
         self.guessing.discard(seq.id)
         if self.short is not None:
@@ -298,25 +288,9 @@ class ModelDrafter(Drafter):
             self.commit(seq, tokens)
         self.catchup_s = time.perf_counter() - started if feeds else 0.0
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        found = self._search(seqs, budget, coins)
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         limits, feeds = self.ready(seqs, budget)
-        draft = self._proposed(seqs, budget, coins, limits, feeds)
-        self.num_passes = max(map(len, map(draft.nodes, range(len(seqs)))), default=0)
-        return Draft.joined([found.get(b, draft.only(b)) for b in range(len(seqs))]) if found else draft
-
-    def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return what the text itself promises, where that is more than the model does, which then is not asked."""
-        found = dict[int, Draft]()
-        for b, stop in budget.stops.items():
-            if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
-                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
-                draft = self.search.propose([seqs[b]], own, [coins[b]])
-                if draft.tokens and stop.search.gain >= stop.bar:
-                    found[b] = draft
-            if b in found or stop.is_shut:
-                budget.num_tokens[b] = 0
-        return found
+        return self._proposed(seqs, budget, coins, limits, feeds)
 
     def _proposed(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
@@ -452,7 +426,7 @@ class ModelDrafter(Drafter):
     def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget) -> Draft:
         """Draft the likeliest tokens of all sequences in one call of the runner.
 
-        The result is that of the loop in `propose` where all draws are greedy and pacing stops none of them.
+        The result is that of the loop in `_proposed` where all draws are greedy and pacing stops none of them.
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
@@ -570,10 +544,7 @@ def build(options: Options, target: Target) -> Drafter:
     found = loaded("model", options, target)
     _check_pair(found, target)
     drafter = over(found.model, target, options, _holes(found, target))
-    if options.search != "none" and drafter.tells_confidence:
-        drafter.search, drafter.searches = drafters.make(unwrapped(options.search), target), True
-        if not (drafter.search.tells_confidence and drafter.search.is_free):
-            raise BadOption(f"model:search={shown(options.search)} is not possible: it must be suffix, with shape=path")
+    drafter.search_by(options.search, "model", target)
     return drafter
 
 

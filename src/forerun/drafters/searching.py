@@ -1,0 +1,68 @@
+"""What drafters share that search the text before they ask their model.
+
+A search costs next to nothing, and its guess is drafted where it promises more than the model does (`Stop.search`).
+Whether it does is known before any token is drawn, so that the choice is admissible (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from forerun import drafters
+from forerun.drafters import Drafter, Target
+from forerun.errors import BadOption, shown
+from forerun.registry import unwrapped
+from forerun.types import Budget, Coins, Draft, Sequence
+
+SEARCH = {
+    "help": "drafter without a model that searches the text first, and is believed where that promises more than the "
+    "model; with pacing=auto; none = the model alone"
+}
+
+
+class SearchingDrafter(Drafter):
+    """A drafter with a model, which is asked where the search finds nothing better. A subclass has `own_draft`."""
+
+    search: Drafter | None = None
+
+    def search_by(self, spec: str, method: str, target: Target) -> None:
+        """Search the text first, by the drafter of this spec, where the model tells how sure it is.
+
+        Raises BadOption for a drafter that cannot be compared with it. method: the name of this one.
+        """
+        if spec == "none" or not self.tells_confidence:
+            return
+        self.search, self.searches = drafters.make(unwrapped(spec), target), True
+        if not (self.search.tells_confidence and self.search.is_free):
+            raise BadOption(f"{method}:search={shown(spec)} is not possible: it must be suffix, with shape=path")
+
+    def begin(self, seq: Sequence) -> None:
+        if self.search is not None:
+            self.search.begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        if self.search is not None:
+            self.search.end(seq)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        found = self._search(seqs, budget, coins)
+        draft = self.own_draft(seqs, budget, coins)
+        self.num_passes = max(map(len, map(draft.nodes, range(len(seqs)))), default=0)
+        return Draft.joined([found.get(b, draft.only(b)) for b in range(len(seqs))]) if found else draft
+
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        """Return the model's chains, as `propose` would."""
+        raise NotImplementedError
+
+    def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
+        """Return what the text itself promises, where that is more than the model does, which then is not asked."""
+        found = dict[int, Draft]()
+        for b, stop in budget.stops.items():
+            if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
+                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
+                draft = self.search.propose([seqs[b]], own, [coins[b]])
+                if draft.tokens and stop.search.gain >= stop.bar:
+                    found[b] = draft
+            if b in found or stop.is_shut:
+                budget.num_tokens[b] = 0
+        return found
