@@ -57,6 +57,9 @@ void bind_system(nb::module_& m) {
     m.def("widens_pairs", [] { return forerun::widens_pairs; }, "Whether AVX-512 multiplies pairs of bfloat16 as floats.");
     m.def("widen_pairs", [](bool is_wanted) { return std::exchange(forerun::widens_pairs, is_wanted); },
           "Chooses that, for tests: the bits are the same. Returns what was chosen before.");
+    m.def("has_byte_tiles", [] { return forerun::has_byte_tiles; }, "Whether this process may multiply tiles of bytes (AMX).");
+    m.def("multiply_tiles", [](bool is_wanted) { return std::exchange(forerun::multiplies_tiles, is_wanted && forerun::has_byte_tiles); },
+          "Chooses that for quantised products of many rows, for tests: the bits are the same. Returns what was chosen before.");
     nb::class_<BandwidthProbe>(m, "BandwidthProbe", "A buffer that threads read as fast as this machine can.")
         .def(nb::init<size_t, int>(), "num_bytes"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("num_bytes", &BandwidthProbe::num_bytes)

@@ -2,6 +2,11 @@
 
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace forerun {
 
 namespace {
@@ -17,9 +22,22 @@ bool is_intel() {
 #endif
 }
 
+// Linux lends the registers of tiles to a process that asks for them.
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+    constexpr int REQUEST_PERMISSION = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILES) == 0;
+#else
+    return false;
+#endif
+}
+
 }  // namespace
 
 bool widens_pairs = is_intel();
+const bool has_byte_tiles = may_use_tiles();
+bool multiplies_tiles = has_byte_tiles;
 
 // csrc/CMakeLists.txt writes a line for each file of isa/, best first: FORERUN_SET(name, needs, whether the processor has them).
 #define FORERUN_SET(name, needs, is_supported) extern const Kernels name##_kernels;

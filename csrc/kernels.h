@@ -19,6 +19,7 @@ constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a r
 
 constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
 constexpr int UNIT_WORDS = UNIT / 4;  // 32-bit words of their codes
+constexpr int TILE_ROWS = 16;      // rows of a block of rounded inputs
 
 // int8: inputs that are rounded to it, and weights of any format that are multiplied with them.
 enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2 };
@@ -310,5 +311,8 @@ FORERUN_INLINE size_t part_floats(int head_dim) { return 16 + (static_cast<size_
 
 // Whether AVX-512 multiplies pairs of bfloat16 as floats, with the same bits. cpu.cpp knows where that is faster.
 extern bool widens_pairs;
+// Whether this process may multiply tiles of bytes, and whether quantised products of many rows do, with the same bits.
+extern const bool has_byte_tiles;
+extern bool multiplies_tiles;
 
 }  // namespace forerun

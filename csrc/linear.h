@@ -133,13 +133,15 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
 
 // Writes n values to the inputs from k on of one row; k is even.
 inline void put(const Inputs& to, int row, int k, F16 values, int n) {
-    const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
     if (is_quantised(to.type)) {
+        float* const at = reinterpret_cast<float*>(to.words + static_cast<size_t>(row) * static_cast<size_t>(to.num_steps) + k);
+        if (n == LANES) return store(at, values);
         alignas(64) float lanes[LANES];
         store(lanes, values);
-        std::memcpy(to.words + static_cast<size_t>(row) * to.num_steps + k, lanes, static_cast<size_t>(n) * 4);
+        std::memcpy(at, lanes, static_cast<size_t>(n) * 4);
         return;
     }
+    const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
     uint32_t* words = to.words + static_cast<size_t>(start) * to.num_steps + (row - start);
     if (to.type == Type::float32) {
         alignas(64) float lanes[LANES];
@@ -249,7 +251,8 @@ void unpack_quantised(const Matrix& w, int row, float* out);
 // What `linear` needs besides the inputs, or in their place: units of int8, or bfloat16 as floats.
 inline size_t prepared_bytes(const Matrix& w, int num_rows) {
     const size_t rows = static_cast<size_t>(num_rows), steps = static_cast<size_t>(w.num_steps);
-    if (is_quantised(w.type)) return sizeof(RoundedUnit) * (steps / UNIT) * rows;
+    const size_t whole_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    if (is_quantised(w.type)) return sizeof(RoundedUnit) * (steps / UNIT) * (num_rows > TILE_ROWS ? whole_blocks : rows);
     return has_wide_inputs(w, num_rows) ? 8 * steps * rows : 0;
 }
 

@@ -44,10 +44,17 @@ inline void round_row(const float* x, int num_in, int num_steps, RoundedUnit* ou
     }
 }
 
+// Units of up to 16 rows are side by side, and unit by unit: a block. All blocks but a single one have room for 16 rows.
+inline int units_stride(int num_rows) { return num_rows < TILE_ROWS ? num_rows : TILE_ROWS; }
+inline size_t units_of_blocks(int num_rows, int num_units, int num_blocks) {
+    return static_cast<size_t>(num_blocks) * static_cast<size_t>(num_units) * static_cast<size_t>(units_stride(num_rows));
+}
+
 inline void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to) {
     for (int row = 0; row < x.num_rows; ++row) {
         const float* from = reinterpret_cast<const float*>(x.words + static_cast<size_t>(row) * static_cast<size_t>(w.num_steps));
-        round_row(from, w.num_in, w.num_steps, to + row, x.num_rows);
+        RoundedUnit* const block = to + units_of_blocks(x.num_rows, w.num_steps / UNIT, row / TILE_ROWS);
+        round_row(from, w.num_in, w.num_steps, block + row % TILE_ROWS, units_stride(x.num_rows));
     }
 }
 
@@ -100,7 +107,7 @@ constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 
 constexpr int QUANTISED_AHEAD_BYTES = 1024;
 
 // The sums of panels that follow each other, float32 [panels][num_rows][32]. They are walked side by side: a processor fetches
-// several streams of memory faster than one. x: the first unit of all rows; the next one is `stride` further.
+// several streams of memory faster than one. x: blocks of rows, whose units are `stride` apart.
 template <int BITS, int GROUPS>
 void rows_times_panels(const Format& format, int num_units, const char* data, int num_panels, const RoundedUnit* x, int stride,
                        int num_rows, float* sums) {
@@ -109,6 +116,7 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
     const size_t panel_bytes = f.panel_bytes(num_units);
     constexpr int N = SIXTEENS<GROUPS>, WIDTH = N * LANES, MOST = MOST_ROWS<BITS>;
     constexpr size_t CODE_BYTES = static_cast<size_t>(BITS) * UNIT / 8 * WIDTH;
+    const size_t block_units = static_cast<size_t>(num_units) * static_cast<size_t>(stride);
     const char* first_head = nullptr;  // of the first panel
     int left = 0;                      // units of the head
     for (int i = 0; i < num_panels * num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
@@ -128,7 +136,8 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
                     for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<BITS>(f, head, unit, g, lane + n * LANES);
                 int row = 0;
                 const auto take = [&](auto count) {
-                    add_unit<BITS, decltype(count)::value>(codes, scales, x + row, own + row * PANEL + lane);
+                    const RoundedUnit* const rows = x + static_cast<size_t>(row / TILE_ROWS) * block_units + row % TILE_ROWS;
+                    add_unit<BITS, decltype(count)::value>(codes, scales, rows, own + row * PANEL + lane);
                     row += decltype(count)::value;
                 };
                 while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
@@ -147,13 +156,25 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
     }
 }
 
+// byte_tiles.h, where there are BYTE_TILES
+template <int BITS, int GROUPS>
+void tiles_times_panel(const Format& f, int num_units, const char* panel, const RoundedUnit* x, int num_rows, float* sums);
+
 template <int BITS>
 void any_groups(const Format& f, int num_units, const char* data, int num_panels, const Inputs& x, float* sums) {
     const RoundedUnit* units = reinterpret_cast<const RoundedUnit*>(x.words);
+    if constexpr (BYTE_TILES)
+        if (multiplies_tiles && x.num_rows > TILE_ROWS) {
+            const size_t panel_bytes = f.panel_bytes(num_units);
+            for (int i = 0; i < num_panels; ++i, data += panel_bytes, sums += x.num_rows * PANEL)
+                (f.groups == 1 ? tiles_times_panel<BITS, 1> : tiles_times_panel<BITS, 2>)(f, num_units, data, units, x.num_rows, sums);
+            return;
+        }
     for (int first = 0; first < x.num_rows; first += NEAR_ROWS) {
         const int num_rows = x.num_rows - first < NEAR_ROWS ? x.num_rows - first : NEAR_ROWS;
         (f.groups == 1 ? rows_times_panels<BITS, 1> : rows_times_panels<BITS, 2>)(
-            f, num_units, data, num_panels, units + first, x.num_rows, num_rows, sums + first * PANEL);
+            f, num_units, data, num_panels, units + units_of_blocks(x.num_rows, num_units, first / TILE_ROWS), units_stride(x.num_rows),
+            num_rows, sums + first * PANEL);
     }
 }
 

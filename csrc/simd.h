@@ -6,7 +6,7 @@
 //     Pairs     sixteen pairs of bfloat16, with load_pairs, spread_pair, add_pairs, low_halves, high_halves, PAIR_PRODUCTS
 //               and DenormalsAreZero (simd/float_pairs.h where no instruction multiplies them);
 //     I16       sixteen integers, with to_float and dot, and load_halves, load_signed, load_unsigned, round_codes, for
-//               quantised numbers;
+//               quantised numbers, and BYTE_TILES, which says whether there is byte_tiles.h;
 //     Marks, Wide, VECTOR_BYTES, any and times, for sampling.
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
 // All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does

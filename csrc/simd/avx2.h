@@ -78,6 +78,8 @@ inline F16 high_halves(const void* p) {
 
 // ------------------------------------------------------------------------------------------------- quantised numbers
 
+constexpr bool BYTE_TILES = false;
+
 struct I16 {
     __m256i v[2];
 };

@@ -116,6 +116,8 @@ class DenormalsAreZero {
 
 // ------------------------------------------------------------------------------------------------- quantised numbers
 
+constexpr bool BYTE_TILES = true;  // whether byte_tiles.h is there
+
 struct I16 {
     __m512i v;
 };
@@ -126,15 +128,15 @@ inline __m128i load_bytes(const char* p) { return _mm_loadu_si128(reinterpret_ca
 inline F16 load_signed(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(p)))}; }
 inline F16 load_unsigned(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_bytes(p)))}; }
 
-// The codes of word j of sixteen outputs.
+// The codes of word j of sixteen outputs; of 8 bits they are less 128.
 template <int BITS>
-inline __m512i weight_codes(const char* codes, int j) {
+inline __m512i signed_codes(const char* codes, int j) {
     const auto line = [&](int i) {
         const __m256i* lines = reinterpret_cast<const __m256i*>(codes) + i;
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(lines)), _mm256_loadu_si256(lines + BITS), 1);
     };
     if constexpr (BITS == 8) {
-        return _mm512_xor_si512(line(j), _mm512_set1_epi8(-128));
+        return line(j);
     } else {
         const __m512i both = line(j / 2);
         const __m512i low = _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
@@ -145,6 +147,11 @@ inline __m512i weight_codes(const char* codes, int j) {
         const __m512i shifted = shift > 0 ? _mm512_slli_epi16(plane, shift) : _mm512_srli_epi16(plane, -shift);
         return _mm512_or_si512(low, _mm512_and_si512(shifted, _mm512_set1_epi8(((1 << HIGH) - 1) << 4)));
     }
+}
+
+template <int BITS>
+inline __m512i weight_codes(const char* codes, int j) {
+    return BITS == 8 ? _mm512_xor_si512(signed_codes<BITS>(codes, j), _mm512_set1_epi8(-128)) : signed_codes<BITS>(codes, j);
 }
 
 // Sixteens of outputs that are taken at once: two share each input that is loaded, and so many sums stand side by side that none

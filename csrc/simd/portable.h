@@ -134,6 +134,8 @@ inline void round_codes(const float* x, int8_t* codes, float* sums) {
     }
 }
 
+constexpr bool BYTE_TILES = false;
+
 struct I16 {
     int32_t v[LANES];
 };

@@ -24,6 +24,14 @@ def widen_pairs(arg: bool, /) -> bool:
     Chooses that, for tests: the bits are the same. Returns what was chosen before.
     """
 
+def has_byte_tiles() -> bool:
+    """Whether this process may multiply tiles of bytes (AMX)."""
+
+def multiply_tiles(arg: bool, /) -> bool:
+    """
+    Chooses that for quantised products of many rows, for tests: the bits are the same. Returns what was chosen before.
+    """
+
 class BandwidthProbe:
     """A buffer that threads read as fast as this machine can."""
 

@@ -193,6 +193,26 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
         assert same_bits(some, whole)
 
 
+@pytest.mark.skipif(
+    "avx512" not in ISAS or not native.extension().has_byte_tiles(), reason="this processor multiplies no tiles of bytes"
+)
+@every_scheme
+def test_tiles_of_bytes_give_the_same_bits(scheme: Scheme) -> None:
+    """Blocks of 16 rows and parts of one, in more units than are unpacked together."""
+    ops, packed = ops_of("avx512"), ops_of("avx512").pack(matrix_of(rows_of(scheme, 77, 768)))
+    x = torch.randn(70, 768, generator=seeded(8))
+    x[3, 40], x[5] = NAN, 1e-40
+
+    def results(by_tiles: bool) -> list[Tensor]:
+        before = native.extension().multiply_tiles(by_tiles)
+        try:
+            return [ops.linear(x[:num_rows], packed) for num_rows in (17, 20, 23, 28, 32, 70)]
+        finally:
+            native.extension().multiply_tiles(before)
+
+    assert all(map(same_bits, results(True), results(False)))
+
+
 @every_isa
 @pytest.mark.parametrize("size", [1e-36, 9e-37, 3e-37, 1e-38, 1e-40, 1e-45])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
