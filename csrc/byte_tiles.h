@@ -101,10 +101,15 @@ void tiles_times_panel(const Format& format, int num_units, const char* panel, c
                     for (int j = 0; j < WORDS; ++j) _mm512_store_si512(to.codes + 64 * j, signed_codes<BITS>(codes, g * WORDS + j));
                 }
         }
+        // The next units are fetched bit by bit, into the second cache.
+        const char* ahead = panel + f.head_of(first + count);
+        const size_t bytes = CHUNK_UNITS * f.unit_bytes() + CHUNK_UNITS / f.head_units * f.head_bytes();
+        const size_t part = bytes * TILE_ROWS / (2 * static_cast<size_t>(num_rows)) + 64;
         for (int row = 0; row < num_rows; row += TILE_ROWS) {
             const RoundedUnit* const block = x + units_of_blocks(num_rows, num_units, row / TILE_ROWS);
             const int left = num_rows - row;
             for (int n = 0; n < 2; ++n) {
+                for (const char* const end = ahead + part; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
                 const auto add = left > 8 ? add_groups<GROUPS, 16> : left > 4 ? add_groups<GROUPS, 8> : add_groups<GROUPS, 4>;
                 add(weights + n, count * GROUPS, block, left, sums + row * PANEL + n * LANES);
             }
