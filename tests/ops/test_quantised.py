@@ -194,7 +194,8 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
 
 
 @pytest.mark.skipif(
-    "avx512" not in ISAS or not native.extension().has_byte_tiles(), reason="this processor multiplies no tiles of bytes"
+    "avx512" not in ISAS or not native.extension().has_byte_tiles(),
+    reason="this processor multiplies no tiles of bytes",
 )
 @every_scheme
 def test_tiles_of_bytes_give_the_same_bits(scheme: Scheme) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from forerun.pacing.auto import AutoPacing, Options, build
 from forerun.pacing.cost import Costs, PassTime, Traits
+from forerun.pacing.reading import Reading
 from forerun.pacing.stopping import FIRST_SHARES, Stopping
 from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop
 
@@ -154,10 +155,11 @@ def rounds_until_it_reads(max_len: int, num_prompt: int) -> int:
 
 
 def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> None:
-    """A text that ends before that is never read."""
-    short, long = rounds_until_it_reads(5000, 5), rounds_until_it_reads(5000, 400)
+    """Sooner where the rest is long. A text that ends before that is never read."""
+    short, long = rounds_until_it_reads(5000, 5), rounds_until_it_reads(460, 400)
     assert 0 < short < 5
     assert 5 * short < long < 100
+    assert short < rounds_until_it_reads(5000, 400) < long / 2
     assert rounds_until_it_reads(405, 400) == 200
 
 
@@ -208,7 +210,6 @@ def test_what_was_read_is_not_paid_again_and_what_the_search_gains_is_no_loss() 
     for _ in range(3):  # the search finds what the model would have
         stop = pacing.stops([seq], pacing.budget([seq], [16]))[0]
         assert stop.search is not None
-        stop.search.gain = 10.0
         stop.search.confidences += [0.995] * 2
         round_of(pacing, seq, 2, 2, 0)
     request = pacing._requests[seq.id].reading
@@ -220,3 +221,32 @@ def test_what_was_read_is_not_paid_again_and_what_the_search_gains_is_no_loss() 
     round_of(pacing, seq, 2, 2, 2)
     request.owed = 0.0
     assert not pacing.stops([seq], pacing.budget([seq], [16]))[0].is_shut
+
+
+def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
+    """A quarter of the price is enough where a text promises much; else all of it, or the prompt is never read."""
+    for owed, price, num_rounds, is_due in [
+        (2.4, 10.0, 1000, False),
+        (2.6, 10.0, 1000, True),
+        (2.6, 10.0, 50, False),  # it promises 25 tokens, of which the search may find half: 10 / 12.5 of the price
+        (8.1, 10.0, 50, True),
+        (9.9, 10.0, 30, False),
+        (10.1, 10.0, 30, True),
+        (1000.0, 10.0, 19, False),
+    ]:
+        assert Reading(gain=0.5, owed=owed).is_due(price, num_rounds) == is_due
+    assert Reading(is_read=True).is_due(10.0, 0)
+
+
+def test_a_search_that_finds_the_wrong_tokens_is_a_loss() -> None:
+    """What its rows took is owed, too; what it finds pays for rounds in which it found nothing."""
+    reading = Reading(gain=0.5)
+    found = Stop([1.0] * 7, [0.1, 0.2, 0.3])
+    stop = Stop([1.0] * 7, [], is_shut=True, search=found)
+    reading.observe(stop, 3, 0)
+    assert reading.owed == pytest.approx(1.1)
+    reading.observe(stop, 3, 1)
+    assert reading.owed == pytest.approx(1.2)
+    reading.observe(stop, 3, 3)
+    assert reading.owed == 0.0
+    assert not reading.is_read

@@ -165,7 +165,7 @@ class AutoPacing(Pacing):
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
             if stop is not None and request.granted:
-                request.reading.observe(stop, round_.num_drafted)
+                request.reading.observe(stop, round_.num_drafted, len(round_.accepted_ranks))
                 if round_.num_drafted:
                     self._stops.observe(request.seq, stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
@@ -201,9 +201,9 @@ class AutoPacing(Pacing):
         """Let the drafter search the text, whether or not its model pays."""
         seq, reading = request.seq, request.reading
         stop.search = self._stops.search(seq, prices)
-        reading.gain = self._stops.model_gain(seq, prices) if request.pays else 0.0
+        reading.gain = self._stops.model_gain(seq, stop, prices) if request.pays else 0.0
         price = prices.rate * len(seq.tokens) * self.costs.read_s(seq.draft)
-        num_rounds = (seq.max_len - len(seq.tokens)) / self._stops.of(seq.draft).model_round.tokens
+        num_rounds = (seq.max_len - len(seq.tokens)) / self._stops.model_round(seq, stop).tokens
         stop.is_shut = not request.pays or not reading.is_due(price, num_rounds)
         if not request.pays and self._step >= request.probe_at:  # a token, to see whether the model has become better
             self._delay_probe(request)

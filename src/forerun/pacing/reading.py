@@ -1,8 +1,9 @@
 """When a draft model reads a text of which it has read nothing: rent or buy.
 
 A drafter that searches the text before it asks its model can do without the model. Reading the text so far is paid
-once. It is due when rounds without the model have lost as much as it costs, so that no more than twice is paid of what
-would have been best; and never for a text that ends before it has paid.
+once. It is due when rounds without the model have lost as much as it costs, or less where the rest of the text promises
+much more than that: so a short prompt is soon read for a long answer, and a long prompt never for an answer that ends
+before it has paid.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from dataclasses import dataclass
 
 from forerun.types import Stop
 
+LEAST_OWED = 0.25  # parts of the price, so that the search is tried first
+NEEDED = 0.5  # parts of the rounds that are left in which the search will find nothing, as long as nobody knows
+
 
 @dataclass
 class Reading:
     """What is known of one request. All but `is_read` in tokens.
 
     is_read: whether the model has read the text. gain: what a round of the model gains, less what it costs. owed: what
-    rounds without it would have gained.
+    rounds without it have lost against it.
     """
 
     is_read: bool = False
@@ -26,11 +30,15 @@ class Reading:
 
     def is_due(self, price: float, num_rounds: float) -> bool:
         """Return whether the model is to draft. price: of reading the text so far. num_rounds: that are left."""
-        return (0.0 if self.is_read else price) <= min(self.owed, num_rounds * self.gain)
+        if self.is_read:
+            return True
+        promised = num_rounds * self.gain
+        return price <= promised and self.owed >= price * min(1.0, max(LEAST_OWED, price / (NEEDED * promised)))
 
-    def observe(self, stop: Stop, num_drafted: int) -> None:
+    def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
         """Count a round of the request, by the stop of its chain."""
-        if stop.is_shut and stop.search is not None:
-            self.owed += max(0.0, self.gain - stop.search.gain)
+        if stop.search is not None and not stop.confidences:  # the model was not asked, and may have been right
+            gained = num_accepted - sum(stop.search.worth[:num_drafted])
+            self.owed = max(0.0, self.owed + self.gain - gained)
         if num_drafted:
             self.is_read |= bool(stop.confidences)
