@@ -79,7 +79,7 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     int num_out = 0;
     for (const Part& part : parts) num_out += part.num_rows;
     matrix_ = dense_layout(type, num_out, num_in, paired);
-    data_ = {allocate_weights(matrix_.bytes()), Release{matrix_.bytes()}};
+    data_ = {allocate(matrix_.bytes()), Release{matrix_.bytes()}};
     if (!data_) throw std::bad_alloc();
     matrix_.data = data_.get();
     uint32_t* words = static_cast<uint32_t*>(data_.get());
@@ -120,7 +120,7 @@ Packed::Packed(const std::vector<Section>& sections, int num_in, bool paired, co
     const Sections laid(sections, num_in, paired);
     formats_ = laid.formats;
     const std::vector<size_t>& starts = laid.starts;
-    data_ = {allocate_weights(starts.back()), Release{starts.back()}};
+    data_ = {allocate_zeros(starts.back()), Release{starts.back()}};
     if (!data_) throw std::bad_alloc();
     for (size_t i = 0; i < formats_.size(); ++i) formats_[i].data = static_cast<const char*>(data_.get()) + starts[i];
     matrix_ = dense_layout(Type::int8, laid.num_out, num_in, paired);
@@ -359,7 +359,7 @@ std::pair<int, int> Packed::place_of(int index) const {
     return {of / 16, of % 16 + (index >= matrix_.num_out ? 16 : 0)};
 }
 
-void Packed::Release::operator()(void* data) const { release_weights(data, num_bytes); }
+void Packed::Release::operator()(void* data) const { release(data, num_bytes); }
 
 const void* Packed::source_row(const std::vector<Part>& parts, int panel, int lane) const {
     size_t part = 0;

@@ -13,10 +13,6 @@ void* allocate_zeros(size_t bytes);
 void release(void* data, size_t bytes);  // as many as were asked for
 size_t allocated_bytes(size_t bytes);    // that the system gives for so many
 
-// The same for packed weights, zeros: matrices that are smaller than a huge page share huge pages with others.
-void* allocate_weights(size_t bytes);
-void release_weights(void* data, size_t bytes);
-
 // Memory that grows on demand; its contents are lost when it grows.
 class Scratch {
   public:

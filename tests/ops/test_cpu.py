@@ -6,8 +6,6 @@ rounded to bfloat16 first; the products of two such numbers are exact in float32
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -252,31 +250,6 @@ def test_what_cannot_be_packed_or_multiplied_is_refused(isa: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ row by row
-
-
-def mapped_huge() -> int:
-    """The bytes of mappings of this process for which huge pages were asked."""
-    found, size = 0, 0
-    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
-        if line.startswith("Size:"):
-            size = int(line.split()[1]) * 1024
-        elif line.startswith("VmFlags:") and "hg" in line.split():
-            found += size
-    return found
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs huge pages")
-def test_small_matrices_lie_in_huge_pages_together_until_they_are_gone(isa: str) -> None:
-    ops, before = ops_of(isa), mapped_huge()
-    weights = normal(9, 256, 512)  # half a megabyte
-    packed = [ops.pack(weights) for _ in range(150)]
-    assert mapped_huge() - before >= 32 << 20  # of 75 MB; a region that was there before may have had room for some
-    assert all(same_bits(packed[i].unpack(), weights) for i in (0, 149))
-    del packed[1::2]
-    packed += [ops.pack(weights) for _ in range(2)]
-    assert same_bits(packed[-1].unpack(), weights)
-    packed.clear()
-    assert mapped_huge() <= before
 
 
 @pytest.mark.parametrize("width", [1, 3, 16, 17, 52, 64, 2048, 2051])
