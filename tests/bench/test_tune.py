@@ -319,7 +319,7 @@ def tune(*arguments: str, code: int = 0) -> str:
     return done.output
 
 
-SMALL = ("--minutes", "0.001", "--max-tokens", "8")  # one group of prompts, two rounds
+SMALL = ("--minutes", "1e-9", "--max-tokens", "8")  # one group of prompts, two rounds, on any machine
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the picture needs matplotlib")
