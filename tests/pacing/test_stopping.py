@@ -160,6 +160,7 @@ def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> No
     assert 0 < short < 5
     assert 5 * short < long < 100
     assert short < rounds_until_it_reads(5000, 400) < long / 2
+    assert rounds_until_it_reads(10**6, 2000) == rounds_until_it_reads(10**9, 2000)  # no answer is that long
     assert rounds_until_it_reads(405, 400) == 200
 
 
@@ -236,6 +237,7 @@ def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
     ]:
         assert Reading(gain=0.5, owed=owed).is_due(price, num_rounds) == is_due
     assert Reading(is_read=True).is_due(10.0, 0)
+    assert Reading().is_due(0.0, 10), "what costs nothing is read, even for nothing"
 
 
 def test_a_search_that_finds_the_wrong_tokens_is_a_loss() -> None:

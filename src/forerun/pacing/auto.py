@@ -22,7 +22,7 @@ from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs, Floats
 from forerun.pacing.levels import Levels
-from forerun.pacing.reading import Reading
+from forerun.pacing.reading import USUAL_ANSWER, Reading
 from forerun.pacing.stopping import Prices, Stops
 from forerun.types import Sequence, StepReport, Stop
 
@@ -203,7 +203,8 @@ class AutoPacing(Pacing):
         stop.search = self._stops.search(seq, prices)
         reading.gain = self._stops.model_gain(seq, stop, prices) if request.pays else 0.0
         price = prices.rate * len(seq.tokens) * self.costs.read_s(seq.draft)
-        num_rounds = (seq.max_len - len(seq.tokens)) / self._stops.model_round(seq, stop).tokens
+        num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
+        num_rounds = num_left / self._stops.model_round(seq, stop).tokens
         stop.is_shut = not request.pays or not reading.is_due(price, num_rounds)
         if not request.pays and self._step >= request.probe_at:  # a token, to see whether the model has become better
             self._delay_probe(request)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from forerun.types import Stop
 
 LEAST_OWED = 0.25  # parts of the price, so that the search is tried first
+USUAL_ANSWER = 256  # tokens that are expected at most, whatever a request allows
 NEEDED = 0.5  # parts of the rounds that are left in which the search will find nothing, as long as nobody knows
 
 
@@ -30,7 +31,7 @@ class Reading:
 
     def is_due(self, price: float, num_rounds: float) -> bool:
         """Return whether the model is to draft. price: of reading the text so far. num_rounds: that are left."""
-        if self.is_read:
+        if self.is_read or price <= 0:
             return True
         promised = num_rounds * self.gain
         return price <= promised and self.owed >= price * min(1.0, max(LEAST_OWED, price / (NEEDED * promised)))
