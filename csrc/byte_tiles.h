@@ -36,6 +36,7 @@ class TileShapes {
             shapes.rows[tile] = static_cast<uint8_t>(rows), shapes.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
         };
         set(0, TILE_ROWS, 4 * LANES), set(1, TILE_ROWS, 4 * LANES), set(2, TILE_ROWS, length), set(3, length / 4, 4 * LANES);
+        __asm__ volatile("" : : "r"(&shapes) : "memory");  // the compiler does not know that all of it is read
         _tile_loadconfig(&shapes);
     }
     ~TileShapes() { _tile_release(); }
@@ -49,6 +50,7 @@ void add_groups(const UnpackedGroup* weights, int num_groups, const RoundedUnit*
     alignas(64) int32_t dots[2][TILE_ROWS][LANES];
     const auto multiply = [&](int i) {
         const RoundedUnit* const unit = x + i / GROUPS * TILE_ROWS;
+        __asm__ volatile("" : : : "memory");  // nor that tiles are read from memory
         _tile_loadd(2, unit->codes + i % GROUPS * LENGTH, sizeof(RoundedUnit));
         _tile_loadd(3, weights[2 * i].codes, 64);
         if (i % 2 == 0) {
@@ -81,11 +83,16 @@ void add_groups(const UnpackedGroup* weights, int num_groups, const RoundedUnit*
         if (r < num_rows) store(sums + r * PANEL, own[r]);
 }
 
+inline UnpackedGroup* unpacked_groups() {
+    static thread_local UnpackedGroup groups[CHUNK_UNITS * 2 * 2];  // two groups of a unit, two sixteens of outputs
+    return groups;
+}
+
 // The sums of one panel, float32 [num_rows][32], as rows_times_panels makes them.
 template <int BITS, int GROUPS>
 void tiles_times_panel(const Format& format, int num_units, const char* panel, const RoundedUnit* x, int num_rows, float* sums) {
     const Format f = format;
-    static thread_local UnpackedGroup weights[CHUNK_UNITS * GROUPS * 2];
+    UnpackedGroup* const weights = unpacked_groups();
     const TileShapes shapes(UNIT / GROUPS);
     for (int i = 0; i < num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
     for (int first = 0; first < num_units; first += CHUNK_UNITS, x += CHUNK_UNITS * TILE_ROWS) {

@@ -2,6 +2,9 @@
 
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,8 +29,10 @@ bool is_intel() {
 bool may_use_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
     constexpr int REQUEST_PERMISSION = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILES) == 0;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned NEEDED = 1u << 24 | 1u << 25;  // AMX-TILE, AMX-INT8
+    return (d & NEEDED) == NEEDED && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILES) == 0;
 #else
     return false;
 #endif
