@@ -161,6 +161,7 @@ def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> No
     assert 5 * short < long < 100
     assert short < rounds_until_it_reads(5000, 400) < long / 2
     assert rounds_until_it_reads(10**6, 2000) == rounds_until_it_reads(10**9, 2000)  # no answer is that long
+    assert rounds_until_it_reads(10**6, 20000) == 200
     assert rounds_until_it_reads(405, 400) == 200
 
 
