@@ -814,7 +814,7 @@ class DraftStep:
 
     depth: length of the longest path of a draft. passes: that a draft model made for it, one after another.
     num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
-    catchup_s: the part of `seconds` that they took.
+    catchup_s: the part of `seconds` that they took. num_found: nodes that were found in the text, without the model.
     """
 
     seconds: float = 0.0
@@ -824,6 +824,7 @@ class DraftStep:
     passes: int = 0
     num_catchup_tokens: int = 0
     catchup_s: float = 0.0
+    num_found: int = 0
 
 
 @dataclass

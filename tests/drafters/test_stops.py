@@ -65,6 +65,7 @@ def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     own = [report.drafts["model"] for report in steps if "model" in report.drafts]
     assert any(step.num_nodes and not step.passes for step in own)
+    assert all(step.num_found == step.num_nodes for step in own if not step.passes)
     assert any(step.passes for step in own)
 
 
@@ -82,6 +83,7 @@ def test_the_search_must_promise_more_than_the_model(llm: LLM, bar: float, is_sh
     drafter.end(seq)
     assert search.gain > 0
     assert drafter.num_passes == passes
+    assert drafter.num_found == len(draft.tokens) - passes
     assert len(stop.confidences) == passes
     assert len(draft.tokens) == (0 if is_shut else 3)
 

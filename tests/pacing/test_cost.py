@@ -272,6 +272,13 @@ def test_the_slow_average_follows_the_machine_and_ignores_one_pause():
     assert costs.target.one_row_s == before, "what a prompt took says nothing of a pass over a few rows"
 
 
+def test_what_was_found_in_the_text_is_no_row_of_a_draft_model():
+    costs = Costs(drafts={"model": PassTime((1, 32), (1.0, 5.0), 0.01)})
+    for _ in range(200):
+        costs.observe(StepReport(num_decoding=4, drafts={"model": DraftStep(0.02, 4, 26, 8, 2, num_found=24)}))
+    assert costs.draft("model").one_row_s == pytest.approx(0.01)
+
+
 def test_passes_that_come_slowly_into_caches_are_timed_when_they_have():
     """Behind a pass of 16 rows or more, and at first, one row takes twice as long, less by a tenth with each pass."""
 

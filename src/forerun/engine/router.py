@@ -212,6 +212,7 @@ class Router(Drafter):
         step = self._steps.setdefault(name, DraftStep())
         step.num_sequences += sum([depth > 0 for depth in depths])
         step.num_nodes += len(draft.tokens)
+        step.num_found += self.members[name].num_found
         step.depth = max(step.depth, *depths)
         passes = self.members[name].num_passes
         step.passes += max(depths) if passes is None else passes

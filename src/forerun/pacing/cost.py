@@ -178,7 +178,9 @@ class Costs:
         for name, step in report.drafts.items():
             if step.passes and not step.num_catchup_tokens:
                 cost = self.draft(name)
-                cost.observe(step.seconds, step.passes * float(cost.ratio(step.num_nodes / step.passes)))
+                cost.observe(
+                    step.seconds, step.passes * float(cost.ratio((step.num_nodes - step.num_found) / step.passes))
+                )
 
 
 def of_runner(runner: Runner, anew: bool = False) -> PassTime:
