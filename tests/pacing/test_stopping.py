@@ -10,7 +10,7 @@ import pytest
 from forerun.pacing.auto import AutoPacing, Options, build
 from forerun.pacing.cost import Costs, PassTime, Traits
 from forerun.pacing.reading import Reading
-from forerun.pacing.stopping import FIRST_SHARES, Stopping
+from forerun.pacing.stopping import FIRST_SHARES, Stopping, promised
 from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop
 
 CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)  # one between each two edges
@@ -183,6 +183,40 @@ def test_what_the_search_finds_does_not_make_probes_of_a_bad_model_denser() -> N
     assert num_probes < 15, num_probes
 
 
+def test_probes_of_a_bad_model_read_few_prompts() -> None:
+    """Reading costs at most 3 % of what requests write, however many begin; and the model is not forgotten for ever."""
+    pacing, first = searching(10**6, 5)
+    pacing._stops.of("model").observe(first.id, [0.995] * 8 + [0.2] * 8, 0)
+    for _ in range(100):
+        for confidence in CONFIDENCES:
+            pacing._stops.of("model").observe(first.id, [confidence], 0)
+    num_read, price = 0, 400 * 0.02
+    for number in range(1, 101):
+        seq = Sequence(number, [1] * 400, 400, SamplingParams(), 0, 10**6, draft="model")
+        for _ in range(50):
+            granted = pacing.budget([seq], [16])
+            stop = pacing.stops([seq], granted).get(0)
+            if stop is not None and not stop.is_shut:
+                num_read += not stop.confidences and not pacing._requests[number].reading.is_read
+                stop.confidences.append(0.995)
+                round_of(pacing, seq, 1, 0, 1)
+            else:
+                round_of(pacing, seq, 0, 0, 0)
+        pacing.end(seq)
+    assert 5 <= num_read <= 0.03 * 100 * 50 / price + 1, num_read
+
+
+def test_what_pays_is_promised_to_gain() -> None:
+    """Else no later request would ever ask the model again."""
+    rng = random.Random(1)
+    for _ in range(200):
+        worth = sorted(rng.random() for _ in range(5))
+        stop = Stop(FIRST_SHARES, worth, rng.random())
+        tokens, gain = promised(stop)
+        assert (gain > 0) == stop.pays
+        assert tokens == pytest.approx(1 + gain + sum(worth[: sum(stop.share**i >= w for i, w in enumerate(worth, 1))]))
+
+
 def test_a_request_with_a_length_of_its_own_is_given_that() -> None:
     pacing, seq = searching(1000, 5, spec_length=3)
     for _ in range(20):
@@ -231,6 +265,7 @@ def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
         (2.4, 10.0, 1000, False),
         (2.6, 10.0, 1000, True),
         (2.6, 10.0, 50, False),  # it promises 25 tokens, of which the search may find half: 10 / 12.5 of the price
+        (7.9, 10.0, 50, False),
         (8.1, 10.0, 50, True),
         (9.9, 10.0, 30, False),
         (10.1, 10.0, 30, True),

@@ -23,7 +23,7 @@ from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs, Floats
 from forerun.pacing.levels import Levels
 from forerun.pacing.reading import USUAL_ANSWER, Reading
-from forerun.pacing.stopping import Prices, Stops
+from forerun.pacing.stopping import Prices, Stops, promised
 from forerun.types import Sequence, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
@@ -32,6 +32,7 @@ HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
+PROBE_SHARE = 0.03  # of the tokens that a request writes: what reading for probes may cost
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
@@ -166,6 +167,8 @@ class AutoPacing(Pacing):
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
             if stop is not None and request.granted:
                 request.reading.observe(stop, round_.num_drafted, len(round_.accepted_ranks))
+                if not request.pays:
+                    self._stops.of(request.seq.draft).spare += PROBE_SHARE * (1 + len(round_.accepted_ranks))
                 if round_.num_drafted:
                     self._stops.observe(request.seq, stop, round_, report)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
@@ -201,13 +204,16 @@ class AutoPacing(Pacing):
         """Let the drafter search the text, whether or not its model pays."""
         seq, reading = request.seq, request.reading
         stop.search = self._stops.search(seq, prices)
-        reading.gain = self._stops.model_gain(seq, stop, prices) if request.pays else 0.0
+        tokens, gain = promised(stop)
+        reading.gain = gain if request.pays else 0.0
         price = prices.rate * len(seq.tokens) * self.costs.read_s(seq.draft)
         num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
-        num_rounds = num_left / self._stops.model_round(seq, stop).tokens
-        stop.is_shut = not request.pays or not reading.is_due(price, num_rounds)
-        if not request.pays and self._step >= request.probe_at:  # a token, to see whether the model has become better
+        stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
+        known, owed = self._stops.of(seq.draft), 0.0 if reading.is_read else price
+        # A token, to see whether the model has become better.
+        if not request.pays and self._step >= request.probe_at and owed <= known.spare:
             self._delay_probe(request)
+            known.spare -= owed
             stop.is_shut, stop.worth = False, stop.worth[:1]
         stop.bar = 0.0 if stop.is_shut else reading.gain
         request.length = self.spec_length

@@ -81,8 +81,8 @@ class Stopping:
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
         self._requests: dict[int, Counts] = {}
+        self.spare = 0.0  # tokens that reading a text may cost for a probe, while the model does not pay
         self._round = Round(2.5, 3.0, 3.0)
-        self.model_round: Round | None = None  # of those in which its model drafted; none has yet
         self._rounds: dict[int, Round] = {}
 
     def observe(self, request: int, confidences: Seq[float], num_accepted: int) -> None:
@@ -91,14 +91,11 @@ class Stopping:
         self._mean.add(bins, num_accepted)
         self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
 
-    def observe_round(self, request: int, tokens: int, nodes: int, passes: int, promised: Round) -> None:
-        """Add a round of a request for which something was drafted. promised: with what those of its model begin."""
+    def observe_round(self, request: int, tokens: int, nodes: int, passes: int) -> None:
+        """Add a round of a request for which something was drafted."""
         self.round_of(request)
         self._rounds[request].add(tokens, nodes, passes)
         self._round.add(tokens, nodes, passes)
-        if passes:
-            self.model_round = self.model_round or promised
-            self.model_round.add(tokens, nodes, passes)
 
     def round_of(self, request: int) -> Round:
         """Return what rounds of a request that drafts are like; one that has none begins as the drafter's others."""
@@ -183,17 +180,6 @@ class Stops:
         shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
-    def model_round(self, seq: Sequence, stop: Stop) -> Round:
-        """Return what a usual round of its drafter's model is like, or what a request's stop promises of the first."""
-        return self.of(seq.draft).model_round or _promised(stop)
-
-    def model_gain(self, seq: Sequence, stop: Stop, prices: Prices) -> float:
-        """Return the tokens that a usual round of its drafter's model gains a request, less what it costs."""
-        usual, rows = self.model_round(seq, stop), prices.rows
-        pass_ = float(prices.rate * (self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going)[0])
-        cost = usual.passes * pass_ + float(np.interp(usual.nodes, range(len(rows) + 1), [0.0, *np.cumsum(rows)]))
-        return max(0.0, usual.tokens - 1 - cost)
-
     def observe(self, seq: Sequence, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
         """Learn from a round of a request for which something was drafted."""
         num_accepted, step = len(round_.accepted_ranks), report.drafts.get(seq.draft)
@@ -201,7 +187,7 @@ class Stops:
         if len(own.confidences) == round_.num_drafted:  # else it was cut
             self.of(seq.draft, what).observe(seq.id, own.confidences, num_accepted)
         passes = step.passes if step is not None and stop.confidences else 0
-        self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes, _promised(stop))
+        self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes)
 
     def forget(self, seq: Sequence) -> None:
         """Forget what a request has shown."""
@@ -210,8 +196,8 @@ class Stops:
                 self.known[name].forget(seq.id)
 
 
-def _promised(stop: Stop) -> Round:
-    """Return a round that drafts as long as a usual token is worth it."""
-    survival = np.cumprod(np.full(len(stop.worth), stop.share))
-    num = int(np.logical_and.accumulate(survival >= stop.worth).sum())
-    return Round(1 + float(survival[:num].sum()), num, num)
+def promised(stop: Stop) -> tuple[float, float]:
+    """Return the tokens of a round that drafts as long as a usual token is worth it, and what it gains of them."""
+    survival, worth = np.cumprod(np.full(len(stop.worth), stop.share)), np.array(stop.worth)
+    num = int(np.logical_and.accumulate(survival >= worth).sum())
+    return 1 + float(survival[:num].sum()), float((survival - worth)[:num].sum())
