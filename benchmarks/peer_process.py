@@ -199,6 +199,7 @@ class PeerProcess:
         except subprocess.TimeoutExpired:
             self._kill()
             self._process.wait()
+        self._kill()  # what a worker has started and left behind when it died
         self._errors.close()
 
     def _kill(self) -> None:
