@@ -83,7 +83,7 @@ class KernelsPlan(Plan):
 
     config: Spec = RANDOM_1B
     dtype: str = option("bfloat16", "bfloat16, float32, int8 or int4[:group=N], the last two beside bfloat16")
-    isa: str | None = option(None, "avx512, avx2 or baseline", usual="the best")
+    isa: str | None = option(None, "avx512, avx_vnni, avx2 or baseline", usual="the best")
     num_threads: int | None = option(None, "of the kernels", min=1, max=1024, usual="FORERUN_NUM_THREADS")
     num_repeats: int = repeats(5, "rounds, each with a bandwidth of its own")
     rows: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 32, 64)

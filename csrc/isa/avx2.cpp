@@ -2,6 +2,6 @@
 // processors: x86_64 amd64
 // needs: avx2 fma f16c
 #define FORERUN_ISA avx2
-#include "../simd/avx2.h"
+#include "../simd/byte_pairs.h"
 #include "../simd/row_tiles.h"
 #include "kernels.inc"

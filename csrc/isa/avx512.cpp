@@ -1,4 +1,4 @@
-// rank: 2
+// rank: 3
 // processors: x86_64 amd64
 // needs: avx512f avx512bw avx512dq avx512vl avx512vnni avx512bf16
 // flags: -mamx-tile -mamx-int8 -mavx2 -mfma -mf16c -mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized

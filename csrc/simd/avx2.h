@@ -1,4 +1,4 @@
-// AVX2: an F16 is two registers. Pairs of bfloat16 are multiplied as floats, bytes by twos into 16 bits.
+// AVX2: an F16 is two registers. Pairs of bfloat16 are multiplied as floats, and bytes by byte_pairs.h or byte_fours.h.
 #pragma once
 
 #include <immintrin.h>
@@ -114,52 +114,6 @@ inline __m256i weight_codes(const char* codes, int j) {
         const int shift = 4 - HIGH * (j % PER_BYTE);
         const __m256i shifted = shift > 0 ? _mm256_slli_epi16(plane, shift) : _mm256_srli_epi16(plane, -shift);
         return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << 4)));
-    }
-}
-
-template <int GROUPS>
-constexpr int SIXTEENS = 1;  // of outputs that are taken at once
-// The rows that share decoded codes. To decode 4 bits again for four more costs less than what four rows gain by loading each
-// input once for two registers of outputs.
-template <int BITS>
-constexpr int MOST_ROWS = BITS == 4 ? 4 : 8;
-
-// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to four rows take
-// the two registers of outputs at once, more rows one after the other.
-template <int BITS, int FIRST, int LAST, int N, int ROWS>
-inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
-    constexpr int SPAN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // words whose sums fit into 16 bits
-    constexpr int AT_ONCE = ROWS > 4 ? 1 : 2;
-    for (int from = 0; from < 2; from += AT_ONCE) {
-        __m256i pairs[ROWS][AT_ONCE];
-        const RoundedUnit* rows = x;
-        // Else the compiler keeps the spread inputs for the other half, for which there is no room.
-        if (AT_ONCE == 1) __asm__("" : "+r"(rows));
-#pragma GCC unroll 8
-        for (int j = FIRST; j < LAST; ++j) {
-            __m256i code[AT_ONCE];
-            for (int n = 0; n < AT_ONCE; ++n) code[n] = weight_codes<BITS>(codes + (from + n) * BITS * UNIT, j);
-            const bool begins = (j - FIRST) % SPAN == 0, ends = (j - FIRST + 1) % SPAN == 0 || j + 1 == LAST;
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                int32_t word;
-                std::memcpy(&word, rows[r].codes + 4 * j, 4);
-                const __m256i input = _mm256_set1_epi32(word);
-                for (int n = 0; n < AT_ONCE; ++n) {
-                    const __m256i product = BITS == 8
-                                                ? _mm256_maddubs_epi16(_mm256_abs_epi8(code[n]), _mm256_sign_epi8(input, code[n]))
-                                                : _mm256_maddubs_epi16(code[n], input);
-                    pairs[r][n] = begins ? product : _mm256_add_epi16(pairs[r][n], product);
-                    if (ends) {
-                        const __m256i four = _mm256_madd_epi16(pairs[r][n], _mm256_set1_epi16(1));
-                        sums[0][r].v[from + n] = j - FIRST < SPAN ? four : _mm256_add_epi32(sums[0][r].v[from + n], four);
-                    }
-                    // Else the compiler reorders the sums and computes all products first, for which there are no registers.
-                    __m256i& sum = ends ? sums[0][r].v[from + n] : pairs[r][n];
-                    __asm__("" : "+x"(sum));
-                }
-            }
-        }
     }
 }
 

@@ -214,6 +214,16 @@ def test_tiles_of_bytes_give_the_same_bits(scheme: Scheme) -> None:
     assert all(map(same_bits, results(True), results(False)))
 
 
+@pytest.mark.skipif("avx_vnni" not in ISAS, reason="this processor has no AVX-VNNI")
+@every_scheme
+def test_products_of_four_bytes_give_the_bits_of_products_of_two(scheme: Scheme) -> None:
+    matrix, x = matrix_of(rows_of(scheme, 77, 768)), torch.randn(33, 768, generator=seeded(9))
+    x[3, 40], x[5] = NAN, 1e-40
+    pairs, fours = ops_of("avx2"), ops_of("avx_vnni")
+    for num_rows in (*range(1, 10), 33):
+        assert same_bits(pairs.linear(x[:num_rows], pairs.pack(matrix)), fours.linear(x[:num_rows], fours.pack(matrix)))
+
+
 @every_isa
 @pytest.mark.parametrize("size", [1e-36, 9e-37, 3e-37, 1e-38, 1e-40, 1e-45])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
