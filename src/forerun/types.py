@@ -432,14 +432,16 @@ class Stop:
     confidences: the probabilities of the tokens that were drafted, which the drafter adds. A token that ends a chain
     stays in it, so that the decision looks only at what is drawn already (docs/exactness.md); a drafter that draws
     nothing may look at a token first (`takes`).
-    is_shut: whether a model is not to draft at all. search: of a guess that a search in the text makes before the model
-    is asked; it is drafted where its tokens promise at least `bar` more than they cost.
+    is_shut: whether a model is not to draft at all. num_unread: committed tokens that it has not run, which a drafter
+    says that searches. search: of a guess that a search in the text makes before the model is asked; it is drafted
+    where its tokens promise at least `bar` more than they cost.
     """
 
     shares: Seq[float]
     worth: Seq[float]
     share: float = 1.0
     is_shut: bool = False
+    num_unread: int | None = None
     search: Stop | None = None
     bar: float = 0.0
     confidences: list[float] = field(default_factory=list)

@@ -108,3 +108,22 @@ def test_a_path_ends_before_the_first_node_that_is_not_worth_its_row() -> None:
     assert stop.gain == pytest.approx(0.9 - 0.2 + 0.81 - 0.2)
     assert guess.draft(0, Budget([8], 0, stops={0: Stop(shares, [0.95])})).tokens == []
     assert guess.draft(0, Budget([8], 0)).tokens == [5, 6, 7]
+
+
+@needs_native
+def test_the_drafter_says_what_its_model_has_not_read(llm: LLM) -> None:
+    """A prompt that begins like an earlier one is read as far."""
+    drafter, ids = llm.drafters["model"], llm.tokenizer.encode(TEXT * 3)[::-1]
+    params, found = SamplingParams(temperature=0.0), list[int]()
+    for number, tokens in enumerate((ids, [*ids, *ids[:7]])):
+        seq = Sequence(2000 + number, list(tokens), len(tokens), params, 0, 500, draft="model")
+        drafter.begin(seq)
+        for _ in range(2):  # with room to read it all in the first
+            stop = dataclasses.replace(Stop.never(2), search=Stop(SHARES, [2.0] * 8))
+            drafter.propose([seq], Budget([2], len(ids), stops={0: stop}), [philox_coins(seq)])
+            assert stop.num_unread is not None
+            found.append(stop.num_unread)
+        drafter.end(seq)
+    assert found[0] == len(ids)
+    assert max(found[1], found[3]) <= 2
+    assert 7 <= found[2] <= 7 + 16

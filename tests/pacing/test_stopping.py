@@ -259,6 +259,21 @@ def test_what_was_read_is_not_paid_again_and_what_the_search_gains_is_no_loss() 
     assert not pacing.stops([seq], pacing.budget([seq], [16]))[0].is_shut
 
 
+def test_what_an_earlier_request_has_read_is_not_paid_again() -> None:
+    """The price falls while the model reads, too, so that it does not stop in the middle."""
+
+    def is_shut(num_unread: int | None) -> bool:
+        pacing, seq = searching(5000, 2000)
+        for _ in range(4):  # in which nothing is found
+            stop = pacing.stops([seq], pacing.budget([seq], [16]))[0]
+            assert stop.is_shut or num_unread is not None
+            stop.num_unread = num_unread
+            round_of(pacing, seq, 0, 0, 0)
+        return pacing.stops([seq], pacing.budget([seq], [16]))[0].is_shut
+
+    assert [is_shut(num) for num in (None, 5000, 50)] == [True, True, False]
+
+
 def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
     """A quarter of the price is enough where a text promises much; else all of it, or the prompt is never read."""
     for owed, price, num_rounds, is_due in [

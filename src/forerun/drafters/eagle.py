@@ -140,7 +140,7 @@ class EagleDrafter(SearchingDrafter):
             self.catchup_s = self.clock() - started
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        behind = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] and self._waits(seq) > ROUND_ROWS]
+        behind = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] and self.num_unread(seq) > ROUND_ROWS]
         self.catch_up(behind, budget.catchup_tokens)
         limits = self._limits(seqs, budget)
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
@@ -149,7 +149,7 @@ class EagleDrafter(SearchingDrafter):
             return self._run_ahead(seqs, fed, limits, budget)
         reads_logits = budget.reads_logits or bool(budget.stops)
         chains = [Chain() for _ in seqs]
-        rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", reads_logits)
+        rows = self._feed([(seqs[b], self.num_unread(seqs[b])) for b in fed], "last", reads_logits)
         state = dict(zip(fed, rows, strict=True))
         depth = 0
         while state:
@@ -166,7 +166,7 @@ class EagleDrafter(SearchingDrafter):
             joined = self.model.joined(_by_layer(text.seen))
             text.waiting, text.seen, text.num_seen = [*text.waiting, joined], [], 0
 
-    def _waits(self, seq: Sequence) -> int:
+    def num_unread(self, seq: Sequence) -> int:
         return self._texts[seq.id].num_waiting
 
     def _limits(self, seqs: Seq[Sequence], budget: Budget) -> list[int]:
@@ -208,7 +208,7 @@ class EagleDrafter(SearchingDrafter):
             runs = [self._take_seen(seqs[b]) for b in fed]
             found = self.runner.run_ahead(runs, lengths, stops, layer_rows)
         else:
-            runs = [self._take(seqs[b], self._waits(seqs[b]), "last", True) for b in fed]
+            runs = [self._take(seqs[b], self.num_unread(seqs[b]), "last", True) for b in fed]
             found = self.runner.run_ahead(runs, lengths, stops)
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
         chains: list[list[int]] = [[] for _ in seqs]

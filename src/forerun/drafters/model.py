@@ -400,6 +400,9 @@ class ModelDrafter(SearchingDrafter):
         fed = self._fed[seq.id]
         fed.num_sure = min(fed.num_sure, start)
 
+    def num_unread(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.num_held(seq)
+
     def num_held(self, seq: Sequence) -> int:
         """Return how many of the committed tokens the cache holds, pending rows not counted."""
         return len(self._fed[seq.id].tokens)

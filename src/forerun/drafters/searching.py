@@ -21,7 +21,10 @@ SEARCH = {
 
 
 class SearchingDrafter(Drafter):
-    """A drafter with a model, which is asked where the search finds nothing better. A subclass has `own_draft`."""
+    """A drafter with a model, which is asked where the search finds nothing better.
+
+    A subclass has `own_draft` and `num_unread`.
+    """
 
     search: Drafter | None = None
 
@@ -55,11 +58,16 @@ class SearchingDrafter(Drafter):
         """Return the model's chains, as `propose` would."""
         raise NotImplementedError
 
+    def num_unread(self, seq: Sequence) -> int:
+        """Return how many committed tokens the model has not run."""
+        raise NotImplementedError
+
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
         """Return what the text itself promises, where that is more than the model does, which then is not asked."""
         found = dict[int, Draft]()
         for b, stop in budget.stops.items():
             if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
+                stop.num_unread = self.num_unread(seqs[b])
                 own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
                 draft = self.search.propose([seqs[b]], own, [coins[b]])
                 if draft.tokens and stop.search.gain >= stop.bar:

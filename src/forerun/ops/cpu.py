@@ -72,8 +72,8 @@ def sizes(wanted: Wanted) -> Sizes:
 class CpuOps(ReferenceOps):
     """The kernels of one instruction set, run by their own team of threads.
 
-    isa: avx512, avx_vnni, avx2 or baseline; None = FORERUN_ISA, else the best that this processor has. num_threads: None = as
-    forerun.native.num_threads. Raises InternalError where the extension was not built.
+    isa: avx512, avx_vnni, avx2 or baseline; None = FORERUN_ISA, else the best that this processor has. num_threads:
+    None = as forerun.native.num_threads. Raises InternalError where the extension was not built.
     """
 
     packs = True

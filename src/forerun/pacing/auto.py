@@ -206,7 +206,8 @@ class AutoPacing(Pacing):
         stop.search = self._stops.search(seq, prices)
         tokens, gain = promised(stop)
         reading.gain = gain if request.pays else 0.0
-        price = prices.rate * len(seq.tokens) * self.costs.read_s(seq.draft)
+        num_unread = len(seq.tokens) if reading.num_unread is None else reading.num_unread
+        price = prices.rate * num_unread * self.costs.read_s(seq.draft)
         num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
         stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
         known, owed = self._stops.of(seq.draft), 0.0 if reading.is_read else price

@@ -21,11 +21,13 @@ NEEDED = 0.5  # parts of the rounds that are left in which the search will find 
 class Reading:
     """What is known of one request. All but `is_read` in tokens.
 
-    is_read: whether the model has read the text. gain: what a round of the model gains, less what it costs. owed: what
-    rounds without it have lost against it.
+    is_read: whether the model has read the text. num_unread: tokens of the text that it lacks, None = nobody knows yet;
+    a text that begins like an earlier one is read as far. gain: what a round of the model gains, less what it costs.
+    owed: what rounds without it have lost against it.
     """
 
     is_read: bool = False
+    num_unread: int | None = None
     gain: float = 0.0
     owed: float = 0.0
 
@@ -38,6 +40,7 @@ class Reading:
 
     def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
         """Count a round of the request, by the stop of its chain."""
+        self.num_unread = self.num_unread if stop.num_unread is None else stop.num_unread
         if stop.search is not None and not stop.confidences:  # the model was not asked, and may have been right
             gained = num_accepted - sum(stop.search.worth[:num_drafted])
             self.owed = max(0.0, self.owed + self.gain - gained)
