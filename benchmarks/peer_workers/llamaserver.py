@@ -28,8 +28,8 @@ DRAFTS = "draft-simple"  # a draft model; the other types that begin with "draft
 class LlamaServerPeer:
     """A llama-server of the user's with every type of speculation that runs on a pair of GGUF files.
 
-    Lengths are searched for the draft model and for its simplest search, which is what others call prompt lookup; each
-    search is run once more with its own lengths.
+    Lengths are searched for the draft model and for its simplest search, which is what others call prompt lookup; both,
+    and the other searches, are run with the server's own lengths, too.
     """
 
     def __init__(self, question: Json) -> None:
@@ -46,7 +46,7 @@ class LlamaServerPeer:
         if "ngram-simple" in types:
             self.settings |= {f"lookup K={k}": ("lookup", k) for k in lengths}
         if DRAFTS in types and self._draft:
-            self.settings |= {f"draft K={k}": ("draft", k) for k in lengths}
+            self.settings |= {"draft": ("draft", None), **{f"draft K={k}": ("draft", k) for k in lengths}}
         self.settings |= {name: (name, None) for name in types if name.startswith(SEARCHES)}
         heads = [name for name in types if not name.startswith(SEARCHES) and name != DRAFTS]
         version = re.search(r"version: .*", self._run("--version"))
@@ -62,7 +62,8 @@ class LlamaServerPeer:
         if method == "plain":
             return []
         if method == "draft":
-            return ["--spec-type", DRAFTS, "--model-draft", self._draft, "--spec-draft-n-max", str(spec_length)]
+            length = [] if spec_length is None else ["--spec-draft-n-max", str(spec_length)]
+            return ["--spec-type", DRAFTS, "--model-draft", self._draft, *length]
         if method == "lookup":
             sizes = ["--spec-ngram-simple-size-n", str(self._max_n), "--spec-ngram-simple-size-m", str(spec_length)]
             return ["--spec-type", "ngram-simple", *sizes]

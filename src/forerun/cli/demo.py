@@ -211,7 +211,7 @@ def _how_to_get_pair() -> str:
 def _work(config: EngineConfig) -> list[Scene]:
     """The first prompt of one message of each kind that is shown. Raises NotFound for a model that does not chat."""
     refuse_without_template(config)
-    prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=len(PAIR_KINDS)))
+    prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=8))  # more than one: some are talks
     single = {prompt.kind: prompt for prompt in reversed(prompts) if len(prompt.messages) == 1}
     return [Scene(title, single[kind].messages[0]["content"], is_chat=True) for kind, title in PAIR_KINDS.items()]
 
