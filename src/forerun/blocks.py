@@ -198,10 +198,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Positions:
-    """A learned embedding of each position, added to that of the token. offset: row of position 0."""
+    """An embedding of each position, added to that of the token. offset: row of position 0.
+
+    kind: learned, or sines and then cosines of positions times falling frequencies (Vaswani et al. 2017, 3.5).
+    """
 
     num: int
     offset: int = 0
+    kind: Literal["learned", "sinusoidal"] = "learned"
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,9 @@ class Spec:
 
     model_type: the family's file. max_positions: the longest text. tied: the LM head is the embedding. head: whether it
     has one. embed_scale: of embeddings, rounded to the type that is computed with, as published code does. positions:
-    learned ones; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what they
-    are multiplied by. encoder: of an encoder-decoder. next_tokens: the blocks that guess further tokens (MTP).
+    that are added; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what
+    they are multiplied by. encoder: of an encoder-decoder; it has no head, and the decoder's token embedding.
+    next_tokens: the blocks that guess further tokens (MTP).
     """
 
     model_type: str
@@ -238,6 +243,11 @@ class Spec:
     def num_layers(self) -> int:
         """The number of blocks."""
         return len(self.blocks)
+
+    @property
+    def num_slots(self) -> int:
+        """The slots of a cache that one sequence has: one for its text, and one for its source where it has one."""
+        return 1 if self.encoder is None else 2
 
     @property
     def num_weights(self) -> int:
@@ -311,7 +321,10 @@ def weights(spec: Spec) -> list[Weight]:
     """Every stored tensor of a spec, block by block; the LM head comes last."""
     hidden = spec.hidden_size
     found = [Weight(EMBEDDING, (spec.vocab_size, hidden), "table", "embedding", TABLE_BITS, "out")]
-    if spec.positions is not None:
+    if spec.encoder is not None:
+        own = [weight for weight in weights(spec.encoder) if weight.name != EMBEDDING]
+        found += [replace(w, name=of_encoder(w.name), product=w.product and of_encoder(w.product)) for w in own]
+    if spec.positions is not None and spec.positions.kind == "learned":
         found += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
     found += _norm("model.embed_norm", spec.embed_norm, hidden)
     for i, block in enumerate(spec.blocks):
@@ -322,6 +335,11 @@ def weights(spec: Spec) -> list[Weight]:
     if spec.head and spec.head_bias:
         found += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
     return found
+
+
+def of_encoder(name: str) -> str:
+    """Return what a weight of an encoder's own spec is called beside the decoder."""
+    return f"encoder.{name.removeprefix('model.')}"
 
 
 def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
@@ -359,6 +377,11 @@ def pre_mlp_name(block: Block) -> str:
     return "post_attention_layernorm" if block.post_attention is None else "pre_feedforward_layernorm"
 
 
+def attention_name(a: Attention) -> str:
+    """Return how the names of an attention's weights begin, inside of its block."""
+    return "encoder_attn." if a.sees == "encoder" else "self_attn."
+
+
 def _norm(name: str, norm: Norm | None, size: int) -> Iterator[Weight]:
     if norm is not None and norm.weight:
         yield Weight(f"{name}.weight", (size,), "vector")
@@ -373,16 +396,17 @@ def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, spli
 
 
 def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
-    own = f"{at}self_attn."
+    own = at + attention_name(a)
     reads, q, kv = a.reads or hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    qkv = f"{at}kv" if a.sees == "encoder" else f"{at}qkv"  # keys and values of an encoder's rows have another input
     yield from _matrix(f"{own}q_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
     if a.gate:
         yield from _matrix(f"{own}gate_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
     yield from _norm(f"{own}q_norm", a.q_norm, _span(a.q_norm, a.heads, a.head_dim))
     if a.shares_kv_of is None:
-        yield from _matrix(f"{own}k_proj", kv, reads, f"{at}qkv", a.qkv_bias, "out")
+        yield from _matrix(f"{own}k_proj", kv, reads, qkv, a.qkv_bias, "out")
         if not a.k_is_v:
-            yield from _matrix(f"{own}v_proj", kv, reads, f"{at}qkv", a.qkv_bias, "out")
+            yield from _matrix(f"{own}v_proj", kv, reads, qkv, a.qkv_bias, "out")
         yield from _norm(f"{own}k_norm", a.k_norm, _span(a.k_norm, a.kv_heads, a.head_dim))
         yield from _norm(f"{own}v_norm", a.v_norm, _span(a.v_norm, a.kv_heads, a.head_dim))
     if a.sinks:

@@ -305,6 +305,16 @@ class SamplingParams:
         panel="Speculation",
         python="what the output may resemble, as text or ids: a hint, for speed alone",
     )
+    decoder_prompt: str | Sequence[int] | None = option(
+        None,
+        "text that the answer of an encoder-decoder begins with, or @FILE (@@ for a text with an @ first)",
+        kind=TEXT_OR_IDS,
+        min=0,
+        max=NUM_IDS - 1,
+        range="a text, or ids in 0 .. 2**31 - 1",
+        takes=str,
+        python="what the answer of an encoder-decoder begins with, as text or ids; it is no part of the output",
+    )
     spec_length: int | None = option(
         None,
         "tokens drafted per step, whatever the engine's pacing",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -124,6 +125,11 @@ class Hypotheses:
         return sorted({self.base}.union(*(self.path(tip, self.base) for tip in self.tips)))
 
 
+def salt_of(source_ids: Seq[int], salt: str | None) -> str:
+    """Return what names a source and the salt of its request, so that rows which depend on another are not found."""
+    return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
+
+
 @dataclass(slots=True)
 class Sequence:
     """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
@@ -146,6 +152,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
+    source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's
     acceptance: str = field(init=False)
     counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
 
@@ -164,6 +171,11 @@ class Sequence:
         self.tokens.append(token)
         self.origins.append(origin)
         return "stop" if token in self.end_ids else "length" if len(self.tokens) >= self.max_len else None
+
+    @property
+    def salt(self) -> str | None:
+        """What the cache rows of its tokens depend on beside these: the request's salt, and its source."""
+        return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property
     def output_ids(self) -> list[int]:
@@ -573,6 +585,13 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------ one forward pass
 
 
+class Source(NamedTuple):
+    """Where the rows of an encoder-decoder's source lie: a slot of the cache, and how many of its rows are of it."""
+
+    slot: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class RaggedBatch:
     """One forward pass: each sequence contributes a run of new tokens, and nothing is padded.
@@ -583,7 +602,7 @@ class RaggedBatch:
     ancestors [T]: of a row in a tree, the pending rows and rows of its run that it sees, itself included: bit j is the
     j-th of them. 0 = the row of a run whose rows follow each other, which sees all that comes before it. Both lists are
     empty where no run is a tree. `words` has them for backends that want 64 bits.
-    sources [B]: of an encoder-decoder, the slot that holds the rows of each run's source; empty where there is none.
+    sources [B]: of an encoder-decoder, where the source of each run lies; empty where there is none.
     silent: runs of which no logits are wanted, as of a prompt's.
     """
 
@@ -594,7 +613,7 @@ class RaggedBatch:
     cached: list[int]
     pending: Seq[int] = ()
     ancestors: Seq[int] = ()
-    sources: Seq[int] = ()
+    sources: Seq[Source] = ()
     silent: frozenset[int] = frozenset()
 
     def ids(self) -> tuple[list[int], list[int]]:

@@ -10,12 +10,13 @@ import torch
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
-from forerun.models import gemma3_text, gpt2
+from forerun.models import bart, gemma3_text, gpt2, marian, t5
 from forerun.models.configs import SHARED_KEYS
 from forerun.models.families import model_types
 from forerun.models.loading import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations
+from models.test_encoder_decoders import BART, T5
 from models.test_parity import GPT2, WHOLE
 
 Raw = dict[str, Any]
@@ -23,7 +24,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def test_the_folder_is_the_list_of_architectures() -> None:
-    assert model_types() == ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+    assert model_types() == ("bart", "gemma3_text", "gpt2", "llama", "marian", "mistral", "qwen2", "qwen3", "t5")
 
 
 def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> None:
@@ -130,7 +131,11 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ),
     ("mistral", {"sliding_window": 10**12}, "sliding_window=1000000000000"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers='all'"),
-    ("bloom", {}, r"model_type='bloom'.*\['gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3'\]"),
+    (
+        "bloom",
+        {},
+        r"model_type='bloom'.*\['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', 't5'\]",
+    ),
     ("../llama", {}, "is not supported"),
 ]
 
@@ -152,9 +157,9 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
     """It is understood, or refused by name in one sentence; nothing else happens, and nothing takes long."""
     refused: list[str] = []
     more = {"sliding_window", "max_window_layers", "use_sliding_window", "attention_bias", "auto_map"}
-    keys = {"gpt2": gpt2.KEYS, "gemma3_text": SHARED_KEYS | gemma3_text.OWN_KEYS}.get(model_type, SHARED_KEYS | more)
-    if model_type == "gpt2":
-        llama_raw = GPT2
+    own = {"gpt2": gpt2.KEYS, "t5": t5.KEYS, "bart": bart.KEYS, "marian": marian.KEYS}
+    keys = {**own, "gemma3_text": SHARED_KEYS | gemma3_text.OWN_KEYS}.get(model_type, SHARED_KEYS | more)
+    llama_raw = {"gpt2": GPT2, "t5": T5, "bart": BART, "marian": BART}.get(model_type, llama_raw)
     for key in keys:
         for value in ODD:
             for window in ({}, {"use_sliding_window": True}) if model_type.startswith("qwen") else ({},):

@@ -242,7 +242,11 @@ class ModelDrafter(SearchingDrafter):
         self.runner.narrow(short.best())
 
     def begin(self, seq: Sequence) -> None:
-        found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
+        found = self.runner.cache.open(seq.id, seq.tokens, seq.salt)
+        if self.runner.sources is not None:
+            self.runner.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
+            if self.runner.sources.num_unrun(seq.id):
+                self.runner.sources.run([seq.id])
         params = self._draft_params(seq.params)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
         self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
@@ -256,9 +260,12 @@ class ModelDrafter(SearchingDrafter):
         if self.short is not None:
             self.short.forget(seq)
         self.runner.cache.release(seq.id)
+        if self.runner.sources is not None:
+            self.runner.sources.release(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        return self.runner.cache.free_tokens(without)
+        sources = self.runner.sources
+        return self.runner.cache.free_tokens(without if sources is None else sources.slots(without))
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""
@@ -584,7 +591,7 @@ def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> K
     return BlockCache.create(
         shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),
         target.kv_cache_backend,
-        max_batch_size=target.max_batch_size,
+        max_batch_size=target.max_batch_size * getattr(model.config, "num_slots", 1),
         max_seq_len=target.max_seq_len,
         num_tokens=target.kv_cache_tokens,
         dtype=model.cache_dtype,

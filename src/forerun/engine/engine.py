@@ -47,7 +47,10 @@ class _Entry:
 
 
 class Engine:
-    """Add requests, step until they are finished. Not thread-safe: one thread steps."""
+    """Add requests, step until they are finished. Not thread-safe: one thread steps.
+
+    start_ids: of an encoder-decoder, what a decoder's text begins with; prompts are then sources.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,9 @@ class Engine:
         catchup_tokens: int = 512,
         coins: Callable[[Sequence], Coins] = philox_coins,
         costs: Costs | None = None,
+        start_ids: Seq[int] = (),
     ) -> None:
+        self.start_ids = start_ids
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing, self.costs = runner, pacing, costs or Costs()
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
@@ -77,6 +82,7 @@ class Engine:
             max_batch_size=max_batch_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
+            sources=runner.sources,
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
@@ -119,17 +125,17 @@ class Engine:
         texts = self._bad_word_ids(params), self._prediction_ids(params)  # once, however many outputs there are
         made: list[Request] = []
         if params.searches:
-            return self._searched(list(prompt_ids), params, seed, texts)
+            return self._searched(prompt_ids, params, seed, texts)
         for index in range(params.n):
-            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), texts)
+            seq = self._sequence(prompt_ids, params, derived_seed(seed, index), texts)
             if not made:
                 self._check(seq)
             made.append(SampledRequest(seq, self.tokenizer, index=index, leader=made[0] if made else None))
         return made
 
-    def _searched(self, ids: list[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
+    def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
         """The outputs of a beam search. One more request, their `searcher`, runs and fills them when it is done."""
-        seq, *others = (self._sequence(list(ids), params, seed, texts) for _ in range(1 + params.n))
+        seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
         outputs = [Request(other, self.tokenizer, index=index) for index, other in enumerate(others)]
@@ -142,8 +148,11 @@ class Engine:
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
 
-    def _sequence(self, ids: list[int], params: SamplingParams, seed: int, texts: _Texts) -> Sequence:
+    def _sequence(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> Sequence:
         bad_word_ids, prediction_ids = texts
+        ids, source_ids = list(prompt_ids), tuple[int, ...]()
+        if self.start_ids:
+            ids, source_ids = [*self.start_ids, *self._decoder_prompt_ids(params)], tuple(prompt_ids)
         seq = Sequence(
             id=next(self._ids),
             tokens=ids,
@@ -154,6 +163,7 @@ class Engine:
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
             bad_word_ids=bad_word_ids,
             prediction_ids=prediction_ids,
+            source_ids=source_ids,
         )
         seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance, params.searches)
         return seq
@@ -272,14 +282,15 @@ class Engine:
         cache = self.runner.cache
         room = min(self.max_seq_len, cache.num_blocks * cache.block_tokens)
         max_len = max(room, len(ids) + 1) if params.max_tokens is None else len(ids) + params.max_tokens
+        begins = f"the answer begins with {len(ids)}" if self.start_ids else f"the prompt has {len(ids)}"
         if len(ids) >= self.max_seq_len:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and max_seq_len is {self.max_seq_len}, so there is no room for an "
+                f"{begins} tokens and max_seq_len is {self.max_seq_len}, so there is no room for an "
                 "answer: shorten the prompt, such as a conversation's beginning, or raise max_seq_len"
             )
         if max_len > self.max_seq_len:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and max_tokens={params.max_tokens}, but max_seq_len is "
+                f"{begins} tokens and max_tokens={params.max_tokens}, but max_seq_len is "
                 f"{self.max_seq_len}: shorten the prompt, lower max_tokens or raise max_seq_len"
             )
         return max_len
@@ -304,10 +315,37 @@ class Engine:
             raise BadOption("a text as prediction needs a tokenizer: this engine has none; give its token ids")
         return tuple(self.tokenizer.encode(given, add_special_tokens=False))
 
+    def _decoder_prompt_ids(self, params: SamplingParams) -> Seq[int]:
+        """What the decoder's text begins with behind its start, as ids. It stands for output."""
+        given = params.decoder_prompt or ()
+        if not isinstance(given, str):
+            return given
+        if self.tokenizer is None:
+            raise BadOption("a text as decoder_prompt needs a tokenizer: this engine has none; give its token ids")
+        return self.tokenizer.encode(given, add_special_tokens=False)
+
+    def _check_source(self, seq: Sequence) -> None:
+        """Refuse a source that the encoder cannot read, and one where there is no encoder."""
+        encoder = getattr(self.runner.model.config, "encoder", None)
+        if encoder is None:
+            if seq.params.decoder_prompt is not None:
+                raise BadOption("decoder_prompt is for encoder-decoders, and this model has no encoder: leave it out")
+            return
+        most = min(encoder.max_positions, self.max_seq_len)
+        if not seq.source_ids:
+            raise BadOption("the prompt has no tokens: give at least one")
+        if len(seq.source_ids) > most:
+            raise PromptTooLong(
+                f"the prompt has {len(seq.source_ids)} tokens and the encoder reads at most {most}: shorten it"
+                + (", or raise max_seq_len" if most == self.max_seq_len < encoder.max_positions else "")
+            )
+
     def _check(self, seq: Sequence) -> None:
+        self._check_source(seq)
         known, params = range(self.runner.num_ids), seq.params
         named = {
-            "the prompt": seq.tokens,
+            "the prompt": seq.source_ids or seq.tokens,
+            "decoder_prompt": seq.tokens if seq.source_ids else (),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
             "prediction": seq.prediction_ids,

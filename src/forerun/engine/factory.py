@@ -25,7 +25,7 @@ from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.models import named
-from forerun.models.generation import sampling_defaults, sampling_fields
+from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import (
     DTYPES,
     Checkpoint,
@@ -175,7 +175,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     max_seq_len = resolve_max_seq_len(config.max_seq_len, spec.max_positions)
     pool_tokens(
         config.kv_cache_backend,
-        max_batch_size=config.max_batch_size,
+        max_batch_size=config.max_batch_size * spec.num_slots,
         max_seq_len=max_seq_len,
         num_tokens=config.kv_cache_tokens,
     )
@@ -448,7 +448,7 @@ def build(
     cache = BlockCache.create(
         model.config.cache_shape,
         target.kv_cache_backend,
-        max_batch_size=config.max_batch_size,
+        max_batch_size=config.max_batch_size * model.config.num_slots,
         max_seq_len=max_seq_len,
         num_tokens=config.kv_cache_tokens,
         dtype=model.cache_dtype,
@@ -456,6 +456,7 @@ def build(
         prefix_caching=config.prefix_caching,
     )
     runner = Runner(model, cache, target.num_ids, list(target.holes))
+    start_ids = () if model.config.encoder is None else start_ids_of(checkpoint.folder, checkpoint.config)
     members = router.make([config.draft, *config.extra_draft_specs], target)
     members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
     traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
@@ -475,6 +476,7 @@ def build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         catchup_tokens=config.draft_catchup_tokens,
         costs=costs,
+        start_ids=start_ids,
     )
 
 

@@ -372,7 +372,7 @@ class Request:
         """Everything so far."""
         seq = self.seq
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
-        prompt = seq.tokens[: seq.num_prompt_tokens]
+        prompt = list(seq.source_ids) or seq.tokens[: seq.num_prompt_tokens]
         return RequestOutput(
             prompt,
             self.text,

@@ -20,6 +20,7 @@ from forerun.drafters import Drafter
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
 from forerun.kv import KVCache, Room
+from forerun.models.sources import Sources
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
@@ -27,11 +28,15 @@ MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: prompt chunks (request, tokens), the requests that decode, and the draft nodes that each may have."""
+    """One step: prompt chunks (request, tokens), the requests that decode, and the draft nodes that each may have.
+
+    sources: requests whose source the encoder runs first; those that wait for that are not among the others.
+    """
 
     prefill: list[tuple[Request, int]]
     decode: list[Request]
     draft_limits: Seq[int] = ()
+    sources: Seq[Request] = ()
 
 
 _Stand = tuple[Request, Room]  # a running request, and what its cache holds
@@ -41,7 +46,8 @@ class Scheduler:
     """Admits, preempts, and splits prompts into chunks.
 
     free_kv_tokens is the least of what the caches of target and drafters have free. Slots of both are opened and
-    released together.
+    released together. sources: of an encoder-decoder, whose sources are run before their requests: as many in one step
+    as prompts may have tokens, but one at least.
     """
 
     def __init__(
@@ -52,8 +58,9 @@ class Scheduler:
         max_batch_size: int,
         prefill_chunk_tokens: int,
         max_num_batched_tokens: int,
+        sources: Sources | None = None,
     ) -> None:
-        self.cache, self.drafter = cache, drafter
+        self.cache, self.drafter, self.sources = cache, drafter, sources
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,6 +79,10 @@ class Scheduler:
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
+        begun = list[Request]()
+        if self.sources is not None:
+            begun, waiting, budget = self._begin(stands, budget)
+            stands, decode = ([stand for stand in some if stand[0] not in waiting] for some in (stands, decode))
         blocks -= sum([self._next_blocks(*stand) for stand in decode])
         prefill = []
         for request, room in stands if len(decode) < len(stands) else ():
@@ -83,7 +94,20 @@ class Scheduler:
                 budget -= take
                 prefill.append((request, take))
         rows = self.max_num_batched_tokens - num_rows - sum([take for _, take in prefill])
-        return Plan(prefill, [request for request, _ in decode], self._draft_limits(decode, rows, blocks))
+        return Plan(prefill, [request for request, _ in decode], self._draft_limits(decode, rows, blocks), begun)
+
+    def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
+        """Return the requests whose source is run in this step, those that wait for that, and the budget left."""
+        assert self.sources is not None
+        begun, waiting = list[Request](), set[Request]()
+        for request, _ in stands:
+            num = self.sources.num_unrun(request.seq.id)
+            if num and (num <= budget or not begun) and not waiting:
+                begun.append(request)
+                budget -= num
+            elif num:
+                waiting.add(request)
+        return begun, waiting, max(0, budget)
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -94,7 +118,11 @@ class Scheduler:
 
     def blocks_for(self, seq: Sequence) -> int:
         """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""
-        return -(-self.most_tokens(seq) // self.cache.block_tokens)
+        return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
+
+    def _source_blocks(self, seq: Sequence) -> int:
+        """Blocks that a source takes which was not run."""
+        return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
         """Tokens that a sequence may come to hold; a beam search those of texts that share nothing but the prompt."""
@@ -128,6 +156,7 @@ class Scheduler:
         claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
+        needed += self._source_blocks(request.seq)
         num_worse = sum([other.seq.params.priority > request.seq.params.priority for other in self.running])
 
         def fits(num_victims: int) -> bool:
@@ -147,7 +176,9 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         seq = request.seq
-        found = self.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
+        found = self.cache.open(seq.id, seq.tokens, seq.salt)
+        if self.sources is not None:
+            self.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
         if (least := self.drafter.resumes_from(seq, found)) < found:
             self.cache.truncate_to(seq.id, least)
             found = least
@@ -159,6 +190,8 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.cache.release(request.seq.id)
+        if self.sources is not None:
+            self.sources.release(request.seq.id)
         request.restart()
         self.drafter.end(request.seq)
 
@@ -179,9 +212,10 @@ class Scheduler:
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
             decode = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
-            free = self._free_blocks()
+            free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
             stuck = not decode and not any(self._fits(room, free) for _, room in stands)
-            if len(stands) <= 1 or (sum([self._next_blocks(*stand) for stand in decode]) <= free and not stuck):
+            needed = sum([self._next_blocks(*stand) for stand in decode])
+            if len(stands) <= 1 or (needed <= free and not stuck):
                 return stands, decode, free
             self._preempt(self.running[-1])
 
@@ -193,11 +227,16 @@ class Scheduler:
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
         blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + request.num_unrun)
-        return blocks + (room.length + room.slack < seq.max_len)
+        return blocks + (room.length + room.slack < seq.max_len) + self._unrun_blocks(seq)
+
+    def _unrun_blocks(self, seq: Sequence) -> int:
+        """Blocks that a running request's source will still take."""
+        return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
         """Blocks that all caches have; without: ids of sequences that count as preempted."""
-        own, drafters = self.cache.free_tokens(without), self.drafter.free_tokens(without)
+        slots = without if self.sources is None else self.sources.slots(without)
+        own, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
         return (own if drafters is None else min(own, drafters)) // self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:

@@ -148,7 +148,12 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- score
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
-        """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks."""
+        """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks.
+
+        The encoder comes first, over the sources of requests that begin.
+        """
+        if plan.sources and self.runner.sources is not None:
+            self.runner.sources.run([request.seq.id for request in plan.sources])
         runs = []
         for b, request in enumerate(plan.decode):
             best_only = self.runner.finds_best and not self.drafter.of(request.seq).top_logits
@@ -198,6 +203,7 @@ class Stepper:
         self.drafter.observe(seqs, seen)
         report = _report(done)
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
+        report.num_prefill_tokens += sum([len(request.seq.source_ids) for request in plan.sources])
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_context_tokens = num_context_tokens
         return report

@@ -200,7 +200,7 @@ class _Needs:
     def num_pool_tokens(self) -> int:
         return pool_tokens(
             self.config.kv_cache_backend,
-            max_batch_size=self.config.max_batch_size,
+            max_batch_size=self.config.max_batch_size * self.target.num_slots,
             max_seq_len=self.max_seq_len,
             num_tokens=self.config.kv_cache_tokens,
         )

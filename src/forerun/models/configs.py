@@ -67,6 +67,15 @@ LARGEST = {
     "n_inner": 1 << 20,
     "n_layer": 1 << 10,
     "n_head": 1 << 12,
+    "d_model": 1 << 17,
+    "d_kv": 1 << 12,
+    "d_ff": 1 << 20,
+    "num_layers": 1 << 10,
+    "num_decoder_layers": 1 << 10,
+    "num_heads": 1 << 12,
+    **{f"{part}_layers": 1 << 10 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 1 << 20 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 1 << 12 for part in ("encoder", "decoder")},
 }
 # Least and most of each number.
 RANGES = {

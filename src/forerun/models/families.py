@@ -16,7 +16,8 @@ from forerun.models.naming import Gguf, Names
 class Family(Protocol):
     """What a file of this folder must define to be a family.
 
-    It may have `NAMES`, of published tensors where they are not the usual ones, and `GGUF`, if there are such files.
+    It may have `NAMES`, of published tensors where they are not the usual ones, or `names(spec)` where they depend on
+    the model, and `GGUF`, if there are such files.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -47,7 +48,8 @@ def names_of(spec: Spec) -> Names | None:
     """What published tensors of a model are called; None = as here."""
     if spec.model_type not in model_types():
         return None
-    return cast("Names | None", getattr(family(spec.model_type), "NAMES", None))
+    own = family(spec.model_type)
+    return cast("Names | None", own.names(spec) if hasattr(own, "names") else getattr(own, "NAMES", None))
 
 
 @cache

@@ -41,6 +41,8 @@ _INERT = (
 INERT = frozenset(_INERT.split())
 INERT_BEGINNINGS = ("_", "cache_", "output_", "return_")
 KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens"})
+# Of an encoder-decoder: a token behind the start (`start_ids_of`), and one that a text which is cut would end with.
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
 NEUTRAL = {
     "num_beams": 1,
@@ -109,12 +111,28 @@ def end_ids_of(folder: Path, raw: Raw) -> frozenset[int]:
     return ids | _ids_of_end_token(folder, num_ids)
 
 
+def start_ids_of(folder: Path, raw: Raw) -> list[int]:
+    """What the text of an encoder-decoder's decoder begins with: the start token, and one that is forced behind it.
+
+    generation_config.json has its way before config.json, given as `raw`. Raises UnsupportedModel where neither says.
+    """
+    file = read_json_if_there(folder / FILE)
+    found = {key: file.get(key, raw.get(key)) for key in ("decoder_start_token_id", "forced_bos_token_id")}
+    if found["decoder_start_token_id"] is None:
+        raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
+    num_ids = _num_ids(raw)
+    ids = ((key, [value]) for key, value in found.items() if value is not None)
+    return [id_ for key, value in ids for id_ in _ids(value, key, f"{FILE} in {folder}", "an id", num_ids)]
+
+
 # -------------------------------------------------------------------------------------------------- sampling values
 
 
 def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
     """Whether a key is honoured, or changes nothing with this value."""
     if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
+        return True
+    if key in FORCED and config.get("is_encoder_decoder") is True:
         return True
     if key in WITH_PROMPT and WITH_PROMPT[key][0] in raw:
         return True

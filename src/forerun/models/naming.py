@@ -41,7 +41,9 @@ class Names:
     """Published names of modules -> ours, both without `.weight` and `.bias`.
 
     outer: of those outside of blocks. block: how the names inside of a block begin, {} being its number. inner: what
-    follows there. prefix: what may stand before any name. ignored: endings of tensors that are no weights.
+    follows there. prefix: what may stand before any name. ignored: endings of tensors that are no weights. ours_at: our
+    blocks, {} being their number, which is that of the published one times step, plus first. more: other blocks. exact:
+    whole names, of tensors that may be stored as one row of a matrix.
     """
 
     outer: Mapping[str, str]
@@ -49,28 +51,56 @@ class Names:
     inner: Mapping[str, str | Fused]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    ours_at: str = "model.layers.{}."
+    step: int = 1
+    first: int = 0
+    more: tuple[Names, ...] = ()
+    exact: Mapping[str, str] = field(default_factory=dict)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
         """Return our names of what a published tensor holds, and how it does; None for a name that is not known."""
+        if name in self.exact:
+            return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
         if module in self.outer:
             return [f"{self.outer[module]}.{ending}"], Fused((self.outer[module],))
         head, tail = map(re.escape, self.block.split("{}"))
         match = re.fullmatch(rf"{head}(0|[1-9]\d{{0,3}}){tail}(.+)", module)
         if match is None or match[2] not in self.inner:
-            return None
+            others = (names.ours(name.removeprefix(self.prefix)) for names in self.more)
+            return next((found for found in others if found is not None), None)
         found = self.inner[match[2]]
         how = Fused((found,)) if isinstance(found, str) else found
-        return [f"model.layers.{int(match[1])}.{part}.{ending}" for part in how.parts], how
+        at = self.ours_at.format(int(match[1]) * self.step + self.first)
+        return [f"{at}{part}.{ending}" for part in how.parts], how
+
+    def theirs(self, module: str) -> str | None:
+        """Return the published name of a module of ours, without prefix; None for one that is not known."""
+        outer = {ours: theirs for theirs, ours in self.outer.items()}
+        if module in outer:
+            return outer[module]
+        head, tail = map(re.escape, self.ours_at.split("{}"))
+        match = re.fullmatch(rf"{head}(\d+){tail}(.+)", module)
+        for theirs, how in self.inner.items():
+            if match is None:
+                break
+            number, rest = divmod(int(match[1]) - self.first, self.step)
+            if rest == 0 and match[2] in (how.parts if isinstance(how, Fused) else (how,)):
+                return f"{self.block.format(number)}{theirs}"
+        return next((found for names in self.more if (found := names.theirs(module)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies. rows: of the published one's outputs, in order; None = all of them."""
+    """Where one of our tensors lies. rows: of the published one's outputs, in order; None = all of them.
+
+    is_row: it is the only row of a matrix.
+    """
 
     name: str
     rows: list[int] | None = None
     transposed: bool = False
+    is_row: bool = False
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
@@ -85,7 +115,12 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
         ours, how = known
         sizes = [shapes[own][0] if own in shapes else 0 for own in ours]
         for own, rows in zip(ours, _rows(how, sizes, spec), strict=True):
-            found[own] = Place(name, rows if len(ours) > 1 else None, how.transposed and name.endswith(".weight"))
+            found[own] = Place(
+                name,
+                rows if len(ours) > 1 else None,
+                how.transposed and name.endswith(".weight"),
+                names is not None and name in names.exact,
+            )
     return found
 
 
@@ -131,11 +166,13 @@ class NamedSource:
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`."""
         place = self._places[name]
-        if not place.transposed:
+        if place.is_row:
+            yield torch.cat([block.clone() for block in self.source.blocks(place.name)])[0]
+        elif not place.transposed:
             yield from chosen(self.source.blocks(place.name), place.rows)
-            return
-        whole = torch.cat([block.clone() for block in self.source.blocks(place.name)]).T
-        yield (whole if place.rows is None else whole[place.rows]).contiguous()
+        else:
+            whole = torch.cat([block.clone() for block in self.source.blocks(place.name)]).T
+            yield (whole if place.rows is None else whole[place.rows]).contiguous()
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`. Raises UnsupportedModel for what is stored the other way round."""
@@ -152,6 +189,7 @@ class NamedSource:
 def placed(stored: Stored, place: Place) -> Stored:
     """Return what is stored of one of our tensors."""
     shape = stored.shape[::-1] if place.transposed else stored.shape
+    shape = shape[1:] if place.is_row else shape
     return replace(stored, shape=shape if place.rows is None else (len(place.rows), *shape[1:]))
 
 
@@ -190,23 +228,16 @@ def _picked(block: Any, rows: list[int]) -> Any:
 
 def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of our names under the published ones, as files of the family have them."""
-    outer = {ours: module for module, ours in names.outer.items()}
-    inner = {
-        part: module
-        for module, how in names.inner.items()
-        for part in (how if isinstance(how, Fused) else Fused((how,))).parts
-    }
     made: dict[str, dict[str, Tensor]] = {}
+    found, rows = dict[str, Tensor](), {ours: theirs for theirs, ours in names.exact.items()}
     for name, weight in weights.items():
+        if name in rows:
+            found[rows[name]] = weight[None]
+            continue
         module, _, ending = name.rpartition(".")
-        if module in outer:
-            theirs = f"{outer[module]}.{ending}"
-        else:
-            _, _, number, own = module.split(".", 3)
-            theirs = f"{names.block.format(number)}{inner[own]}.{ending}"
+        theirs = f"{names.theirs(module)}.{ending}"
         theirs = theirs if name == HEAD else names.prefix + theirs
         made.setdefault(theirs, {})[name] = weight
-    found = dict[str, Tensor]()
     for theirs, parts in made.items():
         held = places(names, spec, [theirs])
         first = held[next(iter(parts))]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
+from forerun.models.sources import Sources
 from forerun.types import Model, RaggedBatch, Stop, ancestor_words
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
@@ -91,6 +92,8 @@ class Runner:
         head_rows: int | None = None,
     ) -> None:
         self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
+        has_encoder = getattr(model.config, "encoder", None) is not None
+        self.sources = Sources(model, cache) if has_encoder else None
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
@@ -117,7 +120,7 @@ class Runner:
         started = time.perf_counter()
         for run in runs:
             self.cache.reserve(run.slot, len(run.tokens))
-        batch = pack(runs, self.cache)
+        batch = pack(runs, self.cache, self.sources)
         # Before the pass: behind it the interpreter's own code has to come from memory again.
         rows = list(itertools.starmap(range, itertools.pairwise(batch.run_starts)))
         full, few = list[int](), list[int]()
@@ -161,7 +164,7 @@ class Runner:
             return []
         for run, length in zip(runs, lengths, strict=True):
             self.cache.reserve(run.slot, len(run.tokens) + length - 1)
-        batch = pack(runs, self.cache)
+        batch = pack(runs, self.cache, self.sources)
         if batch.ancestors:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         hidden = self._inputs(runs, batch)
@@ -198,13 +201,19 @@ class Runner:
                 f"the model has {self.model.config.max_positions} positions, {num_behind + num_rows} asked"
             )
         self.cache.open(SCRATCH_SLOT)
+        if self.sources is not None:
+            self.sources.open(SCRATCH_SLOT, [0], None)
         try:
+            if self.sources is not None and self.sources.num_unrun(SCRATCH_SLOT):
+                self.sources.run([SCRATCH_SLOT])
             if num_behind:
                 self.cache.reserve(SCRATCH_SLOT, num_behind)
                 self.cache.keep({SCRATCH_SLOT: range(num_behind)})
             self.forward([Run(SCRATCH_SLOT, [0] * num_rows, "all", None, self.finds_best)])
         finally:
             self.cache.release(SCRATCH_SLOT)
+            if self.sources is not None:
+                self.sources.release(SCRATCH_SLOT)
 
     def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Tensor | None:
         """What the first layer gets [T, H]; None where no run has vectors."""
@@ -276,8 +285,8 @@ def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tu
     return some_logits, some_best
 
 
-def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
-    """Runs -> one ragged batch; nothing is padded."""
+def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> RaggedBatch:
+    """Runs -> one ragged batch; nothing is padded. sources: of an encoder-decoder."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):
@@ -294,13 +303,14 @@ def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
         starts.append(len(tokens))
     slots = [run.slot for run in runs]
     silent = frozenset(b for b, run in enumerate(runs) if run.logits == "none")
+    of_runs = () if sources is None else sources.of(slots)
     if not trees:
-        return RaggedBatch(tokens, positions, starts, slots, cached, silent=silent)
+        return RaggedBatch(tokens, positions, starts, slots, cached, sources=of_runs, silent=silent)
     num_pending, ancestors = [0] * len(runs), [0] * len(tokens)
     for b, words in trees.items():
         num_pending[b] = len(words) - len(runs[b].tokens)
         ancestors[starts[b] : starts[b + 1]] = words[num_pending[b] :]
-    return RaggedBatch(tokens, positions, starts, slots, cached, num_pending, ancestors, silent=silent)
+    return RaggedBatch(tokens, positions, starts, slots, cached, num_pending, ancestors, of_runs, silent)
 
 
 def _is_chain(parents: list[int]) -> bool:

@@ -205,14 +205,18 @@ class ReferenceOps:
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
-        `view` says which rows of the pool to write and to read. k, v: None where another layer has written them. A row
-        sees the kept tokens of its slot, its ancestors in the run, and itself; with a sliding `window` only those at
-        logical positions above its own minus window.
+        `view` says which rows of the pool to write and to read. k, v: None where another layer has written them. pool:
+        None where the rows of this pass are all that there is, in the order of the view. A row sees the kept tokens of
+        its slot, its ancestors in the run, and itself; with a sliding `window` only those at logical positions above
+        its own minus window.
         """
-        assert pool is not None
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view)
-        if k is not None and v is not None:
+        if pool is None:
+            assert k is not None
+            assert v is not None
+            pool = Pool(k, v)
+        elif k is not None and v is not None:
             pool.write(plan.writes, k, v)
         attend = self._attend_alone if self.row_by_row else self._attend_run
         if len(plan.reads) == 1:

@@ -6,6 +6,7 @@ others with the same interface). A family that nothing else computes runs here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,8 +42,8 @@ def usable(device: str) -> str | None:
 
 def supports(spec: Spec) -> str | None:
     """Return why a model is not computed here, in a sentence without an end; None where it is."""
-    if spec.encoder is not None or any(b.attention is not None and b.attention.sees == "encoder" for b in spec.blocks):
-        return "an encoder is not computed yet"
+    if spec.encoder is not None and (why_not := supports(spec.encoder)) is not None:
+        return why_not
     if any(block.recurrence is not None for block in spec.blocks):
         return "blocks that keep a state are not computed yet"
     if any(block.per_layer_input is not None for block in spec.blocks):
@@ -163,12 +164,16 @@ class Projections:
 
 @dataclass
 class Step:
-    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind."""
+    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind.
+
+    sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
+    """
 
     positions: Tensor
     rotations: Mapping[Rope, Rotation]
     cache: BlockCache | None
     view: CacheView | None
+    sources: CacheView | None = None
 
 
 class TorchAttention:
@@ -176,11 +181,12 @@ class TorchAttention:
 
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = a
-        own = f"{at}self_attn."
+        own = at + blocks.attention_name(a)
         q, kv = ["q_proj", *(["gate_proj"] if a.gate else [])], list[str]()
         if a.shares_kv_of is None:
             kv = ["k_proj", *([] if a.k_is_v else ["v_proj"])]
-        groups = [group for group in (q, kv) if group] if parts.apart else [q + kv]
+        apart = parts.apart or a.sees == "encoder"
+        groups = [group for group in (q, kv) if group] if apart else [q + kv]
         self._products = [(group, parts.product(*(own + name for name in group))) for group in groups]
         self.o = parts.product(f"{own}o_proj")
         has_own = a.shares_kv_of is None
@@ -193,26 +199,31 @@ class TorchAttention:
             buckets, table = a.bias, parts.vector(f"{own}relative_attention_bias.weight")
         is_plain = (a.scale, a.softcap, sinks, table, a.sees) == (None, None, None, None, "past")
         self.scoring: Scoring = (
-            PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, table, a.sees == "all")
+            PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, table, a.sees != "past")
         )
 
     def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
         """What the block's branch adds [T, H], of rows y that its projections read. i: the block's number."""
         a = self.spec
-        found = self.project(ops, y)
+        found = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
         rotation = None if a.rope is None else step.rotations[a.rope]
         q = self.queries(ops, found["q_proj"], rotation, step.positions)
         k = v = None
-        if a.shares_kv_of is None:
+        if a.shares_kv_of is None and a.sees != "encoder":
             k, v = self.keys_values(ops, found, rotation)
         layer = i if a.shares_kv_of is None else a.shares_kv_of
         pool = None if step.cache is None else step.cache.pools[layer]
+        view = step.sources if a.sees == "encoder" else step.view
         more = {} if self.scoring is PLAIN else {"scoring": self.scoring}
-        out = ops.attention(q, k, v, pool=pool, view=step.view, window=a.window, **more)
+        out = ops.attention(q, k, v, pool=pool, view=view, window=a.window, **more)
         out = out.flatten(1)
         if a.gate:
             out = out * torch.sigmoid(found["gate_proj"])
         return self.o.apply(ops, out)[0]
+
+    def of_source(self, ops: ReferenceOps, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the cache keeps of an encoder's rows [S, H]: keys and values [S, kv_heads, D]."""
+        return self.keys_values(ops, self.project(ops, rows, "k_proj"), None)
 
     def project(self, ops: ReferenceOps, y: Tensor, wanted: str | None = None) -> dict[str, Tensor]:
         """Rows y times the matrices, by their names: those of the product that has `wanted`, None = of all."""
@@ -388,7 +399,7 @@ class TorchModel:
         self._embedding = weights.get(EMBEDDING)
         self._head = self._embedding if spec.tied else weights.get(HEAD)
         self._head_bias = weights["lm_head.bias"] if spec.head_bias else None
-        self._positions = weights[POSITIONS] if spec.positions is not None else None
+        self._positions = self._table_of_positions()
         self._embed_norm = Normed.of(parts, "model.embed_norm", spec.embed_norm)
         self._final_norm = Normed.of(parts, FINAL_NORM.removesuffix(".weight"), spec.final_norm)
         self.blocks: list[TorchBlock] = []
@@ -397,6 +408,11 @@ class TorchModel:
             biased = self.blocks[shared].attention if isinstance(shared, int) else None
             self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", biased))
         ropes = {a.rope: a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope is not None}
+        self.encoder: TorchModel | None = None
+        if spec.encoder is not None:
+            names = [weight.name for weight in blocks.weights(spec.encoder)]
+            own = {name: weights[EMBEDDING if name == EMBEDDING else blocks.of_encoder(name)] for name in names}
+            self.encoder = TorchModel(spec.encoder, own, self.ops, join)
         dtype = self.activation_dtype
         self._rotations = {rope: Rotations(rope, dim, self.device, dtype) for rope, dim in ropes.items()}
         self._packed = None if join is None else parts.made
@@ -441,14 +457,19 @@ class TorchModel:
         """
         taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
-        view = None if cache is None else self.ops.plan(cache.view(batch))
+        view = sources = None
+        if cache is not None:
+            view = self.ops.plan(cache.view(batch))
+            sources = None if self.encoder is None else self.ops.plan(_sources_of(batch, cache))
+        elif self._sees_all:
+            view = self.ops.plan(_of_itself(batch, self.device))
         tokens, positions = _on_device(batch, self.device)
         x = self._embedded(tokens) if hidden is None else hidden.to(self.activation_dtype)
         if hidden is None or (len(chosen) and chosen[0] == 0):
             x = self._entered(x, positions)
         end = end_of(batch)
-        step = Step(positions, {k: table.at(positions, end) for k, table in self._rotations.items()}, cache, view)
-        first = 0
+        rotations = {k: table.at(positions, end) for k, table in self._rotations.items()}
+        step, first = Step(positions, rotations, cache, view, sources), 0
         for i in chosen:
             _write(taps, range(first, i + 1), x)
             first = i + 1
@@ -456,6 +477,35 @@ class TorchModel:
             read = None
         _write(taps, range(first, self.config.num_layers + 1), x)
         return self.norm(x) if is_normed else x
+
+    def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
+        """Run the encoder over these tokens, by slot, and write what the decoder's blocks read of them into the cache.
+
+        The rows of each slot are reserved, from its first on, and kept by whoever calls. Each is an encoder's whole
+        input, of which every row sees all.
+        """
+        if self.encoder is None:
+            raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
+        starts = [0, *itertools.accumulate(map(len, sources.values()))]
+        tokens = [token for own in sources.values() for token in own]
+        positions = [i for own in sources.values() for i in range(len(own))]
+        batch = RaggedBatch(tokens, positions, starts, list(sources), [0] * len(sources))
+        rows = self.encoder.forward(batch, None)
+        places = torch.cat([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
+        for i in cache.shape.kept:
+            attention = self.blocks[i].attention
+            if attention is not None and attention.spec.sees == "encoder":
+                cache.pools[i].write(places, *attention.of_source(self.ops, rows))
+
+    @property
+    def _sees_all(self) -> bool:
+        return any(block.attention is not None and block.attention.sees == "all" for block in self.config.blocks)
+
+    def _table_of_positions(self) -> Tensor | None:
+        own = self.config.positions
+        if own is None or own.kind == "learned":
+            return None if own is None else self.weights[POSITIONS]
+        return _sinusoids(own.num + own.offset, self.config.hidden_size).to(self.device, self.activation_dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._embedding is None:
@@ -547,6 +597,30 @@ def _back_to_back(weights: list[Tensor]) -> Tensor | None:
         end += weight.numel()
     num_rows = sum(len(weight) for weight in weights)
     return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+
+def _sinusoids(num: int, width: int) -> Tensor:
+    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5), float32 [num, width].
+
+    In float64 until the end, as published code computes its tables.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(num, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
+
+
+def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
+    """Return the rows that the source of each run has in the cache. Raises InternalError for a run without one."""
+    if len(batch.sources) != len(batch.slots):
+        raise InternalError(f"{len(batch.slots)} runs of an encoder-decoder have {len(batch.sources)} sources")
+    reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
+    return CacheView(batch, reads[0][:0] if reads else torch.empty(0, dtype=torch.int64), reads)
+
+
+def _of_itself(batch: RaggedBatch, device: torch.device) -> CacheView:
+    """Return a view of rows that are in no cache: each run sees its own alone."""
+    rows = torch.arange(batch.run_starts[-1], device=device)
+    return CacheView(batch, rows, [rows[batch.run(b).start : batch.run(b).stop] for b in range(len(batch.slots))])
 
 
 def _write(taps: Mapping[int, Tensor], wanted: range, x: Tensor) -> None:

@@ -1,0 +1,134 @@
+"""BART: an encoder and a decoder with layer norms behind each part, learned positions, biases everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from forerun.blocks import Act, Attention, Block, Mlp, Norm, Positions, Spec
+from forerun.models import configs
+from forerun.models.configs import Raw, size
+from forerun.models.naming import Names
+
+ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
+SELF = {f"self_attn.{theirs}": f"self_attn.{ours}" for theirs, ours in ATTENTION.items()}
+SELF |= {"self_attn_layer_norm": "post_attention_layernorm"}
+CROSS = {f"encoder_attn.{theirs}": f"encoder_attn.{ours}" for theirs, ours in ATTENTION.items()}
+CROSS |= {"encoder_attn_layer_norm": "post_attention_layernorm"}
+FEED_FORWARD = {"fc1": "mlp.up_proj", "fc2": "mlp.down_proj", "final_layer_norm": "post_feedforward_layernorm"}
+
+
+def names_of_layers(outer: Mapping[str, str]) -> Names:
+    """Return the published names of layers as BART's. A layer of the decoder is two blocks."""
+    return Names(
+        {"shared": "model.embed_tokens", **outer},
+        "decoder.layers.{}.",
+        SELF,
+        prefix="model.",
+        ignored=("coder.embed_tokens.weight", "coder.embed_positions.weight"),
+        step=2,
+        more=(
+            Names({}, "decoder.layers.{}.", CROSS | FEED_FORWARD, step=2, first=1),
+            Names({}, "encoder.layers.{}.", SELF | FEED_FORWARD, ours_at="encoder.layers.{}."),
+        ),
+        exact={"final_logits_bias": "lm_head.bias"},
+    )
+
+
+NAMES = names_of_layers(
+    {
+        "lm_head": "lm_head",
+        "decoder.embed_positions": "model.embed_positions",
+        "decoder.layernorm_embedding": "model.embed_norm",
+        "encoder.embed_positions": "encoder.embed_positions",
+        "encoder.layernorm_embedding": "encoder.embed_norm",
+    }
+)
+ACTS: Mapping[str, Act] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+PARTS = ("encoder", "decoder")
+SIZES = {f"{part}_{what}" for part in PARTS for what in ("layers", "ffn_dim", "attention_heads")}
+KEYS = {*SIZES, "model_type", "vocab_size", "d_model", "max_position_embeddings", "activation_function",
+        "scale_embedding", "tie_word_embeddings", "is_encoder_decoder", "torch_dtype", "dtype"}  # fmt: skip
+INERT = {"dropout", "activation_dropout", "classifier_dropout", "classif_dropout", "init_std", "encoder_layerdrop",
+         "decoder_layerdrop", "gradient_checkpointing", "num_hidden_layers", "is_decoder", "normalize_before",
+         "force_bos_token_to_be_generated", "normalize_embedding", "add_bias_logits", "add_final_layer_norm",
+         "static_position_embeddings", "extra_pos_embeddings"}  # fmt: skip
+EPS = 1e-5
+OFFSET = 2  # rows before that of position 0
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    for key, usual in (("normalize_before", False), ("normalize_embedding", True), ("add_final_layer_norm", False)):
+        configs.require(raw.get(key, usual) is usual, raw, key, str(usual).lower())
+    positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
+    return spec_of(raw, KEYS | INERT, positions, Norm("layer", EPS, bias=True))
+
+
+def spec_of(raw: Raw, known: set[str], positions: Positions, embed_norm: Norm | None) -> Spec:
+    """Return a model of layers as BART's. known: keys of config.json. Raises UnsupportedModel for any other key."""
+    configs.refuse_unknown(raw, known)
+    usual: Raw = {"activation_function": "gelu", "tie_word_embeddings": True}
+    c = {**usual, **{key: value for key, value in raw.items() if value is not None}}
+    configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")
+    configs.require(configs.flag(c, "tie_word_embeddings"), c, "tie_word_embeddings", "true")
+    hidden, norm = size(c, "d_model"), Norm("layer", EPS, bias=True)
+    of_blocks = partial(
+        Spec,
+        str(raw["model_type"]),
+        size(c, "vocab_size"),
+        hidden,
+        positions.num,
+        embed_scale=hidden**0.5 if configs.flag(c, "scale_embedding") else 1.0,
+        embed_norm=embed_norm,
+        positions=positions,
+        final_norm=None,
+    )
+
+    def parts(part: str, **sees: Any) -> tuple[Attention, Mlp]:
+        heads = size(c, f"{part}_attention_heads")
+        configs.require(hidden % heads == 0, c, f"{part}_attention_heads", f"a divisor of {hidden}")
+        mlp = Mlp(size(c, f"{part}_ffn_dim"), ACTS[c["activation_function"]], gated=False, bias=True)
+        return Attention(heads, heads, hidden // heads, qkv_bias=True, o_bias=True, **sees), mlp
+
+    attention, mlp = parts("encoder", sees="all")
+    layer = Block(None, attention, post_attention=norm, mlp=mlp, post_mlp=norm, norm_at="sum")
+    encoder = of_blocks(blocks=(layer,) * size(c, "encoder_layers"), head=False)
+    attention, mlp = parts("decoder")
+    says = Block(None, attention, post_attention=norm, norm_at="sum")
+    attention, _ = parts("decoder", sees="encoder")
+    reads = Block(None, attention, post_attention=norm, mlp=mlp, post_mlp=norm, norm_at="sum")
+    num = size(c, "decoder_layers")
+    return of_blocks(blocks=(says, reads) * num, tied=True, head_bias=True, encoder=encoder)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    ids = {"pad_token_id": 1, "decoder_start_token_id": 2}  # of all that are published
+    return {"architectures": ["BartForConditionalGeneration"], **sizes_of(spec), **ids}
+
+
+def sizes_of(spec: Spec) -> dict[str, Any]:
+    """Return what config.json says of layers as BART's."""
+    found: dict[str, Any] = {
+        "model_type": spec.model_type,
+        "is_encoder_decoder": True,
+        "vocab_size": spec.vocab_size,
+        "d_model": spec.hidden_size,
+        "max_position_embeddings": spec.max_positions,
+        "scale_embedding": spec.embed_scale != 1,
+        "tie_word_embeddings": spec.tied,
+    }
+    for part, own in zip(PARTS, (spec.encoder or spec, spec), strict=True):
+        mlp, a = own.blocks[-1].mlp or Mlp(1), own.blocks[-1].attention or Attention(1, 1, 1)
+        found[f"{part}_layers"] = own.num_layers // (2 if part == "decoder" else 1)
+        found[f"{part}_ffn_dim"], found[f"{part}_attention_heads"] = mlp.size, a.heads
+        found["activation_function"] = next(name for name, act in ACTS.items() if act == mlp.act)
+    return found

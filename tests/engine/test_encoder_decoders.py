@@ -1,0 +1,195 @@
+"""Encoder-decoders in the engine: sources of different lengths in one batch, with drafts, preemption and aborts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams
+from tiny import byte_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 257,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 3,
+    "eos_token_id": 0,
+}
+
+
+def write_t5(folder: Path, seed: int, **sizes: Any) -> Any:
+    """Write a T5 of random weights over bytes, and return transformers' module."""
+    torch.manual_seed(seed)
+    config = transformers.T5Config(**{**SMALL, "num_layers": 2, "num_decoder_layers": 2, **sizes})
+    module = transformers.T5ForConditionalGeneration(config).eval()
+    for parameter in module.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    module.save_pretrained(folder)
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    return module
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """A target, its folder, and the folder of a draft."""
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    module = write_t5(target, 1)
+    write_t5(draft, 1, num_decoder_layers=1)
+    return module, target, draft
+
+
+def sources(num: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(1, 257) for _ in range(rng.randrange(1, longest))] for _ in range(num)]
+
+
+@pytest.fixture(scope="module")
+def llm(published: tuple[Any, Path, Path]) -> Iterator[LLM]:
+    _, target, draft = published
+    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 4, "dtype": "float32"}
+    with LLM(target, draft="suffix", extra_drafts=f"model:path={draft}", **options) as made:
+        yield made
+
+
+def test_greedy_texts_are_those_of_transformers(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    module, asked = published[0], sources(24)
+    for draft in ("none", "suffix", "model"):
+        outs = llm.generate(asked, SamplingParams(max_tokens=24, temperature=0, draft=draft))
+        for source, out in zip(asked, outs, strict=True):
+            wanted = module.generate(torch.tensor([source]), max_new_tokens=24, do_sample=False, num_beams=1)[0, 1:]
+            assert out.token_ids == wanted.tolist()
+            assert out.prompt_ids == source
+
+
+def test_an_answer_that_begins_as_it_was_told(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    module, source = published[0], [5, 80, 7, 9]
+    params = SamplingParams(max_tokens=10, temperature=0, decoder_prompt=[9, 8])
+    (out,) = llm.generate(source, params)
+    begun = torch.tensor([[3, 9, 8]])
+    wanted = module.generate(torch.tensor([source]), decoder_input_ids=begun, max_new_tokens=10, do_sample=False)
+    assert out.token_ids == wanted[0, 3:].tolist()
+
+
+def test_drawn_texts_are_plain_decodings(llm: LLM) -> None:
+    """With match and one seed; the source is no part of what penalties count."""
+    asked = sources(12)
+    texts = []
+    for draft in ("none", "suffix", "model"):
+        params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, repetition_penalty=1.2, draft=draft)
+        texts.append([out.token_ids for out in llm.generate(asked, params)])
+    assert texts[0] == texts[1] == texts[2]
+    assert len({tuple(text) for text in texts[0]}) > 6
+
+
+def test_beams_are_those_of_transformers(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    module = published[0]
+    for i, source in enumerate(sources(6)):
+        draft = "model" if i % 2 else "none"
+        params = SamplingParams(max_tokens=12, temperature=0, num_beams=3, n=3, ignore_eos=True, draft=draft)
+        outs = llm.generate(source, params)
+        wanted = module.generate(
+            torch.tensor([source]), max_new_tokens=12, min_new_tokens=12, num_beams=3, num_return_sequences=3
+        )
+        assert [out.token_ids for out in outs] == wanted[:, 1:].tolist()
+
+
+def test_equal_sources_are_run_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and later; under another salt again. What differs behind the same beginning is run for itself."""
+    runner, num_run = llm.engine.runner, list[int]()
+    begin = runner.model.begin  # type: ignore[attr-defined]
+
+    def counted(sources: Any, cache: Any) -> None:
+        num_run.append(len(sources))
+        begin(sources, cache)
+
+    monkeypatch.setattr(runner.model, "begin", counted)
+    source, params = [*range(40, 75)], SamplingParams(max_tokens=4, temperature=0, draft="none")
+    first = llm.generate([source] * 3, params)
+    assert sum(num_run) == 1
+    assert llm.generate(source, params)[0].token_ids == first[0].token_ids == first[2].token_ids
+    assert sum(num_run) == 1
+    salted = SamplingParams(max_tokens=4, temperature=0, draft="none", cache_salt="own")
+    assert llm.generate(source, salted)[0].token_ids == first[0].token_ids
+    assert sum(num_run) == 2
+    assert llm.generate([*source, 9], params)[0].token_ids != []
+    assert sum(num_run) == 3
+
+
+def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    """Of 60 requests in a cache that holds two or three; nothing is left of them."""
+    _, target, draft = published
+    asked = sources(60, longest=40)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    wanted = [out.token_ids for out in llm.generate(asked, params)]
+    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 8, "dtype": "float32", "kv_cache_tokens": 224}
+    with LLM(target, draft=f"model:path={draft}", **options) as small:
+        found = small.generate(asked, params)
+        assert [out.token_ids for out in found] == wanted
+        assert small.engine.scheduler.num_preemptions > 0
+        for runner in (small.engine.runner, small.drafters["model"].runner):
+            assert runner is not None
+            cache: Any = runner.cache
+            cache.check_integrity()
+            assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+
+
+def test_nothing_is_left_of_aborted_requests(llm: LLM) -> None:
+    runner: Any = llm.engine.runner
+    for i in range(100):
+        requests = llm.submit(sources(10), SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        if i % 3:
+            llm.generate([7, 8], SamplingParams(max_tokens=1 + i % 5, temperature=0))
+        llm.end(requests)
+    llm.generate([7, 8], SamplingParams(max_tokens=1, temperature=0))
+    runner.cache.check_integrity()
+    assert runner.cache.free_tokens() == runner.cache.num_blocks * runner.cache.block_tokens
+    assert not runner.sources._known
+
+
+def test_what_no_encoder_reads(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong, match="the prompt has 97 tokens and the encoder reads at most 96"):
+        llm.generate([1] * 97, SamplingParams(max_tokens=4))
+    with pytest.raises(PromptTooLong, match="the answer begins with 1 tokens and max_tokens=96, but max_seq_len is 96"):
+        llm.generate([1], SamplingParams(max_tokens=96))
+    with pytest.raises(BadOption, match="the prompt has no tokens"):
+        llm.generate([[]], SamplingParams(max_tokens=4))
+    with pytest.raises(BadOption, match="the prompt holds the id 257"):
+        llm.generate([257], SamplingParams(max_tokens=4))
+    with pytest.raises(BadOption, match="decoder_prompt holds the id 300"):
+        llm.generate([1], SamplingParams(max_tokens=4, decoder_prompt=[300]))
+    with LLM("shipped", draft="none", max_seq_len=64) as plain, pytest.raises(BadOption, match="has no encoder"):
+        plain.generate("def", SamplingParams(max_tokens=4, decoder_prompt="x"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_backend": "contiguous", "max_batch_size": 1},
+        {"quantization": "int8:group=16"},
+        {"dtype": "bfloat16", "ops": "reference_row_by_row"},
+    ],
+    ids=str,
+)
+def test_other_ways_to_run(published: tuple[Any, Path, Path], options: dict[str, Any]) -> None:
+    """Each says with every draft what it says with none: with one of a part of its layers, too."""
+    asked = sources(5)
+    drafts = "lookup", "bigram", "recycle", "early_exit:layers=2", f"model:path={published[2]}"
+    more = ";".join(drafts)
+    with LLM(published[1], draft="none", extra_drafts=more, max_seq_len=96, **options) as made:
+        texts = []
+        for draft in ("none", *made.drafters):
+            params = SamplingParams(max_tokens=16, temperature=0, draft=draft)
+            texts.append([out.token_ids for out in made.generate(asked, params)])
+        assert len(texts) >= 6
+        assert all(found == texts[0] for found in texts)

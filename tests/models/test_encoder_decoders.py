@@ -1,0 +1,145 @@
+"""Encoder-decoders compute what `transformers` computes: many sources in one batch, in chunks and trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.kv.cache import BlockCache
+from forerun.models.loading import load_checkpoint
+from forerun.models.runner import Run, Runner
+from forerun.models.saving import save_checkpoint
+from forerun.ops.reference import ReferenceOps
+
+transformers = pytest.importorskip("transformers")
+
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
+BART = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "encoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 2,
+    "decoder_layers": 3,
+    "decoder_ffn_dim": 40,
+    "decoder_attention_heads": 4,
+}
+IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", T5),
+    "t5 1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("Bart", BART | IDS),
+    "bart scaled": ("Bart", BART | IDS | {"scale_embedding": True, "activation_function": "relu"}),
+    "marian": ("Marian", BART | IDS | {"activation_function": "swish", "scale_embedding": True}),
+}
+CLASSES = {"T5": "T5ForConditionalGeneration", "Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
+SOURCES = {0: [*range(3, 40)], 1: [5, 4, 96], 2: [*range(90, 20, -3)]}
+TEXTS = {0: [0, 7, 9, 11, 50, 3, 2, 8], 1: [0, 90, 4, 4, 4, 17], 2: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """A small module of random weights, and the folder that it was saved to."""
+    name, config = CASES[request.param]
+    torch.manual_seed(1)
+    made = getattr(transformers, f"{name}Config")(**config)
+    module = getattr(transformers, CLASSES[name])(made).eval()
+    for parameter in module.parameters():
+        if parameter.requires_grad:  # not of a table of sines
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    if hasattr(module, "final_logits_bias"):
+        module.final_logits_bias += torch.randn_like(module.final_logits_bias)
+    folder = tmp_path_factory.mktemp("published")
+    module.save_pretrained(folder)
+    return module, folder
+
+
+def runner_of(folder: Path, *, row_by_row: bool = False) -> Runner:
+    model = load_checkpoint(folder, dtype="float32", ops=ReferenceOps(row_by_row=row_by_row)).model
+    cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=8, max_seq_len=64)
+    return Runner(model, cache)
+
+
+def by_transformers(module: Any, source: list[int], text: list[int]) -> Tensor:
+    with torch.no_grad():
+        return module(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([text])).logits[0]  # type: ignore[no-any-return]
+
+
+def test_logits_in_one_batch(published: tuple[Any, Path]) -> None:
+    module, folder = published
+    runner = runner_of(folder)
+    assert runner.sources is not None
+    for slot, source in SOURCES.items():
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run(list(SOURCES))
+    found: dict[int, list[Tensor]] = {slot: [] for slot in TEXTS}
+    for start, stop in [(0, 2), (2, 6), (6, 13)]:  # in chunks, until a text has no more
+        runs = [Run(slot, text[start:stop]) for slot, text in TEXTS.items() if len(text) > start]
+        scores = runner.forward(runs)
+        runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
+        for run, logits in zip(runs, scores.logits, strict=True):
+            found[run.slot].append(logits)
+    for (slot, text), source in zip(TEXTS.items(), SOURCES.values(), strict=True):
+        wanted = by_transformers(module, source, text)
+        assert torch.allclose(torch.cat(found[slot]), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    runner.cache.check_integrity()
+
+
+def test_a_tree_of_a_text(published: tuple[Any, Path]) -> None:
+    """Each row sees its own ancestors, and all of its source; alone it has the same bits."""
+    module, folder = published
+    runner, source, text = runner_of(folder, row_by_row=True), SOURCES[0], TEXTS[0]
+    assert runner.sources is not None
+    for slot in (0, 1):
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run([0, 1])
+    runner.forward([Run(0, text[:4])])
+    runner.cache.keep({0: range(4)})
+    tree, parents = [text[4], 60, 61, text[5], 62], [-1, -1, 0, 0, 3]
+    found = runner.forward([Run(0, tree, parents=parents)]).logits[0]
+    for path, row in [((0,), 0), ((1,), 1), ((0, 2), 2), ((0, 3, 4), 4)]:
+        tokens = [*text[:4], *(tree[node] for node in path)]
+        assert torch.allclose(found[row], by_transformers(module, source, tokens)[-1], rtol=1e-3, atol=1e-3)
+        alone = runner.forward([Run(1, tokens)]).logits[0][-1]
+        assert torch.equal(found[row], alone)
+
+
+def test_it_is_saved_as_it_was(published: tuple[Any, Path], tmp_path: Path) -> None:
+    """transformers reads what we write."""
+    module, folder = published
+    loaded = load_checkpoint(folder, dtype="float32")
+    save_checkpoint(tmp_path, loaded.model.config, dict(loaded.tensors), torch.float32)
+    again = type(module).from_pretrained(tmp_path).eval()
+    wanted, found = (by_transformers(own, SOURCES[1], TEXTS[1]) for own in (module, again))
+    assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("published", ["t5"], indirect=True)
+def test_tensors_of_early_files_that_nothing_reads(published: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = published[1]
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    held = load_file(tmp_path / "model.safetensors")
+    held["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(8, 4)
+    held["encoder.embed_tokens.weight"] = held["shared.weight"].clone()
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_checkpoint(tmp_path).model.config == load_checkpoint(folder).model.config
