@@ -206,10 +206,10 @@ def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
     asked = Question(target, draft, tmp_path, 2, (3, 5), lookup_max_n=3, server=program, num_positions=512)
     peer = PeerProcess("llama.cpp", Path(sys.executable), asked)
     try:
-        drafts = ["lookup K=3", "lookup K=5", "draft K=3", "draft K=5"]
+        drafts = ["lookup K=3", "lookup K=5", "draft", "draft K=3", "draft K=5"]
         assert peer.configurations == ["plain", *drafts, "ngram-simple", "ngram-mod", "ngram-cache"]
         assert peer.about == "llama-server version: 7 (abc), 2 threads; draft-mtp are left out, because they need heads"
-        for name in ("plain", "lookup K=5", "draft K=3", "ngram-mod"):
+        for name in ("plain", "lookup K=5", "draft", "draft K=3", "ngram-mod"):
             outcome = peer.generate(name, [4, 5], 6)
             assert (outcome.tokens, outcome.first_s, outcome.num_first) == ([5] * 6, 0.002, 1)
         with pytest.raises(PeerError, match="llama-server ended with exit code 1: error: no cache today"):
@@ -220,13 +220,14 @@ def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
     finally:
         peer.close()
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    assert [prompt for _, _, prompt in lines] == [[0], [4, 5]] * 4 + [[0], [6, 6], [0], [7]]
+    assert [prompt for _, _, prompt in lines] == [[0], [4, 5]] * 5 + [[0], [6, 6], [0], [7]]
     usual = ["--model", str(target), "--parallel", "1", "--ctx-size", "512", "--threads", "2", "--host", "127.0.0.1"]
     usual += ["--cache-ram", "0", "--port"]
     size = "--spec-ngram-simple-size"
-    assert [words[len(usual) + 1 :] for _, words, _ in lines[1:8:2]] == [
+    assert [words[len(usual) + 1 :] for _, words, _ in lines[1:10:2]] == [
         [],
         ["--spec-type", "ngram-simple", f"{size}-n", "3", f"{size}-m", "5"],
+        ["--spec-type", "draft-simple", "--model-draft", str(draft)],
         ["--spec-type", "draft-simple", "--model-draft", str(draft), "--spec-draft-n-max", "3"],
         ["--spec-type", "ngram-mod"],
     ]

@@ -105,6 +105,11 @@ def test_a_generation_is_watched_to_its_end(llm: LLM, pages: Pages, settings: di
     assert f"{report.num_steps + 1} steps and {len(out.token_ids)} tokens" in part(page, "summary").inner_text()
 
 
+def number(text: str) -> float:
+    """Read a number as the page writes it: 1,234.5."""
+    return float(text.replace(",", ""))
+
+
 def test_the_race(llm: LLM, pages: Pages) -> None:
     """Plain decoding behind it: both texts, the quotient of their speeds, and two rows in the trace."""
     page = opened(pages, {**CHAIN, "race": 1})
@@ -114,9 +119,9 @@ def test_the_race(llm: LLM, pages: Pages) -> None:
     for lane in ("draft", "plain"):
         assert page.locator(f"[data-lane={lane}]").text_content() == plain.text
     assert "Both texts are the same." in part(page, "race-says").inner_text()
-    rates = [float(x) for x in re.findall(r"([\d.]+) tokens per second", part(page, "status").inner_text())]
-    quotient = float(readout(page, "speedup"))
-    assert quotient == pytest.approx(float(readout(page, "rate")) / rates[-1], rel=0.05)
+    rates = [number(x) for x in re.findall(r"([\d.,]+) tokens per second", part(page, "status").inner_text())]
+    quotient = number(readout(page, "speedup"))
+    assert quotient == pytest.approx(number(readout(page, "rate")) / rates[-1], rel=0.05)
     told = re.findall(r"event: (\w+)\ndata: (.*)", answer.value.text())
     begun: dict[str, Any] = {}
     behind = []  # tokens per second of each lane behind its first round, whose tokens took the prompt's time, too
@@ -126,9 +131,9 @@ def test_the_race(llm: LLM, pages: Pages) -> None:
         if name == "end":
             at_s, num = begun[data["lane"]]
             behind.append((len(data["token_ids"]) - num) / (data["seconds"] - at_s))
-    shown = re.search(r"prompt: ([\d.]+) against ([\d.]+) tokens", part(page, "race-says").inner_text())
+    shown = re.search(r"prompt: ([\d.,]+) against ([\d.,]+) tokens", part(page, "race-says").inner_text())
     assert shown is not None
-    assert [float(one) for one in shown.groups()] == pytest.approx(behind, abs=0.06)
+    assert [number(one) for one in shown.groups()] == pytest.approx(behind, abs=0.06)
     assert part(page, "summary").locator("li").count() == 2
     assert page.locator("#trace .trace-stage canvas").bounding_box()["height"] > 120
 
