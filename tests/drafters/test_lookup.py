@@ -12,6 +12,7 @@ import pytest
 from engine.load import MODEL, run, runner_with
 from forerun.drafters import Seen
 from forerun.drafters.lookup import LookupDrafter, Options, follower
+from forerun.drafters.suffix import Options as SuffixOptions, SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.pacing.fixed import FixedPacing
@@ -92,3 +93,31 @@ def test_a_long_prompt_is_read_while_the_target_reads_it() -> None:
         assert set(drafter.num_read["propose"]) == {0}
         assert sum(map(sum, drafter.num_read.values())) <= len(request.seq.tokens)
         drafter.num_read = {"observe": [], "propose": []}
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens", "guess"),
+    [
+        ([5, 6, 7, 8, 9], [0, 5, 6], [7, 8, 9]),  # up to the source's end, which nothing follows
+        ([5, 6, 7, 8, 9], [0, 9], []),
+        ([5, 6, 7, 8, 9], [0, 5, 6, 1, 2, 5, 6], [1, 2, 5, 6, 1, 2]),  # what was said last comes first
+        ([5, 6], [0, 4], []),
+    ],
+)
+def test_the_source_of_an_encoder_decoder_is_looked_through(
+    source: list[int], tokens: list[int], guess: list[int]
+) -> None:
+    seq = Sequence(0, tokens, 1, SamplingParams(temperature=0), 0, 99, source_ids=tuple(source))
+    for drafter in (LookupDrafter(Options()), suffix_path()):
+        found = drafter.propose([seq], Budget([6], 0), [])
+        assert found.tokens == guess[: len(found.tokens)]
+        assert bool(found.tokens) == bool(guess)
+        assert seq.id in drafter._texts.by_id
+        seq.tokens.append(3)
+        drafter.propose([seq], Budget([6], 0), [])
+        assert drafter._texts.by_id[0].ids.tolist() == [*source, -1, *seq.tokens]
+        seq.tokens.pop()
+
+
+def suffix_path() -> SuffixDrafter:
+    return SuffixDrafter(SuffixOptions(shape="path"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from forerun.drafters import Drafter, Seen
+from forerun.drafters.continuations import END_OF_TEXT
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
@@ -70,19 +71,23 @@ T = TypeVar("T", bound=Text)
 
 
 class Tokens:
-    """The committed tokens themselves, in an array that numpy can search; no view of it may live while it grows."""
+    """The committed tokens themselves, in an array that numpy can search; no view of it may live while it grows.
 
-    def __init__(self) -> None:
-        self.ids = array("i")
+    Those of an encoder-decoder's source stand before them, as a text of its own.
+    """
+
+    def __init__(self, seq: Sequence) -> None:
+        self.ids = array("i", [*seq.source_ids, END_OF_TEXT] if seq.source_ids else ())
+        self._num_before = len(self.ids)
 
     @property
     def num_read(self) -> int:
         """How many tokens were read."""
-        return len(self.ids)
+        return len(self.ids) - self._num_before
 
     def read(self, tokens: Seq[int], stop: int) -> None:
         """Copy the tokens up to `stop`."""
-        self.ids.extend(tokens[len(self.ids) : stop])
+        self.ids.extend(tokens[self.num_read : stop])
 
 
 class Texts(Generic[T]):

@@ -18,6 +18,7 @@ import numpy as np
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.chains import TextDrafter, Tokens
+from forerun.drafters.continuations import END_OF_TEXT
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -42,7 +43,7 @@ class LookupDrafter(TextDrafter[Tokens]):
     branches = True
 
     def __init__(self, options: Options) -> None:
-        super().__init__(lambda seq: Tokens(), is_fast=True)
+        super().__init__(Tokens, is_fast=True)
         self.options = options
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -72,6 +73,8 @@ class LookupDrafter(TextDrafter[Tokens]):
         if start is None:
             return []
         chain = list(text[start : start + num_tokens])
+        if END_OF_TEXT in chain:  # that of a source, which nothing follows
+            return chain[: chain.index(END_OF_TEXT)]
         while len(chain) < num_tokens:
             chain.append(chain[start + len(chain) - len(text)])
         return chain

@@ -94,7 +94,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     """Searches the texts of a sequence and of those that finished before it."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__(lambda seq: Tokens(), is_fast=True)
+        super().__init__(Tokens, is_fast=True)
         self.options, self.shape = options, SHAPES[options.shape]
         self.tells_confidence = self.shape == "chain"
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
