@@ -28,6 +28,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+COUNTS = {"layers": 2, "ffn_dim": 48, "attention_heads": 4}
+
+
 def write_t5(folder: Path, seed: int, **sizes: Any) -> Any:
     """Write a T5 of random weights over bytes, and return transformers' module."""
     torch.manual_seed(seed)
@@ -47,6 +50,28 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path
     module = write_t5(target, 1)
     write_t5(draft, 1, num_decoder_layers=1)
     return module, target, draft
+
+
+def write_other(folder: Path, name: str, **generation: Any) -> Any:
+    """Write a BART or Marian of random weights over bytes, and return transformers' module.
+
+    generation: what generation_config.json says.
+    """
+    torch.manual_seed(2)
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in COUNTS.items()}
+    ids = {"pad_token_id": 1, "bos_token_id": 4, "eos_token_id": 0, "decoder_start_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=257, d_model=32, max_position_embeddings=128, **sizes, **ids
+    )
+    classes = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
+    module = getattr(transformers, classes[name])(config).eval()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    module.generation_config.update(**generation)
+    module.save_pretrained(folder)
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    return module
 
 
 def sources(num: int, longest: int = 60) -> list[list[int]]:
@@ -70,6 +95,25 @@ def test_greedy_texts_are_those_of_transformers(published: tuple[Any, Path, Path
             wanted = module.generate(torch.tensor([source]), max_new_tokens=24, do_sample=False, num_beams=1)[0, 1:]
             assert out.token_ids == wanted.tolist()
             assert out.prompt_ids == source
+
+
+@pytest.mark.parametrize(("name", "more"), [("Bart", {"forced_bos_token_id": 4}), ("Marian", {})])
+def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    """A token that is forced behind the start is what the answer begins with, and no part of it."""
+    module, asked = write_other(tmp_path, name, **more), sources(12)
+    num_begun = 1 + len(more)
+    with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
+        outs = made.generate(asked, SamplingParams(max_tokens=20, temperature=0))
+    for source, out in zip(asked, outs, strict=True):
+        wanted = module.generate(
+            torch.tensor([source]),
+            attention_mask=torch.ones(1, len(source), dtype=torch.int64),
+            max_new_tokens=20 + num_begun - 1,
+            do_sample=False,
+            num_beams=1,
+            forced_eos_token_id=None,
+        )
+        assert out.token_ids == wanted[0, num_begun:].tolist()
 
 
 def test_an_answer_that_begins_as_it_was_told(published: tuple[Any, Path, Path], llm: LLM) -> None:

@@ -114,10 +114,12 @@ def end_ids_of(folder: Path, raw: Raw) -> frozenset[int]:
 def start_ids_of(folder: Path, raw: Raw) -> list[int]:
     """What the text of an encoder-decoder's decoder begins with: the start token, and one that is forced behind it.
 
-    generation_config.json has its way before config.json, given as `raw`. Raises UnsupportedModel where neither says.
+    generation_config.json has its way before config.json, given as `raw`, and alone forces tokens where it is there.
+    Raises UnsupportedModel where neither names a start.
     """
     file = read_json_if_there(folder / FILE)
-    found = {key: file.get(key, raw.get(key)) for key in ("decoder_start_token_id", "forced_bos_token_id")}
+    found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", "forced_bos_token_id")}
+    found["decoder_start_token_id"] = file.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
     if found["decoder_start_token_id"] is None:
         raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
     num_ids = _num_ids(raw)
