@@ -15,6 +15,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint
+from forerun.ops import reference
 from forerun.ops.reference import ReferenceOps
 
 transformers = pytest.importorskip("transformers")
@@ -143,3 +144,17 @@ def test_tensors_of_early_files_that_nothing_reads(published: tuple[Any, Path], 
     held["encoder.embed_tokens.weight"] = held["shared.weight"].clone()
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert load_checkpoint(tmp_path).model.config == load_checkpoint(folder).model.config
+
+
+@pytest.mark.parametrize("published", ["t5", "bart"], indirect=True)
+def test_a_long_source_is_scored_in_parts(published: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, folder = published
+    source, text = [3 + i * 7 % 90 for i in range(60)], TEXTS[0]
+    monkeypatch.setattr(reference, "SCORES_AT_ONCE", 64)
+    runner = runner_of(folder)
+    assert runner.sources is not None
+    runner.cache.open(0)
+    runner.sources.open(0, source, None)
+    runner.sources.run([0])
+    found = runner.forward([Run(0, text)]).logits[0]
+    assert torch.allclose(found, by_transformers(module, source, text), rtol=1e-3, atol=1e-3)

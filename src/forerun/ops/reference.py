@@ -29,6 +29,7 @@ from forerun.types import CacheView
 _ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
 ONEDNN_MIN_WEIGHTS = 1 << 20
 FOLD_MAX_ROWS = 16
+SCORES_AT_ONCE = 1 << 20  # of a head, in memory, where they are more than a product: else as many as rows x keys
 
 Rows = slice | Tensor
 
@@ -247,8 +248,13 @@ class ReferenceOps:
         if scoring.is_plain:
             return _sdpa(q, keys, values, mask, scoring.scale)
         positions = plan.positions(b)
-        distances = positions[len(positions) - len(q) :, None] - positions[None, len(positions) - len(keys) :]
-        return _scored(q, keys, values, mask, scoring, distances)
+        own, theirs = positions[len(positions) - len(q) :], positions[None, len(positions) - len(keys) :]
+        outs, step = [], max(1, SCORES_AT_ONCE // max(1, len(keys)))
+        for first in range(0, len(q), step):
+            some = slice(first, first + step)
+            part = None if mask is None else mask[some]
+            outs.append(_scored(q[some], keys, values, part, scoring, own[some, None] - theirs))
+        return outs[0] if len(outs) == 1 else torch.cat(outs) if outs else torch.empty_like(q)
 
     def _attend_alone(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None, scoring: Scoring
