@@ -93,12 +93,13 @@ class Metrics:
             seq, report = request.seq, request.report
             self._last_s.pop(seq.id, None)
             self._of(self._ended, "error" if is_failed or request.error else seq.finish_reason or "abort").inc()
+            num_prompt_tokens = len(seq.source_ids) or seq.num_prompt_tokens  # a source is what an encoder-decoder asks
             if report.scheduled_at_s is not None:
                 self._of(self._queued).observe(report.scheduled_at_s - report.arrived_at_s)
-                self._of(self._prompt_tokens).inc(seq.num_prompt_tokens)
-                self._of(self._queries).inc(seq.num_prompt_tokens)
+                self._of(self._prompt_tokens).inc(num_prompt_tokens)
+                self._of(self._queries).inc(num_prompt_tokens)
                 self._of(self._hits).inc(report.num_cached_tokens)
-                self._of(self._prompt_length).observe(seq.num_prompt_tokens)
+                self._of(self._prompt_length).observe(num_prompt_tokens)
                 self._of(self._preemptions).inc(report.num_preemptions)
             if report.first_token_at_s is None or report.last_token_at_s is None:
                 continue
