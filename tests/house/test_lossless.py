@@ -29,6 +29,7 @@ from house.enumeration import (
     every_way,
     plain_outputs,
     resembling,
+    spoken,
     summed,
     total_variation,
 )
@@ -153,6 +154,21 @@ def is_sampled(name: str, rule: str, sampling: str) -> bool:
 def test_every_sampling_option(name, rule, sampling):
     drafts = sampling == "plain" and name != "none"
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling])), drafts=drafts)
+
+
+READS = ToyModel(V, 1, source=(2, 0, 1, 0, 1))
+
+
+@pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: is_always(*c) or is_first(*c)))
+def test_an_encoder_decoder(name, rule):
+    """What it says depends on a source, which stands in a slot of its own."""
+    assert_lossless(Case(name, params(rule), target=READS))
+
+
+def test_another_source_is_another_distribution():
+    other = ToyModel(V, 1, source=(2, 0, 1, 1, 1))
+    found = spoken(Case("model", params("ratio"), target=READS))
+    assert total_variation(found, plain_outputs(Case("none", params("ratio"), target=other))) > 0.1
 
 
 @pytest.mark.parametrize("sampling", SAMPLE)

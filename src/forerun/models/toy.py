@@ -21,6 +21,8 @@ from forerun.kv.cache import BlockCache, CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
+SOURCE_ENDS = -1  # between a source and a text, in the key of a table
+
 
 @dataclass(frozen=True)
 class ToyConfig:
@@ -29,6 +31,7 @@ class ToyConfig:
     vocab_size: int
     max_positions: int
     model_type: str = "toy"
+    encoder: ToyConfig | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -60,6 +63,8 @@ class ToyModel:
     """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
 
     An embedding is 1 at its id and 0 elsewhere, and stands for the id where it is largest; the final norm does nothing.
+    source: makes it an encoder-decoder, whose logits depend on all tokens of a source; it is the source of which
+    `logits_after` tells, whereas a pass reads the one that the cache has.
     """
 
     def __init__(
@@ -71,10 +76,13 @@ class ToyModel:
         near: ToyModel | None = None,
         max_positions: int = 4096,
         dtype: torch.dtype = torch.float64,
+        source: Seq[int] = (),
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise InternalError(f"the toy keeps ids in its cache, which {dtype} cannot hold exactly")
-        self.config = ToyConfig(vocab_size, max_positions)
+        self.source = tuple(source)
+        encoder = ToyConfig(vocab_size, max_positions) if source else None
+        self.config = ToyConfig(vocab_size, max_positions, encoder=encoder)
         self.shape = table or ToyTable()
         self.near, self.seed = near, seed
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype
@@ -107,16 +115,32 @@ class ToyModel:
         pool.write(view.write_rows, written[:, None, None], torch.tensor(positions)[:, None, None])
         rows = []
         for b, read in enumerate(view.read_rows):
+            source = self._source_of(batch, b, cache)
             tokens, positions = ([int(x) for x in kept.flatten().tolist()] for kept in pool.read(read))
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
-                rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen]))
+                rows.append(self._at(source, [tokens[j] for j in seen], [positions[j] for j in seen]))
         found = torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.activation_dtype)
         if taps:
             inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
             for k, tap in taps.items():
                 tap.copy_((inputs, found)[k])
         return found
+
+    def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
+        """Write the ids and positions of sources, by slot."""
+        for slot, ids in sources.items():
+            written = (torch.tensor(list(numbers))[:, None, None] for numbers in (ids, range(len(ids))))
+            cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
+
+    def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
+        """The source of a run, as it was read back; a position that is not its index spoils it visibly."""
+        if not self.source:
+            return ()
+        slot, num_tokens = batch.sources[b]
+        ids, positions = cache.pools[0].read(cache.rows(slot, 0, num_tokens))
+        shifts = [int(p) - i for i, p in enumerate(positions.flatten().tolist())]
+        return (*(int(x) for x in ids.flatten().tolist()), *filter(None, shifts))
 
     def embed(self, ids: Seq[int]) -> Tensor:
         """One row for each id [n, V]."""
@@ -144,7 +168,7 @@ class ToyModel:
             table = ToyTable(tie_step=2.0 ** (4 - quantization.bits))
             dtype = self.weight_dtype
             self._rounded[quantization] = ToyModel(
-                size, self.seed, table, near=self, max_positions=positions, dtype=dtype
+                size, self.seed, table, near=self, max_positions=positions, dtype=dtype, source=self.source
             )
         return self._rounded[quantization]
 
@@ -152,24 +176,30 @@ class ToyModel:
 
     def logits_after(self, history: Seq[int]) -> Tensor:
         """Logits [V] after this history, by the definition: no cache, no positions."""
+        return self._logits(self.source, history)
+
+    def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Tensor:
         order = self.shape.order
         context = tuple(history) if order is None else tuple(history[max(0, len(history) - order) :])
-        if context not in self._table:
-            self._table[context] = self._make(context)
-        return self._table[context]
+        key = (*source, SOURCE_ENDS, *context) if source else context
+        if key not in self._table:
+            self._table[key] = self._make(key, source, context)
+        return self._table[key]
 
-    def _at(self, tokens: list[int], positions: list[int]) -> Tensor:
+    def _at(self, source: tuple[int, ...], tokens: list[int], positions: list[int]) -> Tensor:
         """The logits after a history as it was read back; a position that is not its index spoils it visibly."""
         shifts = [p - i for i, p in enumerate(positions)]
-        logits = self.logits_after(tokens)
+        logits = self._logits(source, tokens)
         return logits.roll(1 + sum(map(abs, shifts))) if any(shifts) else logits
 
-    def _make(self, context: tuple[int, ...]) -> Tensor:
+    def _make(self, key: tuple[int, ...], source: tuple[int, ...], context: tuple[int, ...]) -> Tensor:
         shape, size = self.shape, self.config.vocab_size
-        generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
+        generator = np.random.default_rng([self.seed, zlib.crc32(repr(key).encode())])
         logits = generator.standard_normal(size) * shape.scale
         if self.near is not None:
-            logits = self.near.logits_after(context).double().numpy() + generator.standard_normal(size) * shape.distance
+            logits = (
+                self.near._logits(source, context).double().numpy() + generator.standard_normal(size) * shape.distance
+            )
         if shape.tie_step > 0:
             logits = np.round(logits / shape.tie_step) * shape.tie_step
         excluded = generator.random(size) < shape.zero_share

@@ -51,7 +51,7 @@ class Case:
 
     options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
     ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
-    ids that drafts are kept free of.
+    ids that drafts are kept free of. A target with a source is asked with that; `prompt` begins its text.
     """
 
     drafter: str
@@ -72,7 +72,14 @@ class Case:
 @functools.cache
 def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
     """Return a draft model that is right most of the time."""
-    return ToyModel(target.config.vocab_size, seed, ToyTable(distance=distance), near=target, dtype=target.weight_dtype)
+    return ToyModel(
+        target.config.vocab_size,
+        seed,
+        ToyTable(distance=distance),
+        near=target,
+        dtype=target.weight_dtype,
+        source=target.source,
+    )
 
 
 def runner_for(model: ToyModel) -> Runner:
@@ -151,6 +158,7 @@ def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
         max_seq_len=SPACE_TOKENS,
         max_batch_size=2,
         coins=coins,
+        start_ids=case.prompt if case.target.source else (),
     )
 
 
@@ -163,7 +171,7 @@ def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int,
     drafter = engine.drafter.first
     reports: list[StepReport] = []
     engine.listen(reports.append)
-    (request,) = engine.make(case.prompt, case.params)
+    (request,) = engine.make(case.target.source or case.prompt, case.params)
     request.seq.bad_word_ids = case.bad_words
     engine.queue([request])
     while request.seq.finish_reason is None:
