@@ -119,7 +119,7 @@ class ToyModel:
             tokens, positions = ([int(x) for x in kept.flatten().tolist()] for kept in pool.read(read))
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
-                rows.append(self._at(source, [tokens[j] for j in seen], [positions[j] for j in seen]))
+                rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen], source))
         found = torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.activation_dtype)
         if taps:
             inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
@@ -183,22 +183,23 @@ class ToyModel:
         context = tuple(history) if order is None else tuple(history[max(0, len(history) - order) :])
         key = (*source, SOURCE_ENDS, *context) if source else context
         if key not in self._table:
-            self._table[key] = self._make(key, source, context)
+            self._table[key] = self._make(key)
         return self._table[key]
 
-    def _at(self, source: tuple[int, ...], tokens: list[int], positions: list[int]) -> Tensor:
+    def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Tensor:
         """The logits after a history as it was read back; a position that is not its index spoils it visibly."""
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
         return logits.roll(1 + sum(map(abs, shifts))) if any(shifts) else logits
 
-    def _make(self, key: tuple[int, ...], source: tuple[int, ...], context: tuple[int, ...]) -> Tensor:
+    def _make(self, context: tuple[int, ...]) -> Tensor:
+        """Draw the logits of a context; a source stands before it, and SOURCE_ENDS between."""
         shape, size = self.shape, self.config.vocab_size
-        generator = np.random.default_rng([self.seed, zlib.crc32(repr(key).encode())])
+        generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
         logits = generator.standard_normal(size) * shape.scale
         if self.near is not None:
             logits = (
-                self.near._logits(source, context).double().numpy() + generator.standard_normal(size) * shape.distance
+                self.near._logits(*_parts(context)).double().numpy() + generator.standard_normal(size) * shape.distance
             )
         if shape.tie_step > 0:
             logits = np.round(logits / shape.tie_step) * shape.tie_step
@@ -208,3 +209,9 @@ class ToyModel:
         if not np.isfinite(logits).any():
             logits[generator.integers(size)] = 0.0
         return torch.from_numpy(logits).to(self.weight_dtype)
+
+
+def _parts(context: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the source and the history of a key of the table."""
+    end = context.index(SOURCE_ENDS) if SOURCE_ENDS in context else -1
+    return context[: max(0, end)], context[end + 1 :]
