@@ -117,6 +117,9 @@ inline __m256i weight_codes(const char* codes, int j) {
     }
 }
 
+template <int GROUPS>
+constexpr int SIXTEENS = 1;  // of outputs that are taken at once
+
 // ---------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int VECTOR_BYTES = 32;

@@ -6,8 +6,6 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-template <int GROUPS>
-constexpr int SIXTEENS = 1;  // of outputs that are taken at once
 template <int BITS>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 

@@ -6,8 +6,6 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-template <int GROUPS>
-constexpr int SIXTEENS = 1;  // of outputs that are taken at once
 // The rows that share decoded codes. To decode 4 bits again for four more costs less than what four rows gain by loading each
 // input once for two registers of outputs.
 template <int BITS>
