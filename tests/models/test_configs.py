@@ -140,6 +140,24 @@ REFUSED: list[tuple[str, Raw, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        (
+            {**T5, "model_type": "t5", "dense_act_fn": "silu"},
+            "dense_act_fn='silu'.*'relu', as feed_forward_proj has it",
+        ),
+        ({**T5, "model_type": "t5", "is_gated_act": True}, "is_gated_act=True.*False, as feed_forward_proj has it"),
+        ({**BART, "model_type": "bart", "normalize_embedding": False}, "normalize_embedding=False.*must be true"),
+        ({**BART, "model_type": "marian", "normalize_embedding": True}, "normalize_embedding=True.*must be false"),
+        ({**BART, "model_type": "marian", "decoder_vocab_size": 96}, "decoder_vocab_size=96.*97, as vocab_size"),
+    ],
+)
+def test_encoder_decoders_that_are_others(whole: Raw, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_config(whole)
+
+
 @pytest.mark.parametrize(("model_type", "keys", "message"), REFUSED)
 def test_refused_by_name(llama_raw: Raw, model_type: str, keys: Raw, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):

@@ -66,15 +66,16 @@ OFFSET = 2  # rows before that of position 0
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    for key, usual in (("normalize_before", False), ("normalize_embedding", True), ("add_final_layer_norm", False)):
-        configs.require(raw.get(key, usual) is usual, raw, key, str(usual).lower())
     positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
-    return spec_of(raw, KEYS | INERT, positions, Norm("layer", EPS, bias=True))
+    return spec_of(raw, KEYS, positions, Norm("layer", EPS, bias=True))
 
 
 def spec_of(raw: Raw, known: set[str], positions: Positions, embed_norm: Norm | None) -> Spec:
     """Return a model of layers as BART's. known: keys of config.json. Raises UnsupportedModel for any other key."""
-    configs.refuse_unknown(raw, known)
+    configs.refuse_unknown(raw, known | INERT)
+    norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
+    for key, wanted in norms.items():
+        configs.require(raw.get(key, wanted) is wanted, raw, key, str(wanted).lower())
     usual: Raw = {"activation_function": "gelu", "tie_word_embeddings": True}
     c = {**usual, **{key: value for key, value in raw.items() if value is not None}}
     configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")

@@ -123,8 +123,10 @@ def start_ids_of(folder: Path, raw: Raw) -> list[int]:
     if found["decoder_start_token_id"] is None:
         raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
     num_ids = _num_ids(raw)
-    ids = ((key, [value]) for key, value in found.items() if value is not None)
-    return [id_ for key, value in ids for id_ in _ids(value, key, f"{FILE} in {folder}", "an id", num_ids)]
+    for key, value in found.items():
+        fits = value is None or (type(value) is int and 0 <= value < (num_ids or value + 1))
+        _require(fits, key, value, f"{FILE} or config.json in {folder}", "an id of the vocabulary")
+    return [value for value in found.values() if value is not None]
 
 
 # -------------------------------------------------------------------------------------------------- sampling values

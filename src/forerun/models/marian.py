@@ -8,13 +8,10 @@ from forerun.models.configs import Raw, size
 
 NAMES = bart.names_of_layers({"lm_head": "lm_head"})
 KEYS = bart.KEYS | {"decoder_vocab_size", "share_encoder_decoder_embeddings"}
-INERT = bart.INERT | {"gradient_checkpointing"}
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    for key, usual in (("normalize_before", False), ("normalize_embedding", False), ("add_final_layer_norm", False)):
-        configs.require(raw.get(key, usual) is usual, raw, key, str(usual).lower())
     vocab = raw.get("vocab_size")
     configs.require(raw.get("share_encoder_decoder_embeddings", True) is True, raw,
                     "share_encoder_decoder_embeddings", "true")  # fmt: skip
@@ -22,7 +19,7 @@ def read(raw: Raw) -> Spec:
         raw.get("decoder_vocab_size") in (None, vocab), raw, "decoder_vocab_size", f"{vocab}, as vocab_size"
     )
     positions = Positions(size(raw, "max_position_embeddings"), kind="sinusoidal")
-    return bart.spec_of(raw, KEYS | INERT, positions, None)
+    return bart.spec_of(raw, KEYS, positions, None)
 
 
 def write(spec: Spec) -> Raw:

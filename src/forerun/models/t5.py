@@ -48,12 +48,12 @@ def names(spec: Spec) -> Names:
     )
 
 
-ACTS: Mapping[str, tuple[Act, bool]] = {
-    "relu": ("relu", False),
-    "gelu": ("gelu", False),
-    "silu": ("silu", False),
-    "gated-gelu": ("gelu_tanh", True),
-    "gated-silu": ("silu", True),
+ACTS: Mapping[str, tuple[Act, bool, str]] = {  # by feed_forward_proj; and what dense_act_fn calls it
+    "relu": ("relu", False, "relu"),
+    "gelu": ("gelu", False, "gelu"),
+    "silu": ("silu", False, "silu"),
+    "gated-gelu": ("gelu_tanh", True, "gelu_new"),
+    "gated-silu": ("silu", True, "silu"),
 }
 SIZES = {"vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "n_positions",
          "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon"}  # fmt: skip
@@ -71,7 +71,9 @@ def read(raw: Raw) -> Spec:
     configs.refuse_unknown(raw, KEYS | INERT)
     c = {**USUAL, **{key: value for key, value in raw.items() if value is not None}}
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
-    act, gated = ACTS[c["feed_forward_proj"]]
+    act, gated, name = ACTS[c["feed_forward_proj"]]
+    for key, usual in (("dense_act_fn", name), ("is_gated_act", gated)):
+        configs.require(c.get(key, usual) == usual, c, key, f"{usual!r}, as feed_forward_proj has it")
     hidden, num = size(c, "d_model"), size(c, "num_layers")
     norm, heads, width = Norm(eps=number(c, "layer_norm_epsilon")), size(c, "num_heads"), size(c, "d_kv")
     mlp = Mlp(size(c, "d_ff"), act, gated)
@@ -118,7 +120,7 @@ def write(spec: Spec) -> Raw:
         "relative_attention_num_buckets": buckets.num,
         "relative_attention_max_distance": buckets.max_distance,
         "layer_norm_epsilon": (spec.final_norm or Norm()).eps,
-        "feed_forward_proj": next(name for name, act in ACTS.items() if act == (mlp.act, mlp.gated)),
+        "feed_forward_proj": next(name for name, act in ACTS.items() if act[:2] == (mlp.act, mlp.gated)),
         "tie_word_embeddings": spec.tied,
         "scale_decoder_outputs": spec.logit_scale != 1,
         "pad_token_id": 0,
