@@ -638,6 +638,16 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     return target.shared(OwnCheckpoint(name, quantization).weights(None), load)
 
 
+def has_encoder(model: Model) -> bool:
+    """Return whether a model is an encoder-decoder."""
+    return getattr(model.config, "encoder", None) is not None
+
+
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:
+    if has_encoder(checkpoint.model) and not has_encoder(target.model):
+        raise BadOption(
+            f"{checkpoint.name} is an encoder-decoder and the target is none, so it has no source to read: name a "
+            "draft model without an encoder"
+        )
     if target.tokenizer is not None:
         compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder), checkpoint.name)

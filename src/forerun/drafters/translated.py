@@ -29,6 +29,7 @@ from forerun.drafters.model import (
     Row,
     cache_for,
     check_temperature,
+    has_encoder,
     loaded,
     rounding,
 )
@@ -226,6 +227,11 @@ def build(options: Options, target: Target) -> Drafter:
     Raises VocabularyMismatch as `shared_ids` does, and BadOption for how=text where there are no tokenizers.
     """
     found = loaded("translated", options, target)
+    if has_encoder(found.model):
+        raise BadOption(
+            f"translated cannot draft by {found.name}, an encoder-decoder, because sources are not translated: name a "
+            "model without an encoder, or one with the target's vocabulary as the draft"
+        )
     model, tokenizers = found.model, None
     num_ids, holes = target.num_ids, list(target.holes)
     ids = {i: i for i in range(num_ids) if i not in target.holes}
