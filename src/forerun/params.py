@@ -92,6 +92,13 @@ TEXT = Kind(lambda value: _instance(value, str), "a text")
 TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
 IDS = Kind(_integers, "several integers")
 TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
+A_TEXT: Mapping[str, Any] = {  # of the options that take one
+    "kind": TEXT_OR_IDS,
+    "min": 0,
+    "max": NUM_IDS - 1,
+    "range": "a text, or ids in 0 .. 2**31 - 1",
+    "takes": str,
+}
 BIASES = Kind(_biases, "a mapping from integers to numbers")
 
 
@@ -296,11 +303,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = option(
         None,
         "text that the output may resemble, or @FILE (@@ for a text with an @ first): speed alone",
-        kind=TEXT_OR_IDS,
-        min=0,
-        max=NUM_IDS - 1,
-        range="a text, or ids in 0 .. 2**31 - 1",
-        takes=str,
+        **A_TEXT,
         beams="it is one text, and beams are several",
         panel="Speculation",
         python="what the output may resemble, as text or ids: a hint, for speed alone",
@@ -308,11 +311,7 @@ class SamplingParams:
     decoder_prompt: str | Sequence[int] | None = option(
         None,
         "text that the answer of an encoder-decoder begins with, or @FILE (@@ for a text with an @ first)",
-        kind=TEXT_OR_IDS,
-        min=0,
-        max=NUM_IDS - 1,
-        range="a text, or ids in 0 .. 2**31 - 1",
-        takes=str,
+        **A_TEXT,
         python="what the answer of an encoder-decoder begins with, as text or ids; it is no part of the output",
     )
     spec_length: int | None = option(

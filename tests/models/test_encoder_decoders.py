@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,17 @@ def test_a_long_source_is_scored_in_parts(published: tuple[Any, Path], monkeypat
     runner.sources.run([0])
     found = runner.forward([Run(0, text)]).logits[0]
     assert torch.allclose(found, by_transformers(module, source, text), rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path]) -> None:
+    """A layer that is not kept has another one's pool, which is not to be written to."""
+    model = load_checkpoint(published[1], dtype="float32").model
+    shape, rows = model.config.cache_shape, list[Tensor]()
+    for layers in (None, (1, 2)):
+        own = dataclasses.replace(shape, layers=layers)
+        cache = BlockCache.create(own, "paged", max_batch_size=1, max_seq_len=64)
+        cache.open(0)
+        cache.reserve(0, 30)
+        model.begin({0: [*range(3, 33)]}, cache)  # type: ignore[attr-defined]
+        rows.append(torch.cat(cache.pools[1].read(cache.rows(0, 0, 30))))
+    assert torch.equal(rows[0], rows[1])

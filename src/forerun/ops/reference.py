@@ -249,12 +249,17 @@ class ReferenceOps:
             return _sdpa(q, keys, values, mask, scoring.scale)
         positions = plan.positions(b)
         own, theirs = positions[len(positions) - len(q) :], positions[None, len(positions) - len(keys) :]
-        outs, step = [], max(1, SCORES_AT_ONCE // max(1, len(keys)))
-        for first in range(0, len(q), step):
-            some = slice(first, first + step)
-            part = None if mask is None else mask[some]
-            outs.append(_scored(q[some], keys, values, part, scoring, own[some, None] - theirs))
-        return outs[0] if len(outs) == 1 else torch.cat(outs) if outs else torch.empty_like(q)
+        step = max(1, SCORES_AT_ONCE // max(1, len(keys)))
+        if len(q) <= step:
+            return _scored(q, keys, values, mask, scoring, own[:, None] - theirs)
+        parts = [slice(first, first + step) for first in range(0, len(q), step)]
+        masks = [None if mask is None else mask[part] for part in parts]
+        return torch.cat(
+            [
+                _scored(q[part], keys, values, own_mask, scoring, own[part, None] - theirs)
+                for part, own_mask in zip(parts, masks, strict=True)
+            ]
+        )
 
     def _attend_alone(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None, scoring: Scoring
