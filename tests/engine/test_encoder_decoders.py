@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, BadOption, PromptTooLong, SamplingParams
-from tiny import byte_tokenizer
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
+from forerun.errors import UnsupportedModel
+from tiny import byte_tokenizer, write_tiny
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,7 +150,7 @@ def test_beams_are_those_of_transformers(published: tuple[Any, Path, Path], llm:
         assert [out.token_ids for out in outs] == wanted[:, 1:].tolist()
 
 
-def test_equal_sources_are_run_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_sources_are_run_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """At once, and later; under another salt again. What differs behind the same beginning is run for itself."""
     runner, num_run = llm.engine.runner, list[int]()
     begin = runner.model.begin  # type: ignore[attr-defined]
@@ -158,25 +160,71 @@ def test_equal_sources_are_run_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         begin(sources, cache)
 
     monkeypatch.setattr(runner.model, "begin", counted)
-    source, params = [*range(40, 75)], SamplingParams(max_tokens=4, temperature=0, draft="none")
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "draft": "none"}
+    source, params = [*range(40, 75)], SamplingParams(**fields, cache_salt=request.node.name)  # new here
     first = llm.generate([source] * 3, params)
     assert sum(num_run) == 1
     assert llm.generate(source, params)[0].token_ids == first[0].token_ids == first[2].token_ids
     assert sum(num_run) == 1
-    salted = SamplingParams(max_tokens=4, temperature=0, draft="none", cache_salt="own")
+    salted = SamplingParams(**fields, cache_salt=f"{request.node.name} again")
     assert llm.generate(source, salted)[0].token_ids == first[0].token_ids
     assert sum(num_run) == 2
     assert llm.generate([*source, 9], params)[0].token_ids != []
     assert sum(num_run) == 3
 
 
+def test_equal_texts_of_other_sources_share_nothing(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    """Of a text that fills blocks, the rows of two sources differ from the first layer that reads one on.
+
+    Some sources here begin like others, by whole blocks.
+    """
+    module, begun, params = published[0], [3, *range(10, 50)], {"max_tokens": 6, "temperature": 0.0, "draft": "none"}
+    texts, long = set(), [*range(60, 108)]
+    for source in ([5, 80, 7, 9], [200, 201], [5, 80, 7, 9], long, long[:16], long[:32], [*long[:32], *[200] * 16]):
+        (out,) = llm.generate(source, SamplingParams(**params, decoder_prompt=begun[1:]))
+        wanted = module.generate(
+            torch.tensor([source]), decoder_input_ids=torch.tensor([begun]), max_new_tokens=6, do_sample=False
+        )
+        assert out.token_ids == wanted[0, len(begun) :].tolist()
+        texts.add(tuple(out.token_ids))
+    assert len(texts) > 1
+
+
+def test_equal_sources_without_a_prefix_cache(published: tuple[Any, Path, Path], llm: LLM) -> None:
+    """Those that begin together share rows all the same; their rows go when the last of them ends."""
+    params = SamplingParams(max_tokens=8, temperature=0)
+    wanted = [out.token_ids for out in llm.generate(sources(3), params)]
+    with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefix_caching=False) as made:
+        found = made.generate([*sources(3), *sources(3)], params)
+        assert [out.token_ids for out in found] == [*wanted, *wanted]
+        cache: Any = made.engine.runner.cache
+        cache.check_integrity()
+        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+
+
+def test_what_cannot_be_served(published: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="is an encoder-decoder and the target is none"):
+        LLM(write_tiny(tmp_path / "llama"), draft=f"model:path={published[2]}", max_seq_len=64)
+    with pytest.raises(BadOption, match=r"translated cannot draft by .*, an encoder-decoder"):
+        LLM(published[1], draft=f"translated:path={published[2]}", max_seq_len=64)
+    for file in published[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for file, keys in (("generation_config.json", {}), ("config.json", {"decoder_start_token_id": 257})):
+        raw = {**json.loads((tmp_path / file).read_text()), **keys}
+        raw = raw if keys else {key: value for key, value in raw.items() if key != "decoder_start_token_id"}
+        (tmp_path / file).write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match="decoder_start_token_id=257, which is not possible"):
+        LLM(tmp_path, max_seq_len=64)
+
+
 def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm: LLM) -> None:
     """Of 60 requests in a cache that holds two or three; nothing is left of them."""
     _, target, draft = published
-    asked = sources(60, longest=40)
+    asked = sources(60)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     wanted = [out.token_ids for out in llm.generate(asked, params)]
-    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 8, "dtype": "float32", "kv_cache_tokens": 224}
+    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 8, "dtype": "float32", "kv_cache_tokens": 144}
+    options["prefill_chunk_tokens"] = 16  # so that sources wait for others
     with LLM(target, draft=f"model:path={draft}", **options) as small:
         found = small.generate(asked, params)
         assert [out.token_ids for out in found] == wanted
@@ -186,6 +234,16 @@ def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm:
             cache: Any = runner.cache
             cache.check_integrity()
             assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+
+
+def test_sources_are_run_as_prompts_are(published: tuple[Any, Path, Path]) -> None:
+    """No more tokens in a step than prompts may have, but one source at least; the others' texts go on."""
+    reports = list[StepReport]()
+    with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefill_chunk_tokens=40) as made:
+        made.listen(reports.append)
+        made.generate([[7] * n for n in (30, 31, 9, 50, 8, 8)], SamplingParams(max_tokens=20, temperature=0))
+    assert [report.num_prefill_tokens for report in reports if report.num_prefill_tokens] == [30, 40, 50, 16]
+    assert [report.num_decoding for report in reports][:4] == [1, 3, 4, 6]
 
 
 def test_nothing_is_left_of_aborted_requests(llm: LLM) -> None:

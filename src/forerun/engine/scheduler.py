@@ -81,8 +81,8 @@ class Scheduler:
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
         begun = list[Request]()
         if self.sources is not None:
-            begun, waiting, budget = self._begin(stands, budget)
-            stands, decode = ([stand for stand in some if stand[0] not in waiting] for some in (stands, decode))
+            begun, held_up, budget = self._begin(stands, budget)
+            stands, decode = ([stand for stand in some if stand[0] not in held_up] for some in (stands, decode))
         blocks -= sum([self._next_blocks(*stand) for stand in decode])
         prefill = []
         for request, room in stands if len(decode) < len(stands) else ():
@@ -99,15 +99,15 @@ class Scheduler:
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
         """Return the requests whose source is run in this step, those that wait for that, and the budget left."""
         assert self.sources is not None
-        begun, waiting = list[Request](), set[Request]()
+        begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
             num = self.sources.num_unrun(request.seq.id)
-            if num and (num <= budget or not begun) and not waiting:
+            if num and (num <= budget or not begun) and not held_up:
                 begun.append(request)
                 budget -= num
             elif num:
-                waiting.add(request)
-        return begun, waiting, max(0, budget)
+                held_up.add(request)
+        return begun, held_up, max(0, budget)
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -121,7 +121,7 @@ class Scheduler:
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Blocks that a source takes which was not run."""
+        """Blocks that a sequence's source takes, unless an equal one is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:

@@ -83,11 +83,9 @@ class Sources:
             own.is_run = True
         for slot in slots:
             if not (own := self._known[slot]).is_run:  # an equal one was run just now
-                self.release(slot)
-                self._known[slot] = own
-                own.is_run = self._cache.open(_slot(slot), [*self._padded(own), 0], own.salt) > 0
-                if not own.is_run:
-                    raise InternalError(f"the source of slot {slot} was run and is not found")
+                self._cache.release(_slot(slot))
+                self._cache.fork(_slot(first[own.salt]), _slot(slot))
+                own.is_run = True
 
     def of(self, slots: Iterable[int]) -> list[Source]:
         """Return where the sources of these sequences lie. Raises InternalError for one that was not run."""
