@@ -85,6 +85,8 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
     tile.template score<N>(states, any, scores);
     for (int n = 0; n < N && softcap > 0.0f; ++n)
         for (int i = 0; i < VECTORS; ++i) scores[n][i] = capped(scores[n][i], softcap);
+    for (int n = 0; n < N && states[n].biases; ++n)
+        for (int i = 0; i < VECTORS; ++i) scores[n][i] = scores[n][i] + load(states[n].biases + i * LANES);
     for (int n = 0; n < N; ++n) {
         hide(seen[n], scores[n]);
         F16 top = scores[n][0];
@@ -151,7 +153,12 @@ void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_
     const int group = a.num_heads / a.num_kv_heads;
     const int committed = run.cached - start < 0 ? 0 : run.cached - start;
     int filled = 0;  // lanes with keys that every row sees at these positions
-    for (int row = first; row < last; ++row) seen[row - first] = seen_of(a, run.cached + depths[row - first] + 1, start);
+    for (int row = first; row < last; ++row) {
+        const int depth = depths[row - first];
+        seen[row - first] = seen_of(a, seen_end(a.sees, run, depth), start);
+        for (int i = 0; i < group && a.biases.rows; ++i)
+            states[(row - first) * group + i].biases = a.biases.of(kv_head * group + i, run.cached + depth, start);
+    }
     const auto sees_none = [&](int row) { return seen[row - first].last <= 0 || seen[row - first].first >= KEY_BLOCK; };
     const auto has_own = [&](int row) { return run.parents && committed < seen[row - first].last; };
     for (int row = first, end; row < last; row = end) {
@@ -232,10 +239,11 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
                 const size_t i = static_cast<size_t>(h * per_head + (row - first) * group + g);
                 states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim, queries + i * dim);
                 states[i].values = values + i * dim;
-                totals[i] = {nullptr, -__builtin_inff(), 0.0f, sums + i * dim};
+                states[i].biases = nullptr;
+                totals[i] = {nullptr, -__builtin_inff(), 0.0f, sums + i * dim, nullptr};
             }
     }
-    const int begin = first_block(a, run, first), end = run.cached + deepest + 1;
+    const int begin = first_block(a, run, first), end = seen_end(a.sees, run, deepest);
     const int step = last - first <= FEW_ROWS ? KEY_BLOCK : KEY_RANGE;
     const auto take_range = [&](int r) {
         const DenormalsAreZero denormals(Tile::DENORMALS_ARE_ZERO);
@@ -280,9 +288,9 @@ inline void attention(const Attention& a, const Run& run, Heads heads, int first
 
 // Folds the parts of one query, which are `stride` floats apart, and writes the result.
 inline void combine(const Attention& a, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch) {
-    State total{nullptr, -__builtin_inff(), 0.0f, scratch};
+    State total{nullptr, -__builtin_inff(), 0.0f, scratch, nullptr};
     for (int i = 0; i < num_parts; ++i, parts += stride)
-        fold(total, {nullptr, parts[0], parts[1], const_cast<float*>(parts) + LANES}, padded(a.head_dim));
+        fold(total, {nullptr, parts[0], parts[1], const_cast<float*>(parts) + LANES, nullptr}, padded(a.head_dim));
     write_out(a, row, head, total);
 }
 

@@ -35,7 +35,7 @@ std::vector<Share> shares_of(const std::vector<Run>& runs, const HeadShape& shap
     if (num_threads == 1 || static_cast<int>(shares.size()) >= ITEMS_PER_THREAD * num_threads) return shares;
     size_t parts = 0;
     for (Share& share : shares) {
-        const int end = share.run->cached + share.run->pending + share.last;  // no row sees more
+        const int end = seen_end(shape.sees, *share.run, share.run->pending + share.last - 1);  // no row sees more
         const int oldest = shape.window > 0 ? std::max(0, share.run->cached + 1 - shape.window) : 0;
         share.first_range = oldest / KEY_RANGE;
         share.num_ranges = (end + KEY_RANGE - 1) / KEY_RANGE - share.first_range;

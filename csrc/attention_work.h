@@ -12,8 +12,9 @@ constexpr int ATTENTION_ROWS = 16;  // rows of one run that share a tile of keys
 // The heads of a block, which decide how its attention is cut.
 struct HeadShape {
     int heads, kv_heads, head_dim, window;
+    Sees sees = Sees::past;
     bool operator==(const HeadShape& o) const {
-        return heads == o.heads && kv_heads == o.kv_heads && head_dim == o.head_dim && window == o.window;
+        return heads == o.heads && kv_heads == o.kv_heads && head_dim == o.head_dim && window == o.window && sees == o.sees;
     }
     size_t part_floats() const { return forerun::part_floats(head_dim); }
 };

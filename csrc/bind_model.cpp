@@ -78,13 +78,21 @@ size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, boo
 
 // ---------------------------------------------------------------------------------------------------------------- passes
 
-Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const Runs& runs, const Pools& pools,
-               const std::vector<int>& layers) {
+// numbers: as of runs, six for each, or none.
+Runs sources_of(const Numbers& numbers, int num_runs, const Pools& pools) {
+    return {numbers, numbers.empty() ? 0 : num_runs, pools.block_tokens};
+}
+
+// sources: of each run how many rows its blocks see of a source, in the form of runs that are all cached; none without sources.
+Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const Runs& runs, const Runs& sources,
+               const Pools& pools, const std::vector<int>& layers) {
     Pass pass{};
     pass.num_rows = static_cast<int>(tokens.size());
     pass.tokens = tokens.data(), pass.positions = positions;
     for (Address table : rotations) pass.rotations.push_back(at<const float>(table));
-    pass.runs = runs.runs;
+    pass.runs = runs.runs, pass.sources = sources.runs;
+    for (size_t i = 0; i < pass.sources.size(); ++i)
+        pass.sources[i].first_row = pass.runs[i].first_row, pass.sources[i].num_rows = pass.runs[i].num_rows;
     pass.keys = pools.keys.data(), pass.values = pools.values.data();
     pass.layers = layers;
     pass.is_normed = true;
@@ -94,10 +102,11 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rot
 // input: 0 = embeddings of the tokens. taps: see Pass.
 void forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs, const Numbers& numbers,
              const Pools& pools, const std::vector<int>& layers, Address input,
-             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read) {
+             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read,
+             const Numbers& source_numbers) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
-    const Runs runs(numbers, num_runs, pools.block_tokens);
-    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    const Runs runs(numbers, num_runs, pools.block_tokens), sources = sources_of(source_numbers, num_runs, pools);
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input), pass.read = at<const float>(read);
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
     for (const auto& [k, address] : taps) pass.taps.emplace_back(k, at<float>(address));
@@ -129,7 +138,8 @@ using Found = std::pair<std::vector<Ids>, std::vector<std::vector<float>>>;
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
                                const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
-                               const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows) {
+                               const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows,
+                               const Numbers& source_numbers) {
     if ((input != 0) + !layer_rows.empty() != (ahead != nullptr))
         throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
     if (!layer_rows.empty() && (!ahead->layers || ahead->layers->norms.size() != layer_rows.size()))
@@ -154,7 +164,8 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
-    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    const Runs sources = sources_of(source_numbers, static_cast<int>(counts.size()), pools);
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input);
     std::vector<const float*> rows;
     for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
@@ -188,12 +199,13 @@ void bind_model(nb::module_& m) {
         .def_prop_ro("rotations", [](const Model& self) { return self.parts().rotations; },
                      "Of each table of cos and sin that a pass takes, the first block that it is of.")
         .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
-             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "read"_a = 0,
+             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "read"_a = 0, "sources"_a = Numbers(),
              "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
              "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. "
              "numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
              "of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block "
              "k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. "
+             "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. "
              "Raises IndexError for a token that is no row of the embedding, and for a position that has none.")
         .def("norm", [](Model& self, Address hidden, int rows, Address out) {
             self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
@@ -205,6 +217,7 @@ void bind_model(nb::module_& m) {
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
              "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
+             "sources"_a = Numbers(),
              "Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; "
              "None where a logit is NaN.\n\nstops: of each run when it ends earlier, or none at all. counts: tokens "
              "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, "

@@ -192,6 +192,7 @@ void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed
 
 void bind_ops(nb::module_& m) {
     m.attr("PANEL") = PANEL;
+    m.attr("KEY_BLOCK") = KEY_BLOCK;
     m.attr("UNIT") = UNIT;
     m.attr("GIVE_BACK_BYTES") = GIVE_BACK_BYTES;
     m.def("allocated_bytes", &allocated_bytes, "num_bytes"_a,

@@ -18,12 +18,14 @@ struct AttentionPart {
     int rotation;   // which of a model's tables of cos and sin, -1 = none
     int turned;     // dimensions of a head that are rotated
     bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
+    Sees sees;
+    Biases biases;
     std::optional<Norm> q_norm, k_norm, v_norm;
-    const Matrix *qkv, *o;
+    const Matrix *qkv, *o;  // qkv: of queries alone where a source's keys and values are seen
 
     int q_size() const { return heads * head_dim; }
     int kv_size() const { return kv_heads * head_dim; }
-    int qkv_size() const { return q_size() + 2 * kv_size(); }
+    int qkv_size() const { return q_size() + (sees == Sees::source ? 0 : 2 * kv_size()); }
 };
 
 struct MlpPart {

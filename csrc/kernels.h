@@ -239,6 +239,30 @@ struct Run {
     const int32_t* parents;   // [pending + num_rows] index of each one's parent among these, -1 = cached; null = a chain
 };
 
+// What a row sees: what comes before it and itself, its whole run behind what is cached, or what is cached alone, which is
+// another sequence's (what an encoder has made of a source).
+enum class Sees { past, all, source };
+
+// Where what a row at a depth of a run sees ends; the run of `all` is a chain.
+FORERUN_INLINE int seen_end(Sees sees, const Run& run, int depth) {
+    return run.cached + (sees == Sees::past ? depth + 1 : sees == Sees::all ? run.num_rows : 0);
+}
+
+// A number that is added to the score of each distance from row to key, by query head. Of one head they are `width()` of the
+// distances reach, reach - 1 .. 1 - reach - KEY_BLOCK. All distances of `reach - KEY_BLOCK` and more have one number, and so
+// have all below the negative of that.
+struct Biases {
+    const float* rows;  // [heads, width()], or null
+    int reach;
+    int width() const { return 2 * reach + KEY_BLOCK; }
+
+    // Those of a row at some position and the keys from `start` on, KEY_BLOCK of them.
+    const float* of(int head, int position, int start) const {
+        const int first = reach - (position - start);
+        return rows + static_cast<size_t>(head) * static_cast<size_t>(width()) + (first < 0 ? 0 : first > 2 * reach ? 2 * reach : first);
+    }
+};
+
 struct Attention {
     Type type;                // of keys and values
     const float* q;           // [rows, q_stride], rotated and scaled
@@ -251,6 +275,8 @@ struct Attention {
     float* out;               // [rows, out_stride] float32, or null
     size_t out_stride;
     Inputs next;              // the inputs of the next product, written where out is null
+    Sees sees = Sees::past;
+    Biases biases = {};       // of scores, behind softcap
 };
 
 // A unit of a row that is rounded to scale * codes. sum, halves: of all codes, of the first half and of the second. The

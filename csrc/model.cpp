@@ -14,7 +14,7 @@ constexpr int FEW_BLOCKS = 2;  // up to so many blocks of rows, each thread norm
 
 bool shares_inputs(int num_rows) { return Inputs{nullptr, Type::float32, num_rows, 0}.num_blocks() > FEW_BLOCKS; }
 
-HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head_dim, a.window}; }
+HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head_dim, a.window, a.sees}; }
 
 }  // namespace
 
@@ -97,7 +97,7 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     size_t part_floats = 0;
     const int num_threads = backend_.team.num_threads();
     for (const HeadShape& shape : shapes_) {
-        b.work.push_back(attention_work(pass.runs, shape, num_threads));
+        b.work.push_back(attention_work(shape.sees == Sees::source ? pass.sources : pass.runs, shape, num_threads));
         part_floats = std::max(part_floats, b.work.back().num_floats);
     }
     const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats);
@@ -182,6 +182,8 @@ void Model::check(const Pass& pass) const {
         const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
         if (attention && attention->reads != parts_.hidden_size && !(pass.read && i == 0))
             throw std::invalid_argument("a block that reads rows of another width needs them");
+        if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs.size())
+            throw std::invalid_argument("every run of a decoder that sees a source needs one");
     }
     const Table& positions = parts_.positions;
     for (int row = 0; row < pass.num_rows; ++row) {
@@ -246,7 +248,8 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
                stored(b.qkv, stride), b);
     backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
     const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[index], pass.values[index], a.heads, a.kv_heads,
-                              a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs)};
+                              a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
+                              a.sees,      a.biases};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
     float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
     backend_.team.tiles(thread, static_cast<int>(work.items.size()), [&](int i) {
@@ -335,8 +338,10 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
             for (int i = turned; i < dim && scale != 1.0f; ++i) x[i] *= scale;
         }
     };
-    norm(q, a.heads, a.q_norm), norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
-    turn(q, a.heads, a.scale), turn(key, a.kv_heads, 1.0f);
+    norm(q, a.heads, a.q_norm), turn(q, a.heads, a.scale);
+    if (a.sees == Sees::source) return;  // whose keys and values are there
+    norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
+    turn(key, a.kv_heads, 1.0f);
     const Run* run = &pass.runs[0];
     while (row >= run->first_row + run->num_rows) ++run;
     const int at = run->cached + run->pending + row - run->first_row;
@@ -482,7 +487,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             probs[i].push_back(chances[k]);
             stopped[i] = !goes_on(stops[i], ids[i].size() - 1, chances[k], survival[i]);
         }
-        pass.runs.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        pass.runs.clear(), pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
             if (lengths[i] <= depth || stopped[i]) continue;
             const Run& run = first.runs[i];
@@ -495,6 +500,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             }
             rows.push_back(row_of[i] = static_cast<int>(row));
             pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
+            if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
             tokens.push_back(ids[i].back());
             positions.push_back(at);
             going.push_back(i);

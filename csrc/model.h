@@ -14,7 +14,8 @@
 
 namespace forerun {
 
-// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; rotations: for each kind of the
+// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; sources: for each run the rows that its
+// blocks see of a source, as cached ones; rotations: for each kind of the
 // model, cos and sin by position, [.., 2, turned dimensions]; keys, values: one pool for each block; input: what the first
 // block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
 // hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
@@ -23,7 +24,7 @@ struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
     std::vector<const float*> rotations;
-    std::vector<Run> runs;
+    std::vector<Run> runs, sources;
     void* const* keys;
     void* const* values;
     std::vector<int> layers;

@@ -27,29 +27,27 @@ const std::map<string, std::set<string>> READ = {
     {"Rope", {"theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "dims", "pairs",
               "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor"}},
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "reads"}},
+                   "o_bias", "softcap", "reads", "sees", "bias"}},
+    {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias"}},
     {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "branch_scale"}},
-    {"Positions", {"num", "offset"}},
+    {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
-              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale"}},
+              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder"}},
 };
 
 // What a field stands for, for people.
 const std::map<string, string> WORDS = {
     {"Attention.sinks", "sinks of attention"},
     {"Attention.gate", "gates of attention"},
-    {"Attention.sees", "attention to later rows or to an encoder"},
     {"Attention.k_is_v", "values that are keys"},
     {"Attention.position_scale", "queries scaled by position"},
-    {"Attention.bias", "biases of relative positions"},
     {"Attention.shares_kv_of", "blocks that share keys and values"},
     {"Block.recurrence", "blocks that keep a state"},
     {"Block.experts", "mixtures of experts"},
     {"Block.parallel", "attention and feed-forward parts side by side"},
     {"Block.out_scale", "scaled outputs of blocks"},
     {"Block.per_layer_input", "embeddings of single layers"},
-    {"Spec.encoder", "encoders"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
@@ -75,6 +73,11 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
         return no("pairs of dimensions where head_dim is odd, as " + std::to_string(number("head_dim")));
     if (type == "Attention" && (number("kv_heads") < 1 || number("heads") % number("kv_heads") != 0))
         return no("heads=" + std::to_string(number("heads")) + " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
+    if (type == "Attention" && !object.attr("window").is_none() && nb::cast<string>(object.attr("sees")) != "past")
+        return no("windows of attention to later rows or to an encoder");
+    if (type == "Attention" && nb::cast<string>(object.attr("sees")) == "encoder")
+        for (const char* name : {"rope", "k_norm", "v_norm"})
+            if (!object.attr(name).is_none()) return no(string(name) + " of an encoder's keys and values");
     if (type == "Mlp" && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
         return no("activation " + nb::cast<string>(object.attr("act")));
     return {};
@@ -114,6 +117,8 @@ Act act_of(const string& name) {
     return name == "silu" ? Act::silu : name == "gelu" ? Act::gelu : name == "gelu_tanh" ? Act::gelu_tanh : Act::relu;
 }
 
+Sees sees_of(const string& name) { return name == "past" ? Sees::past : name == "all" ? Sees::all : Sees::source; }
+
 class Reader {
   public:
     Reader(Type type, const WeightPlaces* places) : type_(type), places_(places) {}
@@ -126,6 +131,7 @@ class Reader {
         for (nb::handle block : spec.attr("blocks")) {
             const string at = "model.layers." + std::to_string(index) + ".";
             m.blocks.push_back(this->block(block, at));
+            biases_.push_back(m.blocks.back().attention ? m.blocks.back().attention->biases : Biases{});
             if (m.blocks.back().attention)
                 m.blocks.back().attention->rotation = rotation(block.attr("attention"), index, m.rotations);
             ++index;
@@ -167,7 +173,8 @@ class Reader {
 
     AttentionPart attention(nb::handle a, const string& at) {
         AttentionPart found{};
-        const string own = at + "self_attn.";
+        found.sees = sees_of(text(a, "sees"));
+        const string own = at + (found.sees == Sees::source ? "encoder_attn." : "self_attn.");
         found.heads = whole(a, "heads"), found.kv_heads = whole(a, "kv_heads"), found.head_dim = whole(a, "head_dim");
         found.reads = whole(a, "reads", hidden_);
         found.scale = real(a, "scale", 1.0f / std::sqrt(static_cast<float>(found.head_dim)));
@@ -181,7 +188,15 @@ class Reader {
             found.adjacent = text(rope, "pairs") == "adjacent";
         }
         found.qkv = matrix(at + "qkv"), found.o = matrix(at + "o");
+        found.biases = biases(a.attr("bias"), own);
         return found;
+    }
+
+    // bias: buckets, the block whose biases are shared, or none.
+    Biases biases(nb::handle bias, const string& own) {
+        if (bias.is_none()) return {};
+        if (nb::isinstance<nb::int_>(bias)) return biases_.at(nb::cast<size_t>(bias));
+        return {places_ ? vector(own + "relative_attention_bias.by_distance") : nullptr, whole(bias, "max_distance") + KEY_BLOCK};
     }
 
     MlpPart mlp(nb::handle m, const string& at) {
@@ -257,6 +272,7 @@ class Reader {
     const Type type_;
     const WeightPlaces* const places_;
     int hidden_ = 0;
+    std::vector<Biases> biases_;  // by block
     std::vector<nb::object> ropes_;
 };
 

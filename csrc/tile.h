@@ -21,11 +21,13 @@ struct Seen {
     bool has(int lane) const { return lane >= first && lane < last; }
 };
 
-// The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout.
+// The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout. biases: of
+// the keys of the block that it sees now, or null.
 struct State {
     const void* q;
     float max, sum;
     float* values;
+    const float* biases;
 };
 
 // The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines of memory asked

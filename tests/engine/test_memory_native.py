@@ -17,6 +17,7 @@ from forerun import native, ops as operators
 from forerun.blocks import Spec, resized, weight_shapes
 from forerun.config import EngineConfig
 from forerun.memory.plan import memory_plan
+from forerun.models.loading import read_config
 from forerun.ops import load_model
 from forerun.ops.cpu_memory import packed_bytes
 from forerun.ops.cpu_model import CpuModel
@@ -62,6 +63,32 @@ def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: torch.dt
     else:  # padded to whole panels, and not counted among what a pass reads
         plain = 4 * sum(shape[0] for shape in biases)
         assert plain < planned - model.bytes_per_pass - table <= plain + config.num_layers * 4 * 32 * 4
+
+
+SIZES = {"vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 64}
+HEADS = {f"{part}_{what}": 4 for part in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "t5", **T5},
+        {"model_type": "t5", **T5, "tie_word_embeddings": False},
+        {"model_type": "bart", **SIZES, **HEADS},
+        {"model_type": "marian", **SIZES, **HEADS},
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: torch.dtype) -> None:
+    spec = read_config(raw)
+    options = EngineConfig(draft="none", ops="native")
+    planned = bytes_by_name(memory_plan(spec, None, options, dtype=dtype))["target weights"]
+    model = native_decoder(spec, dtype)
+    tensors = [*model._vectors.values(), *model._tables.values()]
+    made = sum(matrix.nbytes for matrix in model.matrices.values()) + sum(tensor.nbytes for tensor in tensors)
+    biases = [shape[0] for name, shape in weight_shapes(spec).items() if name.endswith("_proj.bias")]
+    assert 4 * sum(biases) <= planned - made <= 4 * (sum(biases) + 32 * len(biases))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun import native
+from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint
 from forerun.ops import reference
+from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +60,7 @@ TEXTS = {0: [0, 7, 9, 11, 50, 3, 2, 8], 1: [0, 90, 4, 4, 4, 17], 2: [0, 1, 2, 3,
 
 
 @pytest.fixture(scope="module", params=CASES)
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A small module of random weights, and the folder that it was saved to."""
     name, config = CASES[request.param]
     torch.manual_seed(1)
@@ -73,8 +76,19 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return module, folder
 
 
-def runner_of(folder: Path, *, row_by_row: bool = False) -> Runner:
-    model = load_checkpoint(folder, dtype="float32", ops=ReferenceOps(row_by_row=row_by_row)).model
+def fast() -> ReferenceOps:
+    return ReferenceOps()
+
+
+def row_by_row() -> ReferenceOps:
+    return ReferenceOps(row_by_row=True)
+
+
+NATIVE = pytest.param(CpuOps, id="native", marks=pytest.mark.skipif(native.isa() == "reference", reason="no kernels"))
+
+
+def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = fast) -> Runner:
+    model = load_checkpoint(folder, dtype="float32", ops=ops()).model
     cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=8, max_seq_len=64)
     return Runner(model, cache)
 
@@ -84,9 +98,10 @@ def by_transformers(module: Any, source: list[int], text: list[int]) -> Tensor:
         return module(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([text])).logits[0]  # type: ignore[no-any-return]
 
 
-def test_logits_in_one_batch(published: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("ops", [fast, NATIVE])
+def test_logits_in_one_batch(published: tuple[Any, Path], ops: Callable[[], ReferenceOps]) -> None:
     module, folder = published
-    runner = runner_of(folder)
+    runner = runner_of(folder, ops)
     assert runner.sources is not None
     for slot, source in SOURCES.items():
         runner.cache.open(slot)
@@ -105,10 +120,11 @@ def test_logits_in_one_batch(published: tuple[Any, Path]) -> None:
     runner.cache.check_integrity()
 
 
-def test_a_tree_of_a_text(published: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("ops", [row_by_row, NATIVE])
+def test_a_tree_of_a_text(published: tuple[Any, Path], ops: Callable[[], ReferenceOps]) -> None:
     """Each row sees its own ancestors, and all of its source; alone it has the same bits."""
     module, folder = published
-    runner, source, text = runner_of(folder, row_by_row=True), SOURCES[0], TEXTS[0]
+    runner, source, text = runner_of(folder, ops), SOURCES[0], TEXTS[0]
     assert runner.sources is not None
     for slot in (0, 1):
         runner.cache.open(slot)
@@ -173,3 +189,49 @@ def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path])
         model.begin({0: [*range(3, 33)]}, cache)  # type: ignore[attr-defined]
         rows.append(torch.cat(cache.pools[1].read(cache.rows(0, 0, 30))))
     assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+@pytest.mark.parametrize("published", ["t5", "t5 1.1"], indirect=True)
+def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
+    """Ranges of keys that threads share, far beyond the largest distance: bits depend on neither threads nor chunks."""
+    module, folder = published
+    source, text = [3 + i * i % 93 for i in range(700)], [0, *(3 + i * 7 % 90 for i in range(320))]
+    rows = []
+    for num_threads, step in [(1, 321), (2, 321), (2, 50), (3, 1)]:
+        model = load_checkpoint(folder, dtype="float32", ops=CpuOps(num_threads=num_threads)).model
+        runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=704))
+        assert runner.sources is not None
+        for slot, own in enumerate([[5, 6], source]):
+            runner.cache.open(slot)
+            runner.sources.open(slot, own, None)
+        runner.sources.run([0, 1] if step == 50 else [1])
+        found = []
+        for start in range(0, 321, step):
+            found.append(runner.forward([Run(1, text[start : start + step])]).logits[0])
+            runner.cache.keep({1: range(len(text[start : start + step]))})
+        rows.append(torch.cat(found))
+    wanted = by_transformers(module, source, text)
+    assert torch.allclose(rows[0], wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    assert all(torch.equal(rows[0], others) for others in rows[1:])
+
+
+@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+@pytest.mark.parametrize(("dtype", "bits", "tolerance"), [("bfloat16", "", 0.05), ("bfloat16", "int8:group=16", 0.05)])
+def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: str, tolerance: float) -> None:
+    """Queries, keys and values that are rounded change little, in encoder and decoder."""
+    module, folder = published
+    ops = CpuOps()
+    model: Any = load_checkpoint(folder, dtype="float32" if bits else dtype, ops=ops).model
+    model = model.rounded(Quantization.parse(bits)) if bits else model
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 64, "dtype": model.cache_dtype}
+    runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", **sizes))
+    assert runner.sources is not None
+    for slot, source in SOURCES.items():
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run(list(SOURCES))
+    scores = runner.forward([Run(slot, text) for slot, text in TEXTS.items()])
+    for (slot, text), found in zip(TEXTS.items(), scores.logits, strict=True):
+        wanted = by_transformers(module, SOURCES[slot], text)
+        assert float((found - wanted).norm()) < tolerance * float(wanted.norm())

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from forerun import native
-from forerun.blocks import EMBEDDING, POSITIONS, Spec, products, weights
+from forerun.blocks import EMBEDDING, Buckets, Spec, products, weights
 from forerun.ops.memory import (
     FLOAT_BYTES,
     KERNEL_BYTES,
@@ -27,7 +27,7 @@ from forerun.ops.memory import (
     Schemes,
     rope_table_bytes,
 )
-from forerun.ops.packed import Format, packs, section_numbers, sections_of
+from forerun.ops.packed import Format, distances_of, packs, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.torch_memory import block_bytes, weight_bytes
 
@@ -61,9 +61,7 @@ class NativeSizes:
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
             matrices = list(packed_matrix_bytes(model, self.dtype, schemes))
-            packed = {*schemes, *([EMBEDDING] if model.tied else [])} - {POSITIONS}
-            tables = [w.shape for w in weights(model) if w.role == "table" and w.name not in packed]
-            table = sum(num * width for num, width in tables) * size
+            table = sum(_looked_up(model, schemes)) * size
             num_bytes, plain = (
                 sum(matrices) + table + _vector_bytes(model),
                 weight_bytes(model, self.cache_dtype_of(name)),
@@ -130,16 +128,35 @@ class NativeSizes:
 
     def _buffer_bytes(self, run: Pass) -> int:
         """Return the bytes of one model's buffers and of its tables of rotations."""
+        encoder, num_bytes = run.model.encoder, self._bytes_of(run, run.model, run.num_rows)
+        if encoder is None:
+            return num_bytes
+        rows, shape = max(run.num_rows, run.context), encoder.cache_shape  # one source at least, whatever its length
+        kept = 2 * shape.num_kv_heads * shape.head_dim
+        made = encoder.hidden_size + 2 * kept  # keys and values as the kernels give them, and as they are written
+        return num_bytes + self._bytes_of(run, encoder, rows) + rows * (kept + made) * FLOAT_BYTES
+
+    def _bytes_of(self, run: Pass, model: Spec, num_rows: int) -> int:
+        """Return the bytes of the buffers and rotations of a decoder or an encoder."""
         buffers = native.extension().pass_bytes(
             native.isa(),
-            run.model,
+            model,
             self.cache_dtype_of(run.name) == torch.bfloat16,
             bool(self._packed_schemes(run.name)),
-            run.num_rows,
+            num_rows,
             run.context,
             self.num_threads,
         )
-        return int(buffers) + rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
+        return int(buffers) + rope_table_bytes(model, self.max_seq_len, FLOAT_BYTES)
+
+
+def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
+    """Yield the numbers of each table whose rows are looked up: an embedding that is not packed, and positions."""
+    if not model.tied and EMBEDDING not in schemes:
+        yield model.vocab_size * model.hidden_size
+    for spec in (model, *([] if model.encoder is None else [model.encoder])):
+        if spec.positions is not None:
+            yield (spec.positions.num + spec.positions.offset) * spec.hidden_size
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = False) -> int:
@@ -189,7 +206,8 @@ def allocated_bytes(num_bytes: int) -> int:
 def _vector_bytes(c: Spec) -> int:
     """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
 
-    A norm with an offset is kept a second time, with its offset.
+    A norm with an offset is kept a second time, with its offset, and so are the biases of relative positions, by
+    distance.
     """
     found, panel = weights(c), native.extension().PANEL
     norms = [weight.shape[0] for weight in found if weight.role == "vector" and not weight.product]
@@ -198,4 +216,7 @@ def _vector_bytes(c: Spec) -> int:
     for name, group in products(found).items():
         if name in biased:
             num += panel * -(-sum(weight.shape[0] for weight in group) // panel)  # half a panel of each of a pair
+    for block in (*c.blocks, *(() if c.encoder is None else c.encoder.blocks)):
+        if block.attention is not None and isinstance(block.attention.bias, Buckets):
+            num += block.attention.heads * (block.attention.bias.num + len(distances_of(block.attention.bias)))
     return num * FLOAT_BYTES

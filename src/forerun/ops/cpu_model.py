@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence as Seq
+from collections.abc import Callable, Mapping, MutableMapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products
+from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Attention, Buckets, Spec, products
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
-from forerun.ops.packed import PackedMatrix, run_numbers
-from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
+from forerun.ops.packed import PackedMatrix, distances_of, run_numbers, source_numbers
+from forerun.ops.passes import batch_of_sources, check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantised import QuantisedMatrix, dequantised
 from forerun.ops.quantising import RoundedWeights
-from forerun.ops.rotary import Rotations
+from forerun.ops.reference import Scoring
+from forerun.ops.rotary import Rotations, sinusoids
 from forerun.types import EDGES, RaggedBatch, Stop
 
 if TYPE_CHECKING:
@@ -59,17 +60,13 @@ class CpuModel:
         for weight in found:
             if weight.role == "vector" and not weight.product:
                 self._vectors[weight.name] = source.weights[weight.name].detach().float().contiguous().clone()
-        if spec.positions is not None:
-            table = source.weights[POSITIONS]
-            dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table.detach()
-            self._tables[POSITIONS] = dense.to(self.weight_dtype).contiguous()
-        self._native = self._made()
-        ropes = [spec.blocks[i].attention for i in self._native.rotations]
-        self._rotations = [
-            Rotations(a.rope, a.head_dim, self.device, torch.float32)
-            for a in ropes
-            if a is not None and a.rope is not None
-        ]
+        self._take_positions(source, spec, POSITIONS)
+        self._take_biases(source, spec, "model.")
+        if spec.encoder is not None:
+            self._take_positions(source, spec.encoder, blocks.of_encoder(POSITIONS))
+            self._take_biases(source, spec.encoder, "encoder.")
+        self._native, self._rotations = self._made(spec)
+        self._encoder = None if spec.encoder is None else self._made(spec.encoder, "encoder.")
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.weight_dtype))
 
     def _take_embedding(self, source: _Source) -> None:
@@ -81,22 +78,56 @@ class CpuModel:
         else:
             self._tables[EMBEDDING] = table.detach().contiguous()
 
-    def _made(self) -> Any:
-        matrices = {name: matrix.handle for name, matrix in self.matrices.items()}
-        if self._embedding is not None:
-            matrices["embedding"] = self._embedding.handle
-        return self.ops.extension.make_model(
-            self.ops.backend,
-            self.config,
-            self.weight_dtype == torch.bfloat16,
-            matrices,
-            {name: address(vector) for name, vector in self._vectors.items()},
-            {name: address(table) for name, table in self._tables.items()},
-        )
-
     def _turns(self, end: int) -> list[int]:
         """The addresses of the tables of cos and sin, of every position below `end`."""
         return [address(rotations.table(end)) for rotations in self._rotations]
+
+    def _take_positions(self, source: _Source, spec: Spec, name: str) -> None:
+        """Keep what is added to embeddings by position, where a spec has that. name: the weight's."""
+        own = spec.positions
+        if own is None:
+            return
+        if own.kind == "sinusoidal":
+            table: Tensor | QuantisedMatrix = sinusoids(own.num + own.offset, spec.hidden_size)
+        else:
+            table = source.weights[name]
+        dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table.detach()
+        self._tables[name] = dense.to(self.weight_dtype).contiguous()
+
+    def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
+        """Keep the biases of relative positions: as they are stored, and by distance, as csrc/kernels.h has them."""
+        for i, block in enumerate(spec.blocks):
+            a = block.attention
+            if a is None or not isinstance(a.bias, Buckets):
+                continue
+            name = f"{part}layers.{i}.{blocks.attention_name(a)}relative_attention_bias."
+            table = source.weights[f"{name}weight"].detach().float().contiguous().clone()
+            distances = torch.tensor(distances_of(a.bias))[None]
+            by_distance = Scoring(buckets=a.bias, table=table).bias(distances)
+            assert by_distance is not None
+            self._vectors |= {f"{name}weight": table, f"{name}by_distance": by_distance[:, 0].contiguous()}
+
+    def _made(self, spec: Spec, part: str = "model.") -> tuple[Any, list[Rotations]]:
+        """Return the native object of a spec, and the rotations that it takes. part: how its weights' names begin."""
+
+        def named(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
+            own = {name: of(weight) for name, weight in found.items() if name.startswith((part, "head", EMBEDDING))}
+            return {name.replace(part, "model.", 1): weight for name, weight in own.items()}
+
+        matrices = named(self.matrices, lambda matrix: matrix.handle)
+        if self._embedding is not None:
+            matrices["embedding"] = self._embedding.handle
+        made = self.ops.extension.make_model(
+            self.ops.backend,
+            spec,
+            self.weight_dtype == torch.bfloat16,
+            matrices,
+            named(self._vectors, address),
+            named(self._tables, address),
+        )
+        turned = [cast(Attention, spec.blocks[i].attention) for i in made.rotations]
+        ropes = [(a.rope, a.head_dim) for a in turned]
+        return made, [Rotations(rope, dim, self.device, torch.float32) for rope, dim in ropes if rope is not None]
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
@@ -110,8 +141,10 @@ class CpuModel:
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
-        return sum(m.nbytes for m in self.matrices.values()) + sum(v.nbytes for v in self._vectors.values())
+        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once, but a source's."""
+        of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
+        read = sum(matrix.nbytes for name, matrix in self.matrices.items() if name not in of_sources)
+        return read + sum(v.nbytes for name, v in self._vectors.items() if not name.startswith("encoder."))
 
     @property
     def precision(self) -> str:
@@ -147,8 +180,48 @@ class CpuModel:
                 [(k, taps[k].data_ptr()) for k in sorted(taps)],
                 is_normed,
                 out.data_ptr(),
+                sources=self._sources(batch, cache),
             )
         return out
+
+    def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
+        """Run the encoder over these tokens, as TorchModel.begin."""
+        encoder = self.config.encoder
+        if encoder is None or self._encoder is None:
+            raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
+        batch, (made, rotations) = batch_of_sources(sources), self._encoder
+        tokens, positions = batch.ids()
+        shape, num = encoder.cache_shape, encoder.num_layers
+        kept = torch.empty(2, len(tokens), shape.num_kv_heads, shape.head_dim, dtype=self.cache_dtype)  # of one layer
+        row_bytes = shape.num_kv_heads * shape.head_dim * self.cache_dtype.itemsize
+        pools = self.ops.extension.Pools([address(kept[0])] * num, [address(kept[1])] * num, 1, row_bytes)
+        rows = torch.empty(len(tokens), encoder.hidden_size)
+        made.forward(
+            tokens,
+            positions,
+            [address(own.table(end_of(batch))) for own in rotations],
+            len(batch.slots),
+            run_numbers(batch, [list(batch.run(b)) for b in range(len(batch.slots))]),
+            pools,
+            list(range(num)),
+            0,
+            [],
+            True,
+            rows.data_ptr(),
+        )
+        places = torch.cat([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
+        for i in cache.shape.kept:
+            a = self.config.blocks[i].attention
+            if a is not None and a.sees == "encoder":
+                found = self.ops.linear(rows, self.matrices[f"model.layers.{i}.kv"])
+                cache.pools[i].write(places, *found.view(len(rows), 2, a.kv_heads, a.head_dim).unbind(1))
+
+    def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
+        """The sources of a batch's runs in numbers; none of a model without an encoder."""
+        if self._encoder is None:
+            return []
+        check_sources(batch)
+        return source_numbers(batch, [cache.table(source.slot) for source in batch.sources])
 
     def run_ahead(
         self,
@@ -199,6 +272,7 @@ class CpuModel:
             ahead,
             own,
             given,
+            self._sources(batch, cache),
         )
         if found is None:
             return None

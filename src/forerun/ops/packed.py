@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun import native
+from forerun.blocks import Buckets
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.types import RaggedBatch
 
@@ -109,6 +110,22 @@ def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format])
     """Return sections as csrc/bind_ops.cpp takes them: of each its rows, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
     return [[num, *map(int, astuple(format))] for num, format in zip(rows, formats, strict=True)]
+
+
+def distances_of(buckets: Buckets) -> list[int]:
+    """Return the distances from row to key whose biases the kernels take, in order: see Biases in csrc/kernels.h."""
+    block = int(native.extension().KEY_BLOCK)
+    reach = buckets.max_distance + block
+    return list(range(reach, -reach - block, -1))
+
+
+def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
+    """Return the sources of a batch's runs as csrc/bindings.h takes runs: rows that are all cached, and no others."""
+    numbers = [0] * (6 * len(tables))
+    for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
+        numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
+        numbers += table
+    return numbers
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:

@@ -30,6 +30,20 @@ def check_pass(
     return chosen, layers is None or spec.num_layers - 1 in layers
 
 
+def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
+    """Return what an encoder runs of sources, which are tokens by slot: each is one run from position 0 on."""
+    starts = [0, *itertools.accumulate(map(len, sources.values()))]
+    tokens = [token for own in sources.values() for token in own]
+    positions = [i for own in sources.values() for i in range(len(own))]
+    return RaggedBatch(tokens, positions, starts, list(sources), [0] * len(sources))
+
+
+def check_sources(batch: RaggedBatch) -> None:
+    """Raise InternalError where not every run of an encoder-decoder has a source."""
+    if len(batch.sources) != len(batch.slots):
+        raise InternalError(f"{len(batch.slots)} runs of an encoder-decoder have {len(batch.sources)} sources")
+
+
 def check_layers(spec: Spec, layers: Seq[int]) -> None:
     """Raise InternalError for layers that do not ascend or that the model does not have."""
     _check_part("layers", layers, spec.num_layers)

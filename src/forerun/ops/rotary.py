@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of each kind, and tables of cos and sin by position."""
+"""Positions as numbers: rotations, with the frequencies of each kind, and sinusoids that are added to embeddings."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ class Rotations:
             self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
             self._num_positions = self._table.shape[0]
         return self._table
+
+
+def sinusoids(num: int, width: int) -> Tensor:
+    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5), float32 [num, width].
+
+    In float64 until the end, as published code computes its tables.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(num, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, *, far: bool = False) -> Tensor:

@@ -6,7 +6,6 @@ others with the same interface). A family that nothing else computes runs here.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,10 +21,10 @@ from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.memory import Sizes, Wanted
-from forerun.ops.passes import check_pass, end_of, kinds_in_words
+from forerun.ops.passes import batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
-from forerun.ops.rotary import Rotations
+from forerun.ops.rotary import Rotations, sinusoids
 from forerun.ops.torch_memory import ReferenceSizes
 from forerun.types import CacheView, RaggedBatch
 
@@ -486,11 +485,7 @@ class TorchModel:
         """
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
-        starts = [0, *itertools.accumulate(map(len, sources.values()))]
-        tokens = [token for own in sources.values() for token in own]
-        positions = [i for own in sources.values() for i in range(len(own))]
-        batch = RaggedBatch(tokens, positions, starts, list(sources), [0] * len(sources))
-        rows = self.encoder.forward(batch, None)
+        rows = self.encoder.forward(batch_of_sources(sources), None)
         places = torch.cat([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
         for i in cache.shape.kept:
             attention = self.blocks[i].attention
@@ -505,7 +500,7 @@ class TorchModel:
         own = self.config.positions
         if own is None or own.kind == "learned":
             return None if own is None else self.weights[POSITIONS]
-        return _sinusoids(own.num + own.offset, self.config.hidden_size).to(self.device, self.activation_dtype)
+        return sinusoids(own.num + own.offset, self.config.hidden_size).to(self.device, self.activation_dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._embedding is None:
@@ -599,20 +594,9 @@ def _back_to_back(weights: list[Tensor]) -> Tensor | None:
     return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
-def _sinusoids(num: int, width: int) -> Tensor:
-    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5), float32 [num, width].
-
-    In float64 until the end, as published code computes its tables.
-    """
-    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(num, dtype=torch.float64)[:, None] * frequencies
-    return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
-
-
 def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
     """Return the rows that the source of each run has in the cache. Raises InternalError for a run without one."""
-    if len(batch.sources) != len(batch.slots):
-        raise InternalError(f"{len(batch.slots)} runs of an encoder-decoder have {len(batch.sources)} sources")
+    check_sources(batch)
     reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
     return CacheView(batch, reads[0][:0] if reads else torch.empty(0, dtype=torch.int64), reads)
 
