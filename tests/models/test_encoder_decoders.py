@@ -43,7 +43,7 @@ BART = {
     "encoder_ffn_dim": 48,
     "encoder_attention_heads": 2,
     "decoder_layers": 3,
-    "decoder_ffn_dim": 40,
+    "decoder_ffn_dim": 64,
     "decoder_attention_heads": 4,
 }
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
@@ -235,3 +235,24 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
     for (slot, text), found in zip(TEXTS.items(), scores.logits, strict=True):
         wanted = by_transformers(module, SOURCES[slot], text)
         assert float((found - wanted).norm()) < tolerance * float(wanted.norm())
+
+
+@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+def test_runs_that_go_on_in_one_call_keep_their_sources(published: tuple[Any, Path]) -> None:
+    """Each of three ends where it is to end; the ids are those of a pass for each token."""
+    runner = runner_of(published[1], CpuOps)
+    assert runner.sources is not None
+    for slot, source in SOURCES.items():
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run(list(SOURCES))
+    lengths = [2, 6, 4]
+    found = runner.run_ahead([Run(slot, text[:5]) for slot, text in TEXTS.items()], lengths)
+    for slot, length in zip(SOURCES, lengths, strict=True):
+        tokens, wanted = TEXTS[slot][:5], list[int]()
+        for _ in range(length):
+            (logits,) = runner.forward([Run(slot, tokens)]).logits
+            runner.cache.keep({slot: range(len(tokens))})
+            tokens = [int(logits[-1].argmax())]
+            wanted += tokens
+        assert found[slot] == wanted

@@ -370,7 +370,8 @@ class CpuModel:
             return self._vectors[name]
         if name in self._tables:
             return self._tables[name].float()
-        packed, first, num = self._places[name.removesuffix("bias") + "weight"]
+        matrix = EMBEDDING if name == "lm_head.bias" and self.config.tied else name.removesuffix("bias") + "weight"
+        packed, first, num = self._places[matrix]
         assert packed.bias is not None
         return packed.bias[first : first + num]
 
