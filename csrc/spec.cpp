@@ -48,6 +48,7 @@ const std::map<string, string> WORDS = {
     {"Block.parallel", "attention and feed-forward parts side by side"},
     {"Block.out_scale", "scaled outputs of blocks"},
     {"Block.per_layer_input", "embeddings of single layers"},
+    {"Spec.own_embedding", "encoders with an embedding of their own"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
@@ -176,7 +177,7 @@ class Reader {
         found.sees = sees_of(text(a, "sees"));
         const string own = at + (found.sees == Sees::source ? "encoder_attn." : "self_attn.");
         found.heads = whole(a, "heads"), found.kv_heads = whole(a, "kv_heads"), found.head_dim = whole(a, "head_dim");
-        found.reads = whole(a, "reads", hidden_);
+        found.reads = found.sees == Sees::source ? hidden_ : whole(a, "reads", hidden_);  // a source's own width is its keys'
         found.scale = real(a, "scale", 1.0f / std::sqrt(static_cast<float>(found.head_dim)));
         found.softcap = real(a, "softcap"), found.window = whole(a, "window");
         found.q_norm = head_norm(a.attr("q_norm"), own + "q_norm", found.heads, found.head_dim);
