@@ -15,6 +15,8 @@ from forerun.functional import (
     ngram_assisted_speculative_generate,
     speculative_generate,
 )
+from forerun.functional.modules import ModuleModel
+from forerun.models.runner import Run, Runner
 from forerun.models.toy import ToyModel, ToyTable
 from functional.modules import PROMPT, NewerModule, ToyModule, generated, module_of, noisy
 
@@ -144,6 +146,24 @@ def test_the_encoder_runs_once_and_its_keys_stay(kind: str) -> None:
     ids, _ = speculative_generate(PROMPT, drafter, target, max_gen_len=NUM, eos_tokens_id=None, use_cache=True)
     assert_same_or_tied(kind, PROMPT, ids, expected(kind))
     assert (len(runs), len(keys)) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_equal_sources_are_run_once(kind: str) -> None:
+    """By the interface that the engine's own encoder-decoders have; texts of another source say something else."""
+    module, runs = copy.deepcopy(pair(kind)[0]), list[int]()
+    module.get_encoder().register_forward_hook(lambda *_: runs.append(1))
+    model = ModuleModel(module, "model")
+    runner = Runner(model, model.own_cache())
+    assert runner.sources is not None
+    for slot, source in enumerate((PROMPT, PROMPT, PROMPT[1:])):
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run([0, 1, 2])
+    first, second, third = runner.forward([Run(slot, [3, 9, 4]) for slot in range(3)]).logits
+    assert len(runs) == 2
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, third, atol=1e-3)
 
 
 @pytest.mark.parametrize(("form", "cross"), [(ToyModule, False), (ToyModule, True), (NewerModule, False)])

@@ -81,6 +81,33 @@ def test_drafters_without_a_model_beside_an_encoder(kind: str, draft: str) -> No
         assert speculating.generate(PROMPT, params).token_ids == generated(target(kind), PROMPT, NUM)
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("drafts_with_one", [True, False])
+def test_an_input_is_a_source_as_in_the_engine(kind: str, drafts_with_one: bool) -> None:
+    """An answer may begin as it was told, and several of one source end with nothing left of any."""
+    module, params = target(kind), dataclasses.replace(GREEDY, decoder_prompt=[9, 8], n=2)
+    drafted = noisy(module) if drafts_with_one else "suffix"
+    speculating = speculate_with(module, draft=drafted, pacing_policy="fixed", spec_length=3)
+    begun = torch.tensor([[module.config.decoder_start_token_id, 9, 8]])
+    for inputs in (PROMPT, PROMPT[2:]):
+        settings = {"do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
+        wanted = module.generate(torch.tensor([inputs]), decoder_input_ids=begun, max_new_tokens=NUM, **settings)[
+            0, 3:
+        ].tolist()
+        for out in speculating.generate(inputs, params):
+            assert (out.prompt_ids, out.token_ids) == (inputs, wanted)
+    for runner in (speculating.engine.runner, *speculating.engine.drafter.first.runners):
+        assert runner.cache.texts == {}
+
+
+def test_what_is_looked_up_may_stand_in_the_source() -> None:
+    rounds = []
+    speculating = speculate_with(target("t5"), draft="lookup", pacing_policy="fixed", spec_length=3)
+    speculating.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    speculating.generate(PROMPT, dataclasses.replace(GREEDY, decoder_prompt=PROMPT[3:5]))
+    assert rounds[0].tokens == PROMPT[5:8]
+
+
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 @pytest.mark.parametrize("policy", ["auto", "entropy", "svip"])
 def test_a_module_drafts(kind: str, policy: str) -> None:

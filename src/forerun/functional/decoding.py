@@ -281,7 +281,13 @@ class _Task:
         texts = [as_ids(each) for each in inputs] if many else [as_ids(inputs)]
         rooms = [self._room(ids) for ids in texts]
         assembly = assembled(
-            self.target, self.spec, self.draft, self.policy, end_ids=self._end_ids(), coins=self._coins(draws)
+            self.target,
+            self.spec,
+            self.draft,
+            self.policy,
+            end_ids=self._end_ids(),
+            coins=self._coins(draws),
+            pad_token_id=self.pad_token_id,
         )
         found = [self._generate(assembly, *each, draws) for each in zip(texts, rooms, strict=True)]
         return ([ids for ids, _ in found], [rate for _, rate in found]) if many else found[0]
@@ -290,7 +296,7 @@ class _Task:
         """Return how many tokens may be generated. Raises UserError for an input that cannot be taken."""
         for model in (self.target, *([self.draft] if self.draft is not None else [])):
             model.check(inputs)
-        room = self.target.max_positions - len(self.target.prompt(inputs, self.pad_token_id))
+        room = self.target.max_positions - len(self.target.start_ids(self.pad_token_id) or inputs)
         if room < 0:
             raise PromptTooLong(
                 f"inputs has {len(inputs)} tokens, and the {self.target.role} has {self.target.max_positions} "
@@ -308,7 +314,7 @@ class _Task:
         params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **draws.params, **how)
         if num == 0:
             return self._one_or_many([[] for _ in range(params.n)]), 0.0
-        with assembly.request(inputs, params, self.pad_token_id) as requests:
+        with assembly.request(inputs, params) as requests:
             end = None
             if self.debug:
                 end = assembly.engine.listen(DebugPrinter(self.tokenizer, requests[0].seq), detail=True)

@@ -42,25 +42,16 @@ class Assembly:
         object.__setattr__(self, "models", [self.target] + ([self.draft] if self.draft is not None else []))
 
     @contextmanager
-    def request(self, inputs: Seq[int], params: SamplingParams, pad_token_id: int = 0) -> Iterator[list[Request]]:
+    def request(self, inputs: Seq[int], params: SamplingParams) -> Iterator[list[Request]]:
         """Queue one input, params.n times, and forget it afterwards. Raises UserError for what cannot be honoured."""
         for model in self.models:
             model.check(inputs)
-        prompt = self.target.prompt(inputs, pad_token_id)
-        requests = self.engine.make(prompt, params)
-        run = {(request.searcher or request).seq.id for request in requests}  # outputs of a beam search share one
+        requests = self.engine.add_all(inputs, params)
         try:
-            for slot in run:
-                for model in self.models:
-                    model.begin(slot, inputs)
-            self.engine.queue(requests)
             yield requests
         finally:
             for request in requests:
                 self.engine.abort(request)
-            for slot in run:
-                for model in self.models:
-                    model.end(slot)
 
     def run(self, requests: Seq[Request]) -> None:
         """Step until these requests have ended. Raises what ended one before its time."""
@@ -81,11 +72,13 @@ def assembled(
     end_ids: frozenset[int] = frozenset(),
     coins: CoinsOf = philox_coins,
     spares: bool = False,
+    pad_token_id: int = 0,
 ) -> Assembly:
     """Make an engine that serves one request at a time.
 
     spec: a drafter's name with its options; those that need a model get `draft`. spares: a drafter that raises is left
-    out, instead of raising. Raises UserError for a pair or a drafter that is not possible.
+    out, instead of raising. pad_token_id: what a decoder's text begins with, where its module names no start token.
+    Raises UserError for a pair or a drafter that is not possible.
     """
     _check_pair(target, draft)
     auto = drafters.WITHOUT_MODEL if draft is None else drafters.BY_MODEL
@@ -123,6 +116,7 @@ def assembled(
             prefill_chunk_tokens=PREFILL_TOKENS,
             max_num_batched_tokens=2 * PREFILL_TOKENS,
             coins=coins,
+            start_ids=target.start_ids(pad_token_id),
         ),
         target,
         draft,

@@ -81,7 +81,6 @@ class ModuleModel:
         self._keeps_last = "logits_to_keep" in named  # whether it can leave the logits of other rows out
         self._past = "cache" if "cache" in named and "past_key_values" not in named else "past_key_values"
         self._generation = getattr(module, "generation_config", None)
-        self._encoded: dict[int, Any] = {}
         if uses_cache:
             self.new_past()
 
@@ -91,6 +90,11 @@ class ModuleModel:
     def config(self) -> ModuleModel:
         """What the engine must know of an architecture: it has the names of ModelConfig itself."""
         return self
+
+    @property
+    def encoder(self) -> ModuleModel | None:
+        """What reads the sources of an encoder-decoder, which has the same limit; None of a causal module."""
+        return self if self.is_encoder_decoder else None
 
     def own_cache(self) -> ModuleCache:
         """Make the cache that this model reads."""
@@ -115,7 +119,8 @@ class ModuleModel:
         for b, slot in enumerate(batch.slots):
             run = batch.run(b)
             text = cache.write(slot, tokens[run.start : run.stop], batch, b)
-            found.append(self._run(slot, text, batch, b, b in batch.silent))
+            text.encoded = cache.texts[batch.sources[b].slot].encoded if batch.sources else None
+            found.append(self._run(text, batch, b, b in batch.silent))
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, self.vocab_size)
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
@@ -147,21 +152,17 @@ class ModuleModel:
 
     # ------------------------------------------------------------------------------------------- encoder and decoder
 
-    def begin(self, slot: int, inputs: Seq[int]) -> None:
-        """Run the encoder over the input of a slot, once. A causal module has nothing to do."""
-        if self.is_encoder_decoder:
-            with torch.inference_mode():
-                ids = torch.tensor([list(inputs)], device=self.device)
-                self._encoded[slot] = self.module.get_encoder()(input_ids=ids)
+    def begin(self, sources: Mapping[int, Seq[int]], cache: ModuleCache) -> None:
+        """Run the encoder over sources, by slot of the cache, each by itself."""
+        encoder = self.module.get_encoder()
+        with torch.inference_mode():
+            for slot, ids in sources.items():
+                cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.device)))
 
-    def end(self, slot: int) -> None:
-        """Forget the input of a slot."""
-        self._encoded.pop(slot, None)
-
-    def prompt(self, inputs: Seq[int], pad_token_id: int) -> list[int]:
-        """Return what the decoder begins with: the input of a causal module, else the decoder's start token."""
+    def start_ids(self, pad_token_id: int) -> list[int]:
+        """Return what a decoder's text begins with: pad_token_id if nothing is named; of a causal module nothing."""
         if not self.is_encoder_decoder:
-            return list(inputs)
+            return []
         places = (self._generation, getattr(self.module, "config", None))
         known = (getattr(place, "decoder_start_token_id", None) for place in places)
         start = next((token for token in known if token is not None), pad_token_id)
@@ -210,26 +211,26 @@ class ModuleModel:
             )
         return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
 
-    def _run(self, slot: int, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
+    def _run(self, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
         """Logits [n, V] of a run; zeros, which take no memory, where nobody wants them."""
         num = len(batch.run(b))
         if is_silent:
             if self.uses_cache:
-                self._behind(slot, text, text.path(-1), num, 1)
+                self._behind(text, text.path(-1), num, 1)
             return torch.zeros(1, self.vocab_size, dtype=self.weight_dtype, device=self.device).expand(num, -1)
         if not batch.is_tree(b):
-            return self._behind(slot, text, text.path(-1), num, num)
+            return self._behind(text, text.path(-1), num, num)
         rows: list[Tensor | None] = [None] * num
         first = len(text.nodes) - num
         for leaf in sorted(set(range(num)) - {text.parents[first + i] - first for i in range(num)}):
             own = [node - first for node in text.ancestors(first + leaf) if node >= first]
             new = [row for row in own if rows[row] is None]  # the end of the path: the rest was run for another leaf
-            logits = self._behind(slot, text, text.path(first + leaf), len(new), len(new))
+            logits = self._behind(text, text.path(first + leaf), len(new), len(new))
             for row, found in zip(new, logits, strict=True):
                 rows[row] = found
         return torch.stack([row for row in rows if row is not None])
 
-    def _behind(self, slot: int, text: Text, ids: list[int], num: int, num_wanted: int) -> Tensor:
+    def _behind(self, text: Text, ids: list[int], num: int, num_wanted: int) -> Tensor:
         """Return the logits behind the last `num_wanted` of these tokens, [num_wanted, V]; the last `num` are run."""
         past_ids, past = text.past_ids, text.past
         text.past_ids, text.past = [], None  # what a pass that fails leaves
@@ -242,7 +243,7 @@ class ModuleModel:
         if self._keeps_last:
             given["logits_to_keep"] = num_wanted
         if self.is_encoder_decoder:
-            output = self.module(encoder_outputs=self._encoded[slot], decoder_input_ids=rest, **given)
+            output = self.module(encoder_outputs=text.encoded, decoder_input_ids=rest, **given)
         else:
             output = self.module(input_ids=rest, **given)
         if self.uses_cache:
@@ -281,7 +282,8 @@ def _num_common(a: list[int], b: list[int], most: int) -> int:
 class Text:
     """What a slot holds: kept tokens, then pending ones and those of the last run, with their parents (-1 = kept).
 
-    past, past_ids: the module's own cache, and the tokens that it is of, in order.
+    past, past_ids: the module's own cache, and the tokens that it is of, in order. encoded: of an encoder-decoder, what
+    the encoder made of a source: kept with the source, and lent to a text that is run.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -290,6 +292,7 @@ class Text:
     num_pending: int = 0
     past: Any = None
     past_ids: list[int] = field(default_factory=list)
+    encoded: Any = None
 
     def ancestors(self, node: int) -> list[int]:
         """Return the nodes from the first one down to `node`, both included."""
@@ -330,14 +333,18 @@ class ModuleCache:
         text.nodes += tokens
         return text
 
+    def fill(self, slot: int, ids: Seq[int], encoded: Any) -> None:
+        """Put a whole source into an empty text, with what the encoder made of it."""
+        self.texts[slot] = Text(nodes=list(ids), parents=list(range(-1, len(ids) - 1)), encoded=encoded)
+
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
         """Begin a text; nothing is shared, so that 0 of its tokens are known."""
         self.texts[slot] = Text()
         return 0
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a text with the kept tokens of another; its keys and values are computed again."""
-        self.texts[new_slot] = Text(kept=list(self.texts[slot].kept))
+        """Begin a text with the kept tokens of another; but for a source, its keys and values are computed again."""
+        self.texts[new_slot] = Text(kept=list(self.texts[slot].kept), encoded=self.texts[slot].encoded)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Nothing is shared."""
