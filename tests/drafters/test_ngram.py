@@ -13,7 +13,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
 from forerun.pacing.fixed import FixedPacing
-from forerun.types import SamplingParams
+from forerun.sampling.random import PhiloxCoins
+from forerun.types import Budget, SamplingParams, Sequence
 
 
 def store_of(tokens: list[int], **options: int) -> Store:
@@ -57,6 +58,20 @@ def test_a_random_text_agrees_with_counting() -> None:
         followers = [text[i] for i in range(2, len(text)) if tuple(text[i - 2 : i]) == context]
         found = store.guess(list(context))
         assert followers.count(found) == max(map(followers.count, range(4)))
+
+
+def test_a_source_is_a_text_of_its_own() -> None:
+    """It is counted before the answer, of which none of its n-grams is a part."""
+    store = Store(Options(max_n=3), before=[1, 2, 3])
+    store.read([0, 1, 2], 3)
+    assert store.guess([0, 1]) == 2
+    assert store.guess([0, 1, 2]) == 3  # as of the source
+    assert store.guess([7, 3]) is None  # what the answer begins with does not follow the source's end
+    store.read([0, 1, 2, 5, 1, 2, 5], 7)
+    assert store.guess([1, 2]) == 5  # of the answer, twice
+    drafter, coins = NgramDrafter(Options()), [PhiloxCoins(0, 1, 0)]
+    seq = Sequence(0, [2], 1, SamplingParams(temperature=0), 0, 9, source_ids=(1, 2, 3))
+    assert drafter.propose([seq], Budget([3], 0), coins).tokens == [3]
 
 
 def test_reading_in_pieces_is_reading() -> None:

@@ -17,7 +17,9 @@ from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
 from forerun.pacing.fixed import FixedPacing
+from forerun.sampling.random import PhiloxCoins
 from forerun.testing import Branching, enumerate_outcomes
+from forerun.types import Budget, Sequence
 from house.enumeration import Case, engine_for, plain_outputs, total_variation
 
 TEXT = list(range(10, 30))
@@ -75,6 +77,30 @@ def test_a_wrong_place_does_not_move_where_it_was_lost() -> None:
     """The replacement (7, 8) stands far behind, where nothing matches; then the copy goes on where it was left."""
     text = [1, 2, 3, 4, 5, 6, 4, 5, 9, 7, 8, 0, 0, 4, 5, 0]
     assert copy_of([1, 2, 3, 7, 8, 4, 5], text=text).at == 5
+
+
+@pytest.mark.parametrize(
+    ("begun", "said", "wanted"),
+    [
+        ([0], [], TEXT[:3]),
+        ([0], TEXT[:4], TEXT[4:7]),
+        ([0], [*TEXT[:4], 1], []),
+        ([0], [*TEXT[:4], 1, *TEXT[5:7]], TEXT[7:10]),
+        ([0, *TEXT[5:8]], [], TEXT[8:11]),  # told to begin in the middle
+        ([0, 1, 2], [], TEXT[:3]),  # told to begin with something else
+        ([0, 1, 2], [3, *TEXT[15:17]], TEXT[17:20]),
+    ],
+    ids=str,
+)
+def test_the_answer_of_an_encoder_decoder_follows_its_source(
+    begun: list[int], said: list[int], wanted: list[int]
+) -> None:
+    drafter = PredictionDrafter(Options())
+    seq = Sequence(0, [*begun, *said], len(begun), greedy(), 0, 99, source_ids=tuple(TEXT))
+    assert drafter.propose([seq], Budget([3], 0), [PhiloxCoins(0, 9, 0)]).tokens == wanted
+    seq.prediction_ids = (50, 51)
+    other = PredictionDrafter(Options()).propose([seq], Budget([3], 0), [PhiloxCoins(0, 9, 0)])
+    assert other.tokens == ([] if said else [50, 51])  # what a request predicts comes first
 
 
 def test_the_place_is_a_function_of_the_tokens_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,17 @@ def target_of(num_ids: int = NUM_IDS, holes: tuple[int, ...] = ()) -> Target:
     return Target(ToyModel(num_ids, 1), None, frozenset(), num_ids, holes, 2, 64, "paged")
 
 
-def sequence(tokens: list[int], **params: Any) -> Sequence:
-    return Sequence(0, tokens, len(tokens), SamplingParams(**params), 0, 64)
+def sequence(tokens: list[int], source: Seq[int] = (), **params: Any) -> Sequence:
+    return Sequence(0, tokens, len(tokens), SamplingParams(**params), 0, 64, source_ids=tuple(source))
 
 
-def drafted(name: str, options: Mapping[str, Any], tokens: list[int], num: int = 3, **params: Any) -> Draft:
+def drafted(
+    name: str, options: Mapping[str, Any], tokens: list[int], num: int = 3, source: Seq[int] = (), **params: Any
+) -> Draft:
     """The draft of one sequence, by the first outcome of each coin."""
     drafter = built(name, target_of(), options)
     return enumerate_outcomes(
-        lambda way: drafter.propose([sequence(tokens, **params)], Budget([num], 0), [way.at(len(tokens))])
+        lambda way: drafter.propose([sequence(tokens, source, **params)], Budget([num], 0), [way.at(len(tokens))])
     )[0][1]
 
 
@@ -56,6 +58,17 @@ def test_points_are_the_most_frequent_and_the_lowest_of_equal_ones() -> None:
     assert drafted("bigram", {}, [1, 3, 1, 2, 1]).tokens[0] == 2
     assert drafted("unigram", {}, [3, 2]).tokens[0] == 2
     assert drafted("bigram", {}, [0, 1, 2]).tokens == []  # 2 was never followed
+
+
+def test_a_source_is_counted_before_its_answer() -> None:
+    source = [4, 1, 3, 1, 3]
+    assert [part.tolist() for part in tables.TextTable(source).unigram()] == [[1, 3, 4], [2, 2, 1]]
+    assert drafted("bigram", {}, [0, 1], source=source).tokens == [3, 1, 3]
+    assert drafted("bigram", {}, [0, 1, 2, 1, 2, 1], source=source).tokens[0] == 2
+    assert drafted("bigram", {}, [2, 0], source=[1, 0]).tokens == []  # nothing follows a source's end
+    assert drafted("unigram", {}, [0], source=source).tokens == [1] * 3
+    (probs, *_) = drafted("unigram", {"draws": "sampled"}, [0], source=source, temperature=1.0).probs
+    assert [probs.at(token) for token in range(5)] == pytest.approx([1 / 6, 2 / 6, 0, 2 / 6, 1 / 6])
 
 
 def test_sampled_draws_state_the_formula(tmp_path: Path) -> None:

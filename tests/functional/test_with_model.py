@@ -75,7 +75,7 @@ def test_beams_of_a_module_are_those_of_generate(kind: str, uses_cache: bool) ->
 @pytest.mark.parametrize("draft", ["suffix", "suffix:shape=tree", "prediction", "ngram"])
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_drafters_without_a_model_beside_an_encoder(kind: str, draft: str) -> None:
-    """They read what the decoder said, and a prediction, which may be the input."""
+    """They read what the decoder said and its source, and a prediction."""
     speculating = speculate_with(target(kind), draft=draft, pacing_policy="fixed")
     for params in (GREEDY, PREDICTION):
         assert speculating.generate(PROMPT, params).token_ids == generated(target(kind), PROMPT, NUM)

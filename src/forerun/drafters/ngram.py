@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import TextDrafter
+from forerun.drafters.chains import READ_TOKENS, TextDrafter
 from forerun.errors import BadOption
 from forerun.types import Probs, Sequence
 
@@ -75,12 +75,17 @@ class Recent(Generic[V]):
 
 
 class Store:
-    """The n-grams of one text: how often each occurred, and which token followed each context most often."""
+    """The n-grams of one text: how often each occurred, and which token followed each context most often.
 
-    def __init__(self, options: Options) -> None:
+    before: a text that was read to its end before this one, as a source is.
+    """
+
+    def __init__(self, options: Options, before: Seq[int] = ()) -> None:
         self.num_read = 0
         self._lengths = range(options.min_n - 1, options.max_n)  # of contexts
         self._counts, self._best = Recent[int](options.max_ngrams), Recent[int](options.max_ngrams)
+        self.read(before, len(before))
+        self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
         """Count the tokens up to `stop` behind their contexts."""
@@ -121,7 +126,7 @@ class NgramDrafter(TextDrafter[Store]):
     """Keeps a store for each text; nothing is shared between requests."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__(lambda seq: Store(options))
+        super().__init__(lambda seq: Store(options, seq.source_ids[-READ_TOKENS:]))
         self.options, self.top_logits = options, options.filler_top_k
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:

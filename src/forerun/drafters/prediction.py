@@ -2,8 +2,9 @@
 
 A pointer stands in the prediction behind what the output has followed; what comes there is drafted. Where the output
 leaves the prediction, the pointer is lost, until the last resync_n committed tokens occur in the prediction: then it
-stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, which is
-shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970): the pointer is lost at first.
+stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, where the
+pointer is lost at first. The answer of an encoder-decoder stands beside its prompt, the source, from whose beginning it
+is copied then: this is shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970).
 
 The guesses are point masses and cost nothing. A prediction never changes the output, however wrong it is.
 """
@@ -97,6 +98,11 @@ class PredictionDrafter(TextDrafter[Copy]):
         num = seq.num_prompt_tokens
         if seq.prediction_ids:
             return Copy(seq.prediction_ids, num, self.options.resync_n, is_at_start=True)
+        if seq.source_ids:
+            copy = Copy(seq.source_ids, 0, self.options.resync_n, is_at_start=False)
+            copy.read(seq.tokens, num)  # an answer may be begun, by decoder_prompt
+            copy.at = copy.at or 0
+            return copy
         # The last prompt token is read: with it the place of the copy is looked for the first time.
         return Copy(seq.tokens[:num], num - 1, self.options.resync_n, is_at_start=False)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from forerun.drafters import Drafter, Known, Needs, Target, artifacts
-from forerun.drafters.chains import TextDrafter, draw_chains
+from forerun.drafters.chains import READ_TOKENS, TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -111,12 +111,14 @@ class Counter:
 
 
 class TextTable:
-    """The table of one text, which is read in order."""
+    """The table of one text, which is read in order. before: a text that was read to its end, as a source is."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Seq[int] = ()) -> None:
         self.num_read = 0
         self._alone, self._behind = Counter(), dict[int, Counter]()
-        self._unigram: tuple[int, Row] = (0, NOTHING)  # tokens read when it was made
+        self._unigram: tuple[int, Row] = (-1, NOTHING)  # tokens read when it was made
+        self.read(before, len(before))
+        self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
         """Count the tokens up to `stop`."""
@@ -227,7 +229,7 @@ class _TextTableDrafter(TextDrafter[TextTable]):
     """Drafts from the table of each text."""
 
     def __init__(self, draws: str, after: Make) -> None:
-        super().__init__(lambda seq: TextTable())
+        super().__init__(lambda seq: TextTable(seq.source_ids[-READ_TOKENS:]))
         self.draws, self.is_free, self._after = _DRAWS_AS[draws], draws == "point", after
 
     def behind(self, text: TextTable, seq: Sequence, drafted: Seq[int]) -> Probs | None:

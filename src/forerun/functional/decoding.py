@@ -157,7 +157,7 @@ def ngram_assisted_speculative_generate(
 
     ngram: longest n-gram in tokens, context and token, 2 to 16. filler_top_k: likeliest tokens of the target at each
     place that become known, too, 0 to 16. Where no context is known the draft ends. An encoder-decoder has the n-grams
-    of what its decoder said. Other arguments, results and errors are those of `speculative_generate`.
+    of its input and of what its decoder said. Other arguments, results and errors are those of `speculative_generate`.
     """
     policy = _fixed(gamma)
     return _Task(
