@@ -221,6 +221,15 @@ class SamplingParams:
         takes=list[int],
         python="ids that end the output, beside the model's own",
     )
+    forced_eos_token_id: int | None = option(
+        None,
+        "id that an output ends with where it is cut: the last of --max-tokens",
+        kind=INTEGER,
+        min=0,
+        max=NUM_IDS - 1,
+        suggested="forced_eos_token_id",
+        python="id that an output ends with where it is cut: the last of max_tokens, whatever the model would say",
+    )
     ignore_eos: bool = option(False, "go on past the end of sequence", kind=FLAG)
     seed: int | None = option(
         None,

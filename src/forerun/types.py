@@ -170,7 +170,10 @@ class Sequence:
             raise InternalError(f"sequence {self.id} cannot take one more token")
         self.tokens.append(token)
         self.origins.append(origin)
-        return "stop" if token in self.end_ids else "length" if len(self.tokens) >= self.max_len else None
+        is_full = len(self.tokens) >= self.max_len
+        if is_full and self.params.forced_eos_token_id is not None:
+            return "length"  # the end that stands there says nothing of what the model would have said
+        return "stop" if token in self.end_ids else "length" if is_full else None
 
     @property
     def salt(self) -> str | None:

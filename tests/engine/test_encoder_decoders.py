@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -116,6 +117,30 @@ def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) ->
             forced_eos_token_id=None,
         )
         assert out.token_ids == wanted[0, num_begun:].tolist()
+
+
+@pytest.mark.parametrize("name", ["Bart", "Marian"])
+def test_a_cut_answer_ends_as_transformers_ends_it(tmp_path: Path, name: str) -> None:
+    """With forced_eos_token_id, of a greedy text and of beams; it counts, and is not in the text."""
+    module, asked = write_other(tmp_path, name, forced_eos_token_id=0), sources(8)
+    with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
+        assert made.params().forced_eos_token_id == 0
+        for source, num in itertools.product(asked, (1, 2, 9)):
+            inputs = {"attention_mask": torch.ones(1, len(source), dtype=torch.int64), "max_new_tokens": num}
+            wanted = module.generate(torch.tensor([source]), **inputs, do_sample=False, num_beams=1)[0, 1:].tolist()
+            (out,) = made.generate(source, made.params(max_tokens=num, temperature=0))
+            assert out.token_ids == wanted
+            assert out.finish_reason == ("length" if len(wanted) == num else "stop")
+            assert out.text == made.tokenizer.decode(wanted[:-1])
+            wanted = module.generate(torch.tensor([source]), **inputs, do_sample=False, num_beams=3)[0, 1:].tolist()
+            (out,) = made.generate(source, made.params(max_tokens=num, temperature=0, num_beams=3, draft="lookup"))
+            assert out.token_ids == wanted
+        assert made.generate(asked[0], SamplingParams(max_tokens=1, temperature=0))[0].token_ids != [0]
+        ends: dict[str, Any] = {"stop_token_ids": [70], "forced_eos_token_id": 70}  # which has a text
+        (out,) = made.generate(asked[0], SamplingParams(max_tokens=3, temperature=0, **ends))
+        assert out.text == made.tokenizer.decode(out.token_ids[:-1]) != made.tokenizer.decode(out.token_ids)
+        with pytest.raises(BadOption, match="forced_eos_token_id holds the id 257"):
+            made.generate(asked[0], SamplingParams(max_tokens=4, forced_eos_token_id=257))
 
 
 def test_an_answer_that_begins_as_it_was_told(published: tuple[Any, Path, Path], llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -245,6 +246,17 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     drafts = [own for report in reports if not report.num_prefill_tokens for own in report.drafts.values()]
     assert len(drafts) > 20
     assert not any(own.num_catchup_tokens for own in drafts), "what a round leaves to be fed is no pass of its own"
+
+
+@pytest.mark.once("about the operators' shortest way")
+def test_an_end_is_forced_where_the_largest_logit_is_found_alone() -> None:
+    with LLM("shipped", draft="none", extra_drafts="suffix;model", max_seq_len=64) as llm:
+        alone = llm.generate("for i in range(3", greedy(20, ignore_eos=True))[0].token_ids
+        assert 5 not in alone
+        for draft, length in itertools.product(("none", "suffix", "model"), (1, 2, 11, 12, 13, 20)):
+            fields = {"draft": draft, "spec_length": 5, "forced_eos_token_id": 5}
+            (out,) = llm.generate("for i in range(3", greedy(length, ignore_eos=True, **fields))
+            assert (out.token_ids, out.finish_reason) == ([*alone[: length - 1], 5], "length")
 
 
 @pytest.mark.once("about threads")

@@ -78,6 +78,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 0.8},
     "frequency": {"frequency_penalty": -1.1},
     "bias": {"logit_bias": {0: 1.5, 2: -float("inf")}},
+    "forced": {"forced_eos_token_id": 1},
     "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
     "all": {
         "temperature": 1.3,

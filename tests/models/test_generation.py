@@ -84,6 +84,18 @@ def test_greedy_lengths_and_suppressed_ids(tmp_path: Path) -> None:
     assert found == SamplingParams(temperature=0, max_tokens=40, min_tokens=3, logit_bias={5: -math.inf, 9: -math.inf})
 
 
+def test_an_end_that_is_forced(tmp_path: Path) -> None:
+    """By config.json only where there is no other file, as in transformers."""
+    written(tmp_path, "config", CONFIG | {"forced_eos_token_id": 7})
+    assert sampling_fields(tmp_path) == {"forced_eos_token_id": 7}
+    assert sampling_fields(folder_with(tmp_path, forced_eos_token_id=2)) == {"forced_eos_token_id": 2}
+    assert sampling_fields(folder_with(tmp_path, eos_token_id=2)) == {}
+    (tmp_path / "generation_config.json").unlink()
+    written(tmp_path, "config", CONFIG | {"forced_eos_token_id": [7, 8]})
+    with pytest.raises(UnsupportedModel, match=r"^config\.json in .*: forced_eos_token_id=.* must be an integer"):
+        sampling_fields(tmp_path)
+
+
 @pytest.mark.parametrize("texts", ["END", ["END"], ["END", "\n\n"]])
 def test_stop_strings_are_stop(tmp_path: Path, texts: Any) -> None:
     assert sampling_defaults(folder_with(tmp_path, stop_strings=texts)).stop == SamplingParams(stop=texts).stop
@@ -123,7 +135,8 @@ REFUSED = [
     ({"typical_p": 0.9}, OTHERS),
     ({"bad_words_ids": [[7]]}, OTHERS),
     ({"stop_words_ids": [[7]]}, OTHERS),
-    ({"forced_eos_token_id": 0}, OTHERS),
+    ({"forced_eos_token_id": [0, 1]}, "it must be an integer"),
+    ({"forced_bos_token_id": 0}, OTHERS),
     ({"assistant_ensemble_weight": 0.5}, OTHERS),
     ({"max_length": 63}, LENGTH.format("max_tokens")),
     ({"max_length": "64"}, LENGTH.format("max_tokens")),

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
 from forerun.errors import BadOption, InternalError
-from forerun.sampling import History, logprobs_of, probs, takes_the_best
-from forerun.types import SamplingParams, Sequence
+from forerun.sampling import History, likeliest, logprobs_of, probs, takes_the_best
+from forerun.types import Probs, SamplingParams, Sequence
 from house.enumeration import second_pipeline
 
 INF = math.inf
@@ -300,6 +300,25 @@ def test_transformers_agrees_on_bad_words_and_min_tokens():
         history = History(tokens, 1, frozenset({19}), tuple(map(tuple, words)))
         made = distribution(logits, history, min_tokens=3)
         assert made == pytest.approx(warped(logits, tokens, *steps).tolist(), abs=1e-14)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"min_tokens": 3}, {"logit_bias": {2: -INF}}], ids=str)
+def test_an_end_is_forced_at_the_last_place_and_nowhere_else(fields):
+    """As in transformers, whatever else is said; drafted tokens count."""
+    logits, step = torch.randn(4, dtype=torch.float64), hf.ForcedEOSTokenLogitsProcessor(5, 2)
+    params = SamplingParams(**fields, max_tokens=3, forced_eos_token_id=2)
+    for num in range(2, 5):
+        history = History([0, 1], 2, frozenset({2}), drafted=[0] * (num - 2), max_len=5)
+        made, without = (probs(logits, p, history, soft=True) for p in (params, SamplingParams(**fields, max_tokens=3)))
+        best = likeliest(logits, params, history, 4)
+        if num < 4:
+            assert made.point == without.point
+            assert made.dense is without.dense is None or torch.equal(made.dense, without.dense)
+            assert best == likeliest(logits, SamplingParams(**fields, max_tokens=3), history, 4)
+            continue
+        assert (made.point, best) == (2, ([2], [0.0]))
+        assert made.soft == Probs.of_point(2)
+        assert warped(logits, [0] * num, step).tolist() == [0, 0, 1, 0]
 
 
 # ------------------------------------------------------------------------------------------------- dead ends, errors

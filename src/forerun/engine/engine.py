@@ -343,11 +343,13 @@ class Engine:
     def _check(self, seq: Sequence) -> None:
         self._check_source(seq)
         known, params = range(self.runner.num_ids), seq.params
+        forced = params.forced_eos_token_id
         named = {
             "the prompt": seq.source_ids or seq.tokens,
             "decoder_prompt": seq.tokens if seq.source_ids else (),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
+            "forced_eos_token_id": () if forced is None else (forced,),
             "prediction": seq.prediction_ids,
         }
         for name, ids in named.items():

@@ -309,7 +309,7 @@ class Request:
             reason = seq.commit(token, origins[i])
             if logprobs:
                 seq.logprobs.append(logprobs[i])
-            if reason != "stop":  # that token is kept in token_ids and never appears in the text
+            if token not in seq.end_ids:  # that token is kept in token_ids and never appears in the text
                 self._num_readable += 1
                 if self._stops_at_texts and self._has_stop_text():
                     reason = "stop"

@@ -61,7 +61,7 @@ class SampledRequest(Request):
 
     def run(self, draft: Draft, b: int, best_only: bool) -> Run:
         seq, nodes, extra, shared = self.seq, draft.nodes(b), draft.extra.get(b), draft.shared.get(b)
-        only = best_only and self.takes_the_best
+        only = best_only and self.takes_the_best and not self._may_end_by_force(len(nodes))
         if not nodes and extra is None:
             return Run(seq.id, (seq.tokens[-1],), "all", None, only)
         if shared is not None:
@@ -74,6 +74,11 @@ class SampledRequest(Request):
         vectors = {len(tokens) + i: vector for i, vector in extra.vectors.items()}
         parents += [p + 1 for p in extra.parents]
         return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
+
+    def _may_end_by_force(self, num_nodes: int) -> bool:
+        """Whether a row of the next pass may decide the last token of an output that must end with a certain one."""
+        left = self.seq.max_len - len(self.seq.tokens)
+        return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
         if best := scores.best[b]:  # where only the largest logits were asked for

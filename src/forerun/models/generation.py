@@ -41,8 +41,7 @@ _INERT = (
 INERT = frozenset(_INERT.split())
 INERT_BEGINNINGS = ("_", "cache_", "output_", "return_")
 KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens"})
-# Of an encoder-decoder: a token behind the start (`start_ids_of`), and one that a text which is cut would end with.
-FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+FORCED_START, FORCED_END = "forced_bos_token_id", "forced_eos_token_id"
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
 NEUTRAL = {
     "num_beams": 1,
@@ -78,8 +77,11 @@ def sampling_fields(folder: Path) -> dict[str, Any]:
     number of tokens without a greatest lifts our default limit, which may lie below it. Raises UnsupportedModel for a
     value that would change the output and is not implemented, or that is of the wrong type or out of range.
     """
-    where, raw = f"{FILE} in {folder}", _set(read_json_if_there(folder / FILE))
-    config = read_json_if_there(folder / "config.json")
+    config, name = read_json_if_there(folder / "config.json"), FILE
+    raw = _set(read_json_if_there(folder / FILE))
+    if not raw:  # then config.json forces tokens, as transformers has it
+        raw, name = _set({FORCED_END: config.get(FORCED_END)}), "config.json"
+    where = f"{name} in {folder}"
     for key, value in raw.items():
         if not _is_known(key, value, raw, config):
             _refuse_key(key, value, where)
@@ -118,7 +120,7 @@ def start_ids_of(folder: Path, raw: Raw) -> list[int]:
     Raises UnsupportedModel where neither names a start.
     """
     file = read_json_if_there(folder / FILE)
-    found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", "forced_bos_token_id")}
+    found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
     found["decoder_start_token_id"] = file.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
     if found["decoder_start_token_id"] is None:
         raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
@@ -136,7 +138,7 @@ def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
     """Whether a key is honoured, or changes nothing with this value."""
     if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
         return True
-    if key in FORCED and config.get("is_encoder_decoder") is True:
+    if key == FORCED_START and config.get("is_encoder_decoder") is True:  # see `start_ids_of`
         return True
     if key in WITH_PROMPT and WITH_PROMPT[key][0] in raw:
         return True

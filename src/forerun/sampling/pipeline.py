@@ -6,6 +6,8 @@ Hugging Face's set of logits warpers, with exact tie rules added):
     logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
+Before all of it comes forced_eos_token_id, which leaves one id at the last place of an output that is cut.
+
 One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic runs
 on the host, whatever device the logits come from. What is done to float32 rows is written twice: `_argmax` and `_probs`
 in numpy, and a native implementation of both (csrc/sampling.cpp), which returns the same bits and is taken where it was
@@ -48,11 +50,14 @@ class History:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     drafted: Seq[int] = ()
     kept: TokenCounts = field(default_factory=TokenCounts)  # of the committed tokens, from one row to the next
+    max_len: int = 0  # of prompt and output at most; 0 = not known
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
         """What the token after `seq` and `drafted` sees. Copies nothing, however long the sequence is."""
-        return History(seq.tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids, drafted, seq.counts)
+        return History(
+            seq.tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids, drafted, seq.counts, seq.max_len
+        )
 
     @property
     def tokens(self) -> Seq[int]:
@@ -63,6 +68,11 @@ class History:
     def num_output_tokens(self) -> int:
         """Tokens after the prompt, drafted ones included."""
         return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
+
+    def forced(self, params: SamplingParams) -> int | None:
+        """Return the only id that may come next: at the last place of an output that must end with one."""
+        is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
+        return params.forced_eos_token_id if is_last else None
 
     def counts(self) -> tuple[Ids, Ids]:
         """The distinct ids of all tokens, and how often each occurs behind the prompt: two vectors [n], in no order."""
@@ -111,6 +121,8 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History(), 
     Raises BadOption where bias, bad words and min_tokens leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
+    if (forced := history.forced(params)) is not None:
+        return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
     row = _host(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
     native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
@@ -194,7 +206,7 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Whether the distribution of every row is a point at the row's largest logit, whatever the history.
+    """Whether the distribution of every row is a point at the row's largest logit, where the history forces none.
 
     Then the other logits are not needed: `probs` would look at them and return that point.
     """
@@ -342,6 +354,8 @@ def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int
     logits elsewhere, with no normalisation behind them: so do the beams of transformers. Ids of score -inf are left
     out, so that there may be fewer.
     """
+    if (forced := history.forced(params)) is not None:
+        return [forced], [0.0]
     row = _host(logits)
     log_mass = _log_mass(row)
     if _adjusts(params, history.bad_word_ids):

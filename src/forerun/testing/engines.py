@@ -244,6 +244,8 @@ def second_pipeline(
     bad_words: Seq[tuple[int, ...]] = (),
 ) -> list[float]:
     """Compute `forerun.sampling.probs` a second time, with lists and full sorts, as weights [V]."""
+    if params.forced_eos_token_id is not None and len(output) + 1 == params.max_tokens:
+        return [float(x == params.forced_eos_token_id) for x in range(len(logits))]
     z = list(logits)
     for x, bias in (params.logit_bias or {}).items():
         z[x] += bias
