@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafters import published as published_heads
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
 from forerun.errors import UnsupportedModel
 from tiny import byte_tokenizer, write_tiny
@@ -297,6 +300,41 @@ def test_what_no_encoder_reads(llm: LLM) -> None:
         llm.generate([1], SamplingParams(max_tokens=4, decoder_prompt=[300]))
     with LLM("shipped", draft="none", max_seq_len=64) as plain, pytest.raises(BadOption, match="has no encoder"):
         plain.generate("def", SamplingParams(max_tokens=4, decoder_prompt="x"))
+
+
+HEADS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "medusa": (
+        "medusa",
+        {"medusa_num_heads": 2, "medusa_num_layers": 1},
+        published_heads.medusa_shapes("{0}.{1}.linear.", "{0}.{1}.weight", 2, 1),
+    ),
+    "EAGLE-1": ("eagle", published_heads.DECODER, published_heads.eagle_1_shapes()),
+    "EAGLE-3": (
+        "eagle",
+        {**published_heads.EAGLE_3, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        published_heads.eagle_3_shapes(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_published_heads_run_on_the_decoder(published: tuple[Any, Path, Path], tmp_path: Path, name: str) -> None:
+    """They read its rows, whose layers are two blocks each, and see no source; the texts are those without one."""
+    method, config, shapes = HEADS[name]
+    weights = published_heads.random_weights(shapes)
+    published_heads.write(
+        tmp_path, config, published_heads.with_ids(weights) if "draft_vocab_size" in config else weights
+    )
+    few = dict.fromkeys(range(8, 257), -math.inf) if method == "eagle" else None  # of which it draws the right one
+    asked, params = sources(6), SamplingParams(max_tokens=20, temperature=3.0, seed=1, logit_bias=few)
+    options: dict[str, Any] = {"ops": "reference_row_by_row", "max_seq_len": 96, "spec_length": 4}
+    with LLM(published[1], draft=f"{method}:path={tmp_path}", extra_drafts="none", **options) as made:
+        outs = made.generate(asked, params)
+        plain = made.generate(asked, dataclasses.replace(params, draft="none"))
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.report.num_drafted for out in outs) > 40
+    if few is not None:
+        assert sum(out.report.num_accepted for out in outs) > 0
 
 
 @pytest.mark.parametrize(
