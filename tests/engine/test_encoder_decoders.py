@@ -274,6 +274,7 @@ def test_sources_are_run_as_prompts_are(published: tuple[Any, Path, Path]) -> No
     assert [report.num_decoding for report in reports][:4] == [1, 3, 4, 6]
 
 
+@pytest.mark.once("it asks for its drafters itself")
 def test_nothing_is_left_of_aborted_requests(llm: LLM) -> None:
     """Of 1,000, before their sources are run, behind that and while texts are written; nor in the draft's cache."""
     runners: list[Any] = [llm.engine.runner, llm.drafters["model"].runner]
