@@ -90,13 +90,14 @@ class Buckets:
 class Attention:
     """Attention of `heads` query heads over `kv_heads` heads of keys and values, `head_dim` wide each.
 
-    scale: of the scores; None = 1 / sqrt(head_dim). window: a row sees so many positions, its own included; None = all.
+    scale: of the scores; None = 1 / sqrt(head_dim). window: a row sees so many positions, its own included, and where
+    it sees later rows, as many to either side; None = all.
     softcap: scores become c tanh(score / c). sinks: a learned score for each head that takes its share and gives
     nothing. gate: the output is multiplied by the sigmoid of a projection. sees: earlier rows, all rows, or those of
-    the encoder. reads: width of what is projected, None = the hidden size. k_is_v: values are the keys before their
-    norm. position_scale: q is scaled by 1 + beta log(1 + floor(position / length)), as (beta, length). bias: of
-    relative positions; a number is the block whose bias this one shares. shares_kv_of: the block whose keys and values
-    this one reads in place of its own.
+    the encoder. reads: width of what is projected, of an encoder's rows alone where these are seen; None = the hidden
+    size. k_is_v: values are the keys before their norm. position_scale: q is scaled by 1 + beta log(1 + floor(position
+    / length)), as (beta, length). bias: of relative positions; a number is the block whose bias this one shares.
+    shares_kv_of: the block whose keys and values this one reads in place of its own.
     """
 
     heads: int
@@ -215,7 +216,8 @@ class Spec:
     model_type: the family's file. max_positions: the longest text. tied: the LM head is the embedding. head: whether it
     has one. embed_scale: of embeddings, rounded to the type that is computed with, as published code does. positions:
     that are added; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what
-    they are multiplied by. encoder: of an encoder-decoder; it has no head, and the decoder's token embedding.
+    they are multiplied by. encoder: of an encoder-decoder; it has no head, and the decoder's token embedding or, by its
+    spec's own_embedding, one of its own.
     next_tokens: the blocks that guess further tokens (MTP).
     """
 
@@ -234,6 +236,7 @@ class Spec:
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     encoder: Spec | None = None
+    own_embedding: bool = False
     next_tokens: Spec | None = None
 
     def __post_init__(self) -> None:
@@ -322,7 +325,8 @@ def weights(spec: Spec) -> list[Weight]:
     hidden = spec.hidden_size
     found = [Weight(EMBEDDING, (spec.vocab_size, hidden), "table", "embedding", TABLE_BITS, "out")]
     if spec.encoder is not None:
-        own = [weight for weight in weights(spec.encoder) if weight.name != EMBEDDING]
+        shared = None if spec.encoder.own_embedding else EMBEDDING
+        own = [weight for weight in weights(spec.encoder) if weight.name != shared]
         found += [replace(w, name=of_encoder(w.name), product=w.product and of_encoder(w.product)) for w in own]
     if spec.positions is not None and spec.positions.kind == "learned":
         found += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
@@ -398,10 +402,11 @@ def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, spli
 def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
     own = at + attention_name(a)
     reads, q, kv = a.reads or hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    of_q = hidden if a.sees == "encoder" else reads
     qkv = f"{at}kv" if a.sees == "encoder" else f"{at}qkv"  # keys and values of an encoder's rows have another input
-    yield from _matrix(f"{own}q_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
+    yield from _matrix(f"{own}q_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
     if a.gate:
-        yield from _matrix(f"{own}gate_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
+        yield from _matrix(f"{own}gate_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
     yield from _norm(f"{own}q_norm", a.q_norm, _span(a.q_norm, a.heads, a.head_dim))
     if a.shares_kv_of is None:
         yield from _matrix(f"{own}k_proj", kv, reads, qkv, a.qkv_bias, "out")

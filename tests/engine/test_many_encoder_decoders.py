@@ -16,6 +16,9 @@ from torch import Tensor
 from engine.test_encoder_decoders import sources, write_other, write_t5
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request, RequestOutput
+from tiny import byte_tokenizer
+
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.once("each test asks for its drafters itself")
 
@@ -24,13 +27,17 @@ NUM, MOST = 100, 16
 Kind = tuple[Any, Path, LLM]
 
 
-@pytest.fixture(scope="module", params=["T5", "T5 1.1", "Bart", "Marian"])
+@pytest.fixture(scope="module", params=["T5", "T5 1.1", "Bart", "Marian", "T5Gemma"])
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
     """A module of transformers, its folder, and an LLM of it, which can draft by a copy that is off a little."""
     folder, near = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("near")
     more = GATED if request.param == "T5 1.1" else {}
-    is_t5 = request.param.startswith("T5")
-    module = write_t5(folder, 1, **more) if is_t5 else write_other(folder, request.param)
+    if request.param == "T5Gemma":
+        module = write_t5gemma(folder)
+    elif request.param.startswith("T5"):
+        module = write_t5(folder, 1, **more)
+    else:
+        module = write_other(folder, request.param)
     other = copy.deepcopy(module)
     for parameter in other.parameters():
         if parameter.requires_grad:
@@ -41,6 +48,21 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     options: dict[str, Any] = {"max_seq_len": 96, "dtype": "float32", "ops": "reference", "spec_length": 3}
     with LLM(folder, draft="suffix", extra_drafts=f"model:path={near}", **options) as llm:
         yield module, folder, llm
+
+
+def write_t5gemma(folder: Path) -> Any:
+    """Write a T5Gemma of random weights over bytes, with windows that matter, and return transformers' module."""
+    torch.manual_seed(3)
+    side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    ids = {"bos_token_id": 3, "eos_token_id": 0, "pad_token_id": 1}
+    side |= {"num_key_value_heads": 2, "vocab_size": 257, "sliding_window": 6, "max_position_embeddings": 128, **ids}
+    config = transformers.T5GemmaConfig(vocab_size=257, encoder=side, decoder=side)
+    module = transformers.T5GemmaForConditionalGeneration(config).eval()
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    module.save_pretrained(folder)
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    return module
 
 
 def by_transformers(module: Any, asked: list[list[int]], **options: Any) -> list[list[int]]:
@@ -55,7 +77,7 @@ def by_transformers(module: Any, asked: list[list[int]], **options: Any) -> list
 
 
 def logits_behind(module: Any, source: list[int], text: list[int]) -> Tensor:
-    start = module.config.decoder_start_token_id
+    start = next(i for i in (module.config.decoder_start_token_id, module.config.bos_token_id) if i is not None)
     with torch.inference_mode():
         made = module(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([[start, *text]]))
     return made.logits[0, -1].double()  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
-from forerun.models import bart, gemma3_text, gpt2, marian, t5
+from forerun.models import bart, gemma3_text, gpt2, marian, t5, t5gemma
 from forerun.models.configs import SHARED_KEYS
 from forerun.models.families import model_types
 from forerun.models.loading import read_config
@@ -24,7 +24,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def test_the_folder_is_the_list_of_architectures() -> None:
-    assert model_types() == ("bart", "gemma3_text", "gpt2", "llama", "marian", "mistral", "qwen2", "qwen3", "t5")
+    decoders = {"gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3"}
+    assert model_types() == tuple(sorted({*decoders, "bart", "marian", "t5", "t5gemma"}))
 
 
 def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> None:
@@ -77,6 +78,18 @@ def test_a_null_theta_is_the_usual_one() -> None:
     raw = {key: value for key, value in WHOLE["gemma3"].items() if not key.startswith("rope_")}
     kinds = {"full_attention": {"rope_theta": None}, "sliding_attention": {"rope_theta": None}}
     assert read_config(raw | {"rope_parameters": kinds}) == read_config(raw)
+
+
+SIDE: Raw = {"model_type": "t5_gemma_module", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+             "max_position_embeddings": 64, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default"},
+             "is_decoder": True, "sliding_window": 4}  # fmt: skip
+T5GEMMA: Raw = {"model_type": "t5gemma", "vocab_size": 97, "encoder": SIDE, "decoder": SIDE, "is_encoder_decoder": True}
+
+
+def side(name: str, **keys: Any) -> Raw:
+    """A T5Gemma with other keys on one side."""
+    return {**T5GEMMA, name: {**SIDE, **keys}}
 
 
 REFUSED: list[tuple[str, Raw, str]] = [
@@ -134,7 +147,8 @@ REFUSED: list[tuple[str, Raw, str]] = [
     (
         "bloom",
         {},
-        r"model_type='bloom'.*\['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', 't5'\]",
+        r"model_type='bloom'.*\['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', "
+        r"'t5', 't5gemma'\]",
     ),
     ("../llama", {}, "is not supported"),
 ]
@@ -150,6 +164,11 @@ REFUSED: list[tuple[str, Raw, str]] = [
         ({**T5, "model_type": "t5", "is_gated_act": True}, "is_gated_act=True.*False, as feed_forward_proj has it"),
         ({**BART, "model_type": "bart", "normalize_embedding": False}, "normalize_embedding=False.*must be true"),
         ({**BART, "model_type": "marian", "normalize_embedding": True}, "normalize_embedding=True.*must be false"),
+        (side("encoder", vocab_size=96), "vocab_size=96.*97, as that of the whole"),
+        (side("decoder", cross_attention_hidden_size=64), "cross_attention_hidden_size=64.*32, as the encoder's"),
+        (side("decoder", hidden_activation="silu"), "hidden_activation='silu'.*'gelu_pytorch_tanh'"),
+        (side("encoder", norm_topk_prob=True), "norm_topk_prob=True"),
+        ({**T5GEMMA, "decoder": None}, "decoder=None.*must be a mapping"),
         ({**BART, "model_type": "marian", "decoder_vocab_size": 96}, "decoder_vocab_size=96.*97, as vocab_size"),
     ],
 )
@@ -175,9 +194,9 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
     """It is understood, or refused by name in one sentence; nothing else happens, and nothing takes long."""
     refused: list[str] = []
     more = {"sliding_window", "max_window_layers", "use_sliding_window", "attention_bias", "auto_map"}
-    own = {"gpt2": gpt2.KEYS, "t5": t5.KEYS, "bart": bart.KEYS, "marian": marian.KEYS}
+    own = {"gpt2": gpt2.KEYS, "t5": t5.KEYS, "bart": bart.KEYS, "marian": marian.KEYS, "t5gemma": t5gemma.KEYS}
     keys = {**own, "gemma3_text": SHARED_KEYS | gemma3_text.OWN_KEYS}.get(model_type, SHARED_KEYS | more)
-    llama_raw = {"gpt2": GPT2, "t5": T5, "bart": BART, "marian": BART}.get(model_type, llama_raw)
+    llama_raw = {"gpt2": GPT2, "t5": T5, "bart": BART, "marian": BART, "t5gemma": T5GEMMA}.get(model_type, llama_raw)
     for key in keys:
         for value in ODD:
             for window in ({}, {"use_sliding_window": True}) if model_type.startswith("qwen") else ({},):
@@ -187,6 +206,33 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
                     refused.append(str(error))
     assert len(refused) > 100
     assert max(map(len, refused)) < 400
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_every_key_of_a_side_may_be_anything(name: str) -> None:
+    refused: list[str] = []
+    for key in SHARED_KEYS | t5gemma.PART_KEYS:
+        for value in ODD:
+            try:
+                read_config(side(name, **{key: value}))
+            except UnsupportedModel as error:
+                refused.append(str(error))
+    assert len(refused) > 100
+    assert max(map(len, refused)) < 400
+
+
+def test_a_side_has_its_usual_values() -> None:
+    """As transformers fills in what config.json leaves out."""
+    least = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}
+    raw = {"model_type": "t5gemma", "vocab_size": 97, "encoder": least, "decoder": least}
+    found = read_config(raw)
+    assert found.encoder is not None
+    both = [[a.window for b in own.blocks if (a := b.attention) is not None] for own in (found, found.encoder)]
+    assert both == [[4096, None, None, None, 4096, None], [4097, None, 4097]]
+    first = found.blocks[0].attention
+    assert first is not None
+    assert (first.kv_heads, first.head_dim, first.scale, first.softcap, found.logit_softcap) == (4, 256, 1 / 16, 50, 30)
+    assert found.tied
 
 
 def test_windows(llama_raw: Raw) -> None:

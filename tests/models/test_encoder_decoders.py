@@ -46,15 +46,42 @@ BART = {
     "decoder_ffn_dim": 64,
     "decoder_attention_heads": 4,
 }
+GEMMA_2 = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 12,
+}
+WIDE = {**GEMMA_2, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 3}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", T5),
     "t5 1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bart": ("Bart", BART | IDS),
     "bart scaled": ("Bart", BART | IDS | {"scale_embedding": True, "activation_function": "relu"}),
+    "t5gemma": (
+        "T5Gemma",
+        {"vocab_size": 97, "encoder": GEMMA_2, "decoder": GEMMA_2 | {"attn_logit_softcapping": 0.01}},
+    ),
+    "t5gemma 9b-2b": (
+        "T5Gemma",
+        {
+            "vocab_size": 97,
+            "encoder": WIDE | {"attn_logit_softcapping": 4.0, "layer_types": ["full_attention"] * 3},
+            "decoder": GEMMA_2 | {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+            "tie_word_embeddings": False,
+        },
+    ),
     "marian": ("Marian", BART | IDS | {"activation_function": "swish", "scale_embedding": True}),
 }
-CLASSES = {"T5": "T5ForConditionalGeneration", "Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
+CLASSES = {"T5": "T5ForConditionalGeneration", "Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel",
+           "T5Gemma": "T5GemmaForConditionalGeneration"}  # fmt: skip
 SOURCES = {0: [*range(3, 40)], 1: [5, 4, 96], 2: [*range(90, 20, -3)]}
 TEXTS = {0: [0, 7, 9, 11, 50, 3, 2, 8], 1: [0, 90, 4, 4, 4, 17], 2: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}
 

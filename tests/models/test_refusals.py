@@ -20,8 +20,8 @@ from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 
 Raw = dict[str, Any]
-TYPES = "bart or gemma3_text or gpt2 or llama or marian or mistral or qwen2 or qwen3 or t5"
-KNOWN = "['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', 't5']"
+TYPES = "bart or gemma3_text or gpt2 or llama or marian or mistral or qwen2 or qwen3 or t5 or t5gemma"
+KNOWN = "['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', 't5', 't5gemma']"
 WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
     "org/name"
@@ -176,7 +176,7 @@ CONFIGS: list[tuple[str, Raw, str]] = [
     ),
     *(
         (kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
-        for kind in ("t5gemma", "llava", "mixtral", "bert", "gpt_oss")
+        for kind in ("t5gemma2", "llava", "mixtral", "bert", "gpt_oss")
     ),
     *(
         (

@@ -117,11 +117,12 @@ def start_ids_of(folder: Path, raw: Raw) -> list[int]:
     """What the text of an encoder-decoder's decoder begins with: the start token, and one that is forced behind it.
 
     generation_config.json has its way before config.json, given as `raw`, and alone forces tokens where it is there.
-    Raises UnsupportedModel where neither names a start.
+    Where neither names a start it is bos_token_id, as in transformers. Raises UnsupportedModel where there is none.
     """
     file = read_json_if_there(folder / FILE)
     found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
-    found["decoder_start_token_id"] = file.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
+    starts = (place.get(key) for key in ("decoder_start_token_id", "bos_token_id") for place in (file, raw))
+    found["decoder_start_token_id"] = next((value for value in starts if value is not None), None)
     if found["decoder_start_token_id"] is None:
         raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
     num_ids = _num_ids(raw)

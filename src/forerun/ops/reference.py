@@ -240,7 +240,9 @@ class ReferenceOps:
         if window is not None and window >= len(keys):
             window = None
         mask = None
-        if not scoring.sees_all:
+        if scoring.sees_all and window is not None:
+            mask = both_ways_mask(len(q), len(keys), window).to(q.device)
+        elif not scoring.sees_all:
             if len(q) == 1 and window is not None and not plan.batch.is_tree(b):
                 keys, values = keys[-window:], values[-window:]
             else:
@@ -268,7 +270,9 @@ class ReferenceOps:
         outs = []
         for i in range(len(q)):
             if scoring.sees_all:
-                seen, at = torch.arange(len(keys), device=keys.device), len(keys) - len(q) + i
+                at = len(keys) - len(q) + i
+                ends = (0, len(keys)) if window is None else (max(0, at - window + 1), min(len(keys), at + window))
+                seen, at = torch.arange(*ends, device=keys.device), at - ends[0]
             else:
                 seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
                 seen = seen if window is None else seen[-window:]
@@ -301,6 +305,15 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
             places = np.flatnonzero(row)
             row[places[:-window]] = False
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+
+
+def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
+    """Return which keys rows see that see `window` to either side, themselves included: float32 [n, keys], 0 or -inf.
+
+    The rows are the last of the keys.
+    """
+    hidden, first = torch.full((num_rows, num_keys), -torch.inf), num_keys - num_rows
+    return hidden.triu(first + window) + hidden.tril(first - window)
 
 
 def _consecutive(rows: Tensor) -> Rows:

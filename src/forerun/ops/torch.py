@@ -410,7 +410,8 @@ class TorchModel:
         self.encoder: TorchModel | None = None
         if spec.encoder is not None:
             names = [weight.name for weight in blocks.weights(spec.encoder)]
-            own = {name: weights[EMBEDDING if name == EMBEDDING else blocks.of_encoder(name)] for name in names}
+            lent = "" if spec.encoder.own_embedding else EMBEDDING
+            own = {name: weights[name if name == lent else blocks.of_encoder(name)] for name in names}
             self.encoder = TorchModel(spec.encoder, own, self.ops, join)
         dtype = self.activation_dtype
         self._rotations = {rope: Rotations(rope, dim, self.device, dtype) for rope, dim in ropes.items()}
