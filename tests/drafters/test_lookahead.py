@@ -152,6 +152,17 @@ def begun(ngrams: Seq[tuple[int, ...]], **options: Any) -> tuple[LookaheadDrafte
     return made, seq
 
 
+@pytest.mark.parametrize("from_text", [True, False])
+def test_a_source_is_the_text_to_begin_with(from_text: bool) -> None:
+    """Of an encoder-decoder, whose own text is then a token or two; no n-gram reaches over the source's end."""
+    made, seq = drafter(ngram=3, window=2, from_text=from_text), sequence_of([0])
+    seq.source_ids = (5, 6, 7, 5, 6, 8)
+    made.begin(seq)
+    state = made._states[seq.id]
+    assert state.window.columns == [[5, 6], [5, 6]]
+    assert state.pool.ngrams == ({5: [(6, 8), (6, 7)], 6: [(7, 5)], 7: [(5, 6)]} if from_text else {})
+
+
 def test_continuations_are_merged_into_a_tree_newest_first() -> None:
     made, seq = begun([(9, 1, 2, 3), (9, 4, 5, 6), (9, 1, 2, 5), (8, 1, 1, 1)], ngram=4, guesses=3, window=1)
     draft = made.propose([seq], Budget([20], 0), [])

@@ -125,6 +125,15 @@ def test_the_prompt_seeds_the_matrix(chunk: int) -> None:
     assert {token: row.tolist() for token, row in matrix.rows.items()} == {1: [2], 2: [4, 3], 3: [1], 4: [1]}
 
 
+@pytest.mark.parametrize(("from_prompt", "rows"), [(True, {1: [3, 2], 2: [1]}), (False, {})])
+def test_a_source_seeds_the_matrix(from_prompt: bool, rows: dict[int, list[int]]) -> None:
+    """That of an encoder-decoder is the prompt; its last token is followed by nothing."""
+    made, seq = drafter(from_prompt=from_prompt), sequence([0])
+    seq.source_ids = (1, 2, 1, 3)
+    made.begin(seq)
+    assert {token: row.tolist() for token, row in made._matrices[made._key(seq)].rows.items()} == rows
+
+
 def test_a_matrix_has_at_most_so_many_rows() -> None:
     matrix = Matrix(2)
     for token in (1, 2, 1, 3):

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import READ_TOKENS
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 
@@ -120,8 +121,11 @@ class LookaheadDrafter(Drafter):
         self._states: dict[int, _State] = {}
 
     def begin(self, seq: Sequence) -> None:
-        window = Window.spread(seq.tokens, self.options.window, self.options.ngram - 1)
-        self._states[seq.id] = _State(window, Pool(self.options.guesses))
+        source, num = seq.source_ids[-READ_TOKENS:], self.options.ngram
+        window = Window.spread(source or seq.tokens, self.options.window, num - 1)
+        state = self._states[seq.id] = _State(window, Pool(self.options.guesses))
+        for i in range(len(source) - num + 1 if self.options.from_text else 0):
+            state.pool.put(source[i], source[i + 1 : i + num])
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq.id, None)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import READ_TOKENS
 from forerun.drafters.continuations import check_shape
 from forerun.theory.trees import best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -83,7 +84,10 @@ class RecycleDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         self._users[self._key(seq)] += 1
-        self._matrices.setdefault(self._key(seq), Matrix(self.options.max_rows))
+        matrix = self._matrices.setdefault(self._key(seq), Matrix(self.options.max_rows))
+        if self.options.from_prompt:
+            for token, follower in pairwise(seq.source_ids[-READ_TOKENS:]):
+                matrix.put_first(token, follower, self.options.top)
 
     def end(self, seq: Sequence) -> None:
         key = self._key(seq)
