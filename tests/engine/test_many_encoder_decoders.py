@@ -140,13 +140,14 @@ def written(num: int) -> list[tuple[list[int], dict[str, Any]]]:
             rng.randrange(1, 257) for _ in range(rng.randrange(7))
         ]
         fields: dict[str, Any] = {
-            "max_tokens": rng.choice((2, 3, 4, 36)),
+            "max_tokens": rng.choice((2, 2, 3, 36)),
             "temperature": rng.choice((0.0, 0.7, 1.3)),
             "seed": i,
             "logprobs": 1,
             "decoder_prompt": [rng.randrange(257) for _ in range(rng.choice((0, 0, 3)))] or None,
             "repetition_penalty": rng.choice((1.0, 1.2)),
             "priority": rng.choice((0, 0, 1)),
+            "spec_length": rng.choice((1, 2)),  # so that what is preempted depends on no clock
         }
         made.append((source or [7], fields))
     return made
