@@ -140,8 +140,11 @@ inline void write_out(const Attention& a, int row, int head, const State& state)
     }
 }
 
-inline Seen seen_of(const Attention& a, int end, int start) {
-    const int first = a.window > 0 && end - a.window > start ? end - a.window - start : 0;
+// What a row at a position sees of the block that begins at `start`, where all that it sees without a window ends at `end`. A
+// window is of positions up to the row's own and, where later rows are seen, of as many from there on.
+inline Seen seen_of(const Attention& a, int position, int end, int start) {
+    if (a.window > 0 && a.sees == Sees::all && position + a.window < end) end = position + a.window;
+    const int first = a.window > 0 && position + 1 - a.window > start ? position + 1 - a.window - start : 0;
     return {first, end - start < KEY_BLOCK ? end - start : KEY_BLOCK};
 }
 
@@ -155,7 +158,7 @@ void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_
     int filled = 0;  // lanes with keys that every row sees at these positions
     for (int row = first; row < last; ++row) {
         const int depth = depths[row - first];
-        seen[row - first] = seen_of(a, seen_end(a.sees, run, depth), start);
+        seen[row - first] = seen_of(a, run.cached + depth, seen_end(a.sees, run, depth), start);
         for (int i = 0; i < group && a.biases.rows; ++i)
             states[(row - first) * group + i].biases = a.biases.of(kv_head * group + i, run.cached + depth, start);
     }

@@ -33,7 +33,8 @@ const std::map<string, std::set<string>> READ = {
     {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "branch_scale"}},
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
-              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder"}},
+              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder",
+              "own_embedding"}},
 };
 
 // What a field stands for, for people.
@@ -48,7 +49,6 @@ const std::map<string, string> WORDS = {
     {"Block.parallel", "attention and feed-forward parts side by side"},
     {"Block.out_scale", "scaled outputs of blocks"},
     {"Block.per_layer_input", "embeddings of single layers"},
-    {"Spec.own_embedding", "encoders with an embedding of their own"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
@@ -74,10 +74,8 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
         return no("pairs of dimensions where head_dim is odd, as " + std::to_string(number("head_dim")));
     if (type == "Attention" && (number("kv_heads") < 1 || number("heads") % number("kv_heads") != 0))
         return no("heads=" + std::to_string(number("heads")) + " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
-    if (type == "Attention" && !object.attr("window").is_none() && nb::cast<string>(object.attr("sees")) != "past")
-        return no("windows of attention to later rows or to an encoder");
     if (type == "Attention" && nb::cast<string>(object.attr("sees")) == "encoder")
-        for (const char* name : {"rope", "k_norm", "v_norm"})
+        for (const char* name : {"window", "rope", "k_norm", "v_norm"})
             if (!object.attr(name).is_none()) return no(string(name) + " of an encoder's keys and values");
     if (type == "Mlp" && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
         return no("activation " + nb::cast<string>(object.attr("act")));

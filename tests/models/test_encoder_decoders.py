@@ -54,11 +54,11 @@ GEMMA_2 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 1024,
     "sliding_window": 4,
     "query_pre_attn_scalar": 12,
 }
-WIDE = {**GEMMA_2, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "num_hidden_layers": 3}
+WIDE = {**GEMMA_2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5", T5),
@@ -219,7 +219,7 @@ def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path])
 
 
 @pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
-@pytest.mark.parametrize("published", ["t5", "t5 1.1"], indirect=True)
+@pytest.mark.parametrize("published", ["t5", "t5 1.1", "t5gemma"], indirect=True)
 def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     """Ranges of keys that threads share, far beyond the largest distance: bits depend on neither threads nor chunks."""
     module, folder = published

@@ -242,7 +242,7 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
     "sinks": (replace(PLAIN, attention=Attention(2, 1, 16, sinks=True)), "sinks of attention"),
     "turned source": (replace(PLAIN, attention=Attention(2, 1, 16, rope=Rope(), sees="encoder")), "rope of an encoder"),
-    "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="all")), "windows of attention to later"),
+    "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="encoder")), "window of an encoder"),
     "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),
     "act": (replace(PLAIN, mlp=Mlp(8, "clamped_silu")), "activation clamped_silu"),
     "parallel": (replace(PLAIN, parallel=True), "side by side"),

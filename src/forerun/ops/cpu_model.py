@@ -115,7 +115,9 @@ class CpuModel:
             return {name.replace(part, "model.", 1): weight for name, weight in own.items()}
 
         matrices = named(self.matrices, lambda matrix: matrix.handle)
-        if self._embedding is not None:
+        if spec.own_embedding:
+            matrices["embedding"] = self.matrices[blocks.of_encoder("embedding")].handle
+        elif self._embedding is not None:
             matrices["embedding"] = self._embedding.handle
         made = self.ops.extension.make_model(
             self.ops.backend,
