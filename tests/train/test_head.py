@@ -23,7 +23,8 @@ from forerun.config import EngineConfig
 from forerun.drafters import head_files
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint, read_config
+from forerun.ops.torch import TorchModel, empty_weights
 from forerun.train import head as training, heads, loop
 from forerun.train.head import HeadConfig
 from forerun.train.heads import dflash, eagle as eagle_head
@@ -168,6 +169,14 @@ def test_what_cannot_be_trained_along_is_refused(tiny: Make, checkpoint: Checkpo
     for wrong in ("backbone_rate=0", "heads_first=1", "heads_weight=-1"):
         with pytest.raises(BadOption, match="heads_first from 0 to below 1"):
             heads.load(f"medusa:{wrong}", checkpoint.model.config)
+
+
+def test_no_head_is_trained_for_an_encoder_decoder(tiny: Make, checkpoint: Checkpoint) -> None:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    spec = read_config({"model_type": "t5", **sizes})
+    other = replace(checkpoint, model=TorchModel(spec, empty_weights(spec, torch.float32, "cpu")))
+    with pytest.raises(BadOption, match="is an encoder-decoder, for which no head is trained"):
+        training.prepare(tiny(), other)
 
 
 def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def prepare(
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     if tokenizer is None:
         raise BadOption("a head needs its target's tokenizer: load the checkpoint with it")
+    if model.config.encoder is not None:
+        raise BadOption(
+            f"{checkpoint.name} is an encoder-decoder, for which no head is trained, because samples hold no sources: "
+            "use a published head, a draft model or suffix"
+        )
     samples, options = _samples(config, tokenizer.fingerprint)
     if options["weights"] != fingerprint(model):
         warn(
