@@ -362,3 +362,27 @@ def test_other_ways_to_run(published: tuple[Any, Path, Path], options: dict[str,
             texts.append([out.token_ids for out in made.generate(asked, params)])
         assert len(texts) >= 6
         assert all(found == texts[0] for found in texts)
+
+
+def test_a_draft_reads_sources_when_it_is_to_draft(
+    published: tuple[Any, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a batch in few calls, as its steps have room; never, where nothing is drafted."""
+    _, target, draft = published
+    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 6, "dtype": "float32", "pacing": "fixed"}
+    with LLM(target, draft=f"model:path={draft},search=none", **options) as made:
+        runner: Any = made.drafters["model"].runner
+        begin, num_run = runner.model.begin, list[int]()
+
+        def counted(sources: Any, cache: Any) -> None:
+            num_run.append(len(sources))
+            begin(sources, cache)
+
+        monkeypatch.setattr(runner.model, "begin", counted)
+        asked = [[7 + i] * 20 for i in range(6)]
+        plain = made.generate(asked, SamplingParams(max_tokens=1, temperature=0))  # the last token has no draft
+        assert num_run == []
+        found = made.generate(asked, SamplingParams(max_tokens=8, temperature=0, spec_length=3, ignore_eos=True))
+        assert sum(num_run) == 6
+        assert max(num_run) > 1
+        assert [out.token_ids[:1] for out in found] == [out.token_ids for out in plain]

@@ -245,8 +245,6 @@ class ModelDrafter(SearchingDrafter):
         found = self.runner.cache.open(seq.id, seq.tokens, seq.salt)
         if self.runner.sources is not None:
             self.runner.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
-            if self.runner.sources.num_unrun(seq.id):
-                self.runner.sources.run([seq.id])
         params = self._draft_params(seq.params)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
         self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
@@ -279,6 +277,7 @@ class ModelDrafter(SearchingDrafter):
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
+        seqs, num_tokens = self._read_sources(seqs, num_tokens)
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -294,6 +293,24 @@ class ModelDrafter(SearchingDrafter):
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
         self.catchup_s = time.perf_counter() - started if feeds else 0.0
+
+    def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
+        """Run the sources that an encoder-decoder is to read first, not before it is to draft.
+
+        Those that fit are run at once: within so many tokens, but one at least, and within the cache. Returns the
+        sequences whose sources are read, and how many tokens are left.
+        """
+        sources = self.runner.sources
+        if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
+            return seqs, num_tokens
+        num_blocks, run = Space(self.runner.cache).num_blocks, list[int]()
+        for seq in seqs:
+            num, missing = sources.num_unrun(seq.id), sources.missing_blocks(seq.id)
+            if num and missing <= num_blocks and (num <= num_tokens or (num_tokens > 0 and not run)):
+                run.append(seq.id)
+                num_tokens, num_blocks = max(0, num_tokens - num), num_blocks - missing
+        sources.run(run)
+        return [seq for seq in seqs if not sources.num_unrun(seq.id)], num_tokens
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         limits, feeds = self.ready(seqs, budget)
@@ -323,6 +340,7 @@ class ModelDrafter(SearchingDrafter):
         """Run the nodes of a level of all searches, and those between them and the base, in one pass."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
+        _, catchup_tokens = self._read_sources(seqs, catchup_tokens)
         if behind := [seq for seq in seqs if self.num_held(seq) < len(seq.tokens) - 1]:
             self.catch_up(behind, catchup_tokens)
         room, runs, fed = Space(self.runner.cache), list[Run](), list[tuple[_Search, list[int]]]()
@@ -343,7 +361,7 @@ class ModelDrafter(SearchingDrafter):
     def _nodes(self, seq: Sequence, branches: Branches, level: Seq[int]) -> list[int]:
         """Return the nodes to run for a level, each behind its parent; none where one of them cannot be run."""
         tree, config = seq.hypotheses, self.runner.model.config
-        if tree is None or self.num_held(seq) < len(seq.tokens) - 1:
+        if tree is None or self.num_unread(seq) > 1:
             return []
         if not branches.rows:
             branches.forget(tree.base)
@@ -378,12 +396,15 @@ class ModelDrafter(SearchingDrafter):
         if self.short is not None:
             self.short.read(seqs)
             self.runner.narrow(self.short.best())
+        wanted = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0]
+        read, catchup_tokens = self._read_sources(wanted, budget.catchup_tokens)
+        unread = {seq.id for seq in wanted} - {seq.id for seq in read}
         room = Space(self.runner.cache)
-        limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
+        limits = [self._limit(seq, 0 if seq.id in unread else budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
         self.caught_up, self.catchup_s = {}, 0.0
         if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
-            self.catch_up(behind, budget.catchup_tokens)
+            self.catch_up(behind, catchup_tokens)
             missing = {b: self._missing(seqs[b]) for b in missing}
         return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
 
@@ -408,7 +429,8 @@ class ModelDrafter(SearchingDrafter):
         fed.num_sure = min(fed.num_sure, start)
 
     def num_unread(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self.num_held(seq)
+        sources = self.runner.sources
+        return len(seq.tokens) - self.num_held(seq) + (0 if sources is None else sources.num_unrun(seq.id))
 
     def num_held(self, seq: Sequence) -> int:
         """Return how many of the committed tokens the cache holds, pending rows not counted."""
