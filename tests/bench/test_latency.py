@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from forerun.bench.latency import WORKLOADS, ForwardClock, planned, run_once
+from forerun.bench import latency
+from forerun.bench.latency import WORKLOADS, EncoderClock, ForwardClock, planned, run_once
 from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
 from forerun.engine.llm import LLM
@@ -88,6 +90,47 @@ def test_a_step_is_charged_with_its_own_forwards_only(tmp_path: Path) -> None:
         assert (draft_forward_s > 0) == (step.num_drafted > 0)
         assert draft_forward_s <= step.draft_s
     assert line_of(tally, tally, plain_pass_s=1.0).overhead_share > 0
+
+
+def test_encoders_are_counted_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that passes within encoders alone, an answer takes no time, and their seconds are all there is."""
+    pytest.importorskip("transformers")
+    from engine.test_encoder_decoders import write_t5
+
+    now = [0.0]
+    monkeypatch.setattr(latency, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    write_t5(tmp_path, 1)
+    with LLM(tmp_path, draft=f"model:path={tmp_path}", spec_length=2, max_seq_len=64, prefix_caching=False) as llm:
+        draft_runner = llm.engine.drafter.first.runner
+        assert draft_runner is not None
+        for runner, seconds in ((llm.engine.runner, 3.0), (draft_runner, 0.5)):
+            model: Any = runner.model
+            begin = model.begin
+
+            def slow(sources: Any, cache: Any, begin: Any = begin, seconds: float = seconds) -> None:
+                now[0] += seconds
+                begin(sources, cache)
+
+            monkeypatch.setattr(model, "begin", slow)
+        tally, params = Tally(MODEL, 0.0), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        run_once(llm, [7, 8, 9], params, tally, ForwardClock(draft_runner), EncoderClock(llm))
+    assert (tally.encoder_s, tally.num_tokens, tally.seconds_per_token) == ([3.5], [6], [0.0])
+
+
+def test_answers_end_where_the_model_ends_them(tmp_path: Path) -> None:
+    """Only with until_end; all tallies have the runs of all prompts in their order, twice."""
+    tiny = str(write_tiny(tmp_path / "tiny"))
+    ends = {}
+    for until_end in (False, True):
+        plan = LatencyPlan(num_repeats=2, max_tokens=200, temperatures=(1.0,), until_end=until_end)
+        llm = LLM(tiny, draft="none", prefix_caching=False)
+        with latency.progress_bar() as progress:
+            made = latency.tallied({PLAIN: llm, MODEL: llm}, [("a", "abc"), ("b", "x" * 9)], plan, progress)
+        assert [key for key, _ in made.items()] == [(1.0, PLAIN), (1.0, MODEL)]
+        assert made[1.0, PLAIN].num_tokens == made[1.0, MODEL].num_tokens
+        ends[until_end] = made[1.0, PLAIN].num_tokens
+    assert ends[False] == [200] * 4
+    assert min(ends[True]) < 200
 
 
 def test_a_workload_is_a_plan_that_says_which_models() -> None:

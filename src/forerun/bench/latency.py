@@ -94,14 +94,14 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
         for name in _models(config, plan):
             draft_options(name)
     checkpoint = load_widened(config, plan.shape, console)
-    llms = _build(checkpoint, config, plan, console)
+    llms = engines(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     drafts = draft_models(llms)
     num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
-    temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
+    temperatures, most = " and ".join(f"{t:g}" for t in plan.temperatures), "at most " * plan.until_end
     console.print(
-        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {plan.max_tokens} tokens each, at temperature "
+        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {most}{plan.max_tokens} tokens each, at temperature "
         f"{temperatures}: plain decoding against {num_drafters} drafter{'s' * (num_drafters != 1)}, in turns"
     )
     for model in drafts:
@@ -113,7 +113,9 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     for llm in llms.values():
         llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))  # warm up
     with progress_bar() as progress:
-        lines = _measure(llms, prompts, plan, progress)
+        tallies = tallied(llms, prompts, plan, progress)
+    plain_pass_s = plain_pass_s_of(tallies.values())
+    lines = [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
     return Measured(lines, checkpoint, drafts, ceiling)
 
 
@@ -151,7 +153,7 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
 # ---------------------------------------------------------------------------------------------------------- engines
 
 
-def _build(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
+def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
     """One engine per drafter and length over the same weights, plain decoding first."""
     # A prompt's second run would find most of the first one's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
@@ -209,15 +211,15 @@ def draft_models(llms: dict[Variant, LLM]) -> list[LoadedModel]:
     return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
 
 
-class ForwardClock:
-    """Seconds inside a runner's forward passes since the last `take`, those of a draft made at once among them."""
+class Clock:
+    """Seconds inside some calls since the last `take`."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        runner.forward = self._timed(runner.forward)  # type: ignore[method-assign]
-        runner.run_ahead = self._timed(runner.run_ahead)  # type: ignore[method-assign]
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same call, whose seconds count."""
+
         def timed(*given: Any) -> Any:
             started = time.perf_counter()
             found = call(*given)
@@ -232,13 +234,35 @@ class ForwardClock:
         return seconds
 
 
-def _measure(
-    llms: dict[Variant, LLM], prompts: list[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
-) -> list[Line]:
-    clocks = {}
-    for variant, llm in llms.items():
-        runner = llm.engine.drafter.first.runner
-        clocks[variant] = None if runner is None else ForwardClock(runner)
+class ForwardClock(Clock):
+    """Seconds inside a runner's forward passes, those of a draft made at once among them."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__()
+        runner.forward = self.timed(runner.forward)  # type: ignore[method-assign]
+        runner.run_ahead = self.timed(runner.run_ahead)  # type: ignore[method-assign]
+
+
+class EncoderClock(Clock):
+    """Seconds in which the encoders of an LLM ran, its target's and its draft model's."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        for runner in (llm.engine.runner, llm.engine.drafter.first.runner):
+            if runner is not None and runner.sources is not None:
+                runner.sources.run = self.timed(runner.sources.run)  # type: ignore[method-assign]
+
+
+def tallied(
+    llms: Mapping[Variant, LLM], prompts: Seq[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
+) -> dict[tuple[float, Variant], Tally]:
+    """Run every prompt by every engine, in turns, and return what was measured by temperature and variant.
+
+    The runs of a tally are in the order of repeats, and of prompts within each. Two variants may be one engine.
+    """
+    by_id = {id(llm): llm for llm in llms.values()}
+    clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
+    encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)
     for repeat, (i, (_, prompt)), t in _runs(plan, prompts):
@@ -246,19 +270,23 @@ def _measure(
             max_tokens=plan.max_tokens,
             temperature=t,
             seed=plan.seed + i + repeat * len(prompts),
-            ignore_eos=True,  # every run has the same number of tokens
+            ignore_eos=not plan.until_end,  # else every run has the same number of tokens
             acceptance=None if t == 0 else plan.acceptance,
         )
         for variant, llm in llms.items():
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
-            run_once(llm, prompt, params, tallies[t, variant], clocks[variant])
+            run_once(llm, prompt, params, tallies[t, variant], clocks[id(llm)], encoders[id(llm)])
             progress.advance(task)
-    plain_pass_s = plain_pass_s_of(tallies.values())
-    return [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
+    return tallies
+
+
+def _draft_clock(llm: LLM) -> ForwardClock | None:
+    runner = llm.engine.drafter.first.runner
+    return None if runner is None else ForwardClock(runner)
 
 
 def _runs(
-    plan: LatencyPlan, prompts: list[tuple[str, Prompt]]
+    plan: LatencyPlan, prompts: Seq[tuple[str, Prompt]]
 ) -> Iterator[tuple[int, tuple[int, tuple[str, Prompt]], float]]:
     for repeat in range(plan.num_repeats):
         for prompt in enumerate(prompts):
@@ -266,9 +294,16 @@ def _runs(
                 yield repeat, prompt, t
 
 
-def run_once(llm: LLM, prompt: Prompt, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> list[int]:
+def run_once(
+    llm: LLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    tally: Tally,
+    clock: ForwardClock | None,
+    encoder: Clock | None = None,
+) -> list[int]:
     """Run one prompt and return the ids of its output; see `run_together`."""
-    return run_together(llm, [prompt], [params], tally, clock)[0]
+    return run_together(llm, [prompt], [params], tally, clock, encoder)[0]
 
 
 def run_together(
@@ -277,22 +312,25 @@ def run_together(
     params: Seq[SamplingParams],
     tally: Tally,
     clock: ForwardClock | None = None,
+    encoder: Clock | None = None,
     *,
     detail: bool = False,
 ) -> list[list[int]]:
     """Run prompts at once and return the ids of their outputs. detail: whether the steps have their rounds.
 
-    The clock runs from the end of the prefill of the first prompts, which both sides pay alike.
+    The clock runs from the end of the prefill of the first prompts, which both sides pay alike. encoder: its seconds
+    are counted by themselves.
     """
-    if clock is not None:
-        clock.take()
-    begun: list[float] = []
-    start = time.perf_counter()
+    encoder = encoder or Clock()
+    for one in filter(None, (clock, encoder)):
+        one.take()
+    start = time.perf_counter(), 0.0  # and seconds of encoders until then
 
     def note(report: StepReport) -> None:
+        nonlocal start
         draft_forward_s = clock.take() if clock is not None else 0.0  # of every step: a draft model reads prompts, too
         if report.num_decoding == 0:
-            begun[:] = [time.perf_counter()]
+            start = time.perf_counter(), encoder.seconds
             return
         tally.steps.append(report)
         tally.draft_forward_s.append(draft_forward_s)
@@ -302,8 +340,10 @@ def run_together(
         outputs = llm.generate(prompts, params)
     finally:
         end()
-    seconds = time.perf_counter() - (begun[0] if begun else start)
-    tally.seconds_per_token.append(seconds / sum(len(output.token_ids) for output in outputs))
+    seconds = time.perf_counter() - start[0] - (encoder.seconds - start[1])
+    tally.encoder_s.append(encoder.take())
+    tally.num_tokens.append(sum(len(output.token_ids) for output in outputs))
+    tally.seconds_per_token.append(seconds / tally.num_tokens[-1])
     return [output.token_ids for output in outputs]
 
 

@@ -87,6 +87,7 @@ class LatencyPlan(Plan):
     num_repeats: int = repeats()
     prompt_file: Path | None = prompt_file('"id", and "text" or a list of "ids"')
     seed: int = option(1, "of the sampled runs; each prompt adds its index")
+    until_end: bool = option(False, "answers end where the model ends them, at the latest behind --max-tokens")
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,19 @@ class Variant:
 
 @dataclass
 class Tally:
-    """The runs of one variant at one temperature; seconds_per_token has one entry per run, in order."""
+    """The runs of one variant at one temperature.
+
+    seconds_per_token, num_tokens and encoder_s have one entry per run, in order. The first has no second of the last,
+    which encoders took, those of an encoder-decoder and of its draft model.
+    """
 
     variant: Variant
     temperature: float
     seconds_per_token: list[float] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)
     draft_forward_s: list[float] = field(default_factory=list)  # per step
+    num_tokens: list[int] = field(default_factory=list)
+    encoder_s: list[float] = field(default_factory=list)
 
     def total(self, name: str) -> int:
         """Return the sum of one count over all steps."""
