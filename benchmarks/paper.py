@@ -1,18 +1,21 @@
 """`benchmarks.paper`: which tables and figures of Leviathan et al. 2023 (arXiv 2211.17192) are made, and where they go.
 
-paper_formulas.py makes those that follow from formulas, paper_measured.py those that are measured, theory/published.py
-has what the paper prints, and exhibits.py draws and writes all of them. torch is loaded to measure, and not before.
+paper_formulas.py makes those that follow from formulas, and the files of paper_exhibits/ those that are measured, with
+what paper_work.py lends them; theory/published.py has what the paper prints, and exhibits.py draws and writes all of
+them. torch is loaded to measure, and not before.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from benchmarks.paper_formulas import EXHIBITS
-from benchmarks.paper_plan import MEASURED, PaperPlan
+from benchmarks.paper_plan import MEASURED, ROOM, PaperPlan
+from benchmarks.paper_tasks import NoPair
 from benchmarks.start import start
 from forerun.bench.exhibits import Exhibit, check_can_draw, print_exhibit, write_exhibit
 from forerun.cli import flags
@@ -56,14 +59,27 @@ def _exhibits(plan: PaperPlan, config: EngineConfig | None) -> Iterator[Exhibit]
         if plan.wants(name):
             yield make()
     if config is not None and any(map(plan.wants, MEASURED)):
-        from benchmarks import paper_measured
+        yield from _measured(plan, config)
 
-        yield from paper_measured.exhibits(plan, config)
+
+def _measured(plan: PaperPlan, config: EngineConfig) -> Iterator[Exhibit]:
+    """Yield what is measured. Without names, what there are no models for is left out, and said."""
+    from benchmarks.paper_work import Work
+
+    work = Work(plan, config)
+    for name, file in MEASURED.items():
+        if plan.wants(name):
+            try:
+                yield from importlib.import_module(f"{ROOM}.{file}").make(work)
+            except NoPair as error:
+                if plan.names:
+                    raise
+                note(f"{name} is left out: {error}")
 
 
 NAMES_HELP = (
-    "table-1, table-4, lenience, figure-2 to figure-5, from formulas; with --measure also table-2, table-3, table-5, "
-    "figure-1, independence [default: all]"
+    "table-1, table-4, lenience, figure-2 to figure-5, from formulas; with --measure also "
+    f"{', '.join(MEASURED)} [default: all]"
 )
 
 

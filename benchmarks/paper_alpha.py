@@ -1,4 +1,4 @@
-"""Tables 3 and 5 of Leviathan et al. 2023 (arXiv 2211.17192), measured: alpha along texts that the target writes.
+"""Alpha along texts that the target writes, for Tables 3 and 5 of Leviathan et al. 2023 (arXiv 2211.17192).
 
 Every position of a text gives one acceptance sum_x min(p, q), and alpha is their mean (Corollary 3.6, section 4.2). p
 and q are what the engine would draw from: both go through its one sampling pipeline, with the same parameters.
@@ -10,38 +10,55 @@ what; equation (1) has alpha^i in its place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.paper_tasks import Task
 from benchmarks.peers import say
 from forerun.bench import latency
-from forerun.bench.exhibits import Curve, Exhibit, Panel, Plot, Value, dots
-from forerun.bench.tables import Column
 from forerun.bench.widen import num_parameters
 from forerun.drafters import artifacts, tables
 from forerun.engine.llm import LLM
+from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.sampling.pipeline import probs
-from forerun.theory import formulas
 from forerun.theory.lenience import lenient_acceptance, lenient_greedy
-from forerun.theory.published import LENIENCES, TABLE_3, TABLE_5
+from forerun.theory.published import LENIENCES
 from forerun.theory.simulate import Estimate
+from forerun.train.ngram import fitted
 from forerun.types import Probs, SamplingParams
 
 Floats = npt.NDArray[np.float64]
-Logits = Callable[[Seq[int], int], torch.Tensor]  # (ids, first) -> [n, V] logits of ids[first:]
+
+
+class Text(NamedTuple):
+    """Ids that were written from `first` on. source: what the encoder of an encoder-decoder reads."""
+
+    ids: list[int]
+    first: int
+    source: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> list[int]:
+        """What was written."""
+        return self.ids[self.first :]
+
+
+Logits = Callable[[Text], torch.Tensor]  # -> [n, V] logits of what was written
 
 TOKENS_PER_TEXT = 128
+BATCH_SIZE = 16  # of the target while it writes
 SETTINGS = {
     "T=0": SamplingParams(temperature=0.0),
     "T=1": SamplingParams(temperature=1.0),
@@ -110,27 +127,48 @@ class Acceptances:
 Measured = Mapping[tuple[str, str], Acceptances]  # by setting and guesser
 
 
-def guessers(drafts: Seq[Checkpoint], ngram: Path | None, target: Checkpoint, longest: int) -> list[Guesser]:
-    """Return unigram and bigram, where a file is named, and the draft models, the smallest first.
+def guessers(
+    drafts: Mapping[str, Checkpoint], table: tables.FittedTable | None, target: Checkpoint, longest: int
+) -> list[Guesser]:
+    """Return unigram and bigram, where there is a table, and the draft models, which are the smallest first.
 
-    Raises UserError for a file that is not of this target.
+    longest: tokens of a text, and of a source.
     """
     found = []
-    if ngram is not None:
-        arrays, _ = artifacts.load(str(ngram), tables.KIND, target.text_tokenizer.fingerprint)
-        table = tables.FittedTable(arrays)
+    if table is not None:
         width = target.model.config.vocab_size
         found += [Guesser(name, _table_logits(table, order, width)) for order, name in ((1, "unigram"), (2, "bigram"))]
-    models = sorted(drafts, key=lambda draft: num_parameters(draft.model.config))
-    for draft in models:
-        size = num_parameters(draft.model.config)
-        found.append(Guesser(size_name(size), _model_logits(draft, longest), size))
+    for name, draft in drafts.items():
+        found.append(Guesser(name, _model_logits(draft, longest), num_parameters(draft.model.config)))
     return found
+
+
+def named_by_size(drafts: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """Return draft models by their sizes in words, the smallest first; of equal ones with what they were called."""
+    ordered = sorted(drafts.items(), key=lambda one: num_parameters(one[1].model.config))
+    sizes = [size_name(num_parameters(draft.model.config)) for _, draft in ordered]
+    return {
+        size if sizes.count(size) == 1 else f"{size} {name}": draft
+        for size, (name, draft) in zip(sizes, ordered, strict=True)
+    }
 
 
 def size_name(size: int) -> str:
     """Return a number of parameters in words."""
-    return f"{size / 1e6:.1f} M"
+    return f"{size / 1e6:.1f} M" if size >= 100_000 else f"{size / 1e3:.0f} k"
+
+
+def load_table(file: Path, target: Checkpoint) -> tables.FittedTable:
+    """Return what a file of `forerun train ngram` has counted. Raises UserError for one that is not of this target."""
+    arrays, _ = artifacts.load(str(file), tables.KIND, target.text_tokenizer.fingerprint)
+    return tables.FittedTable(arrays)
+
+
+def counted(references: Seq[str], target: Checkpoint, start_ids: Seq[int]) -> tables.FittedTable:
+    """Count tokens and pairs of tokens in answers, as the target's decoder would have them."""
+    tokenizer, end = target.text_tokenizer, sorted(target.end_ids)[:1]
+    answers = [[*start_ids, *tokenizer.encode(text, add_special_tokens=False), *end] for text in references]
+    return tables.FittedTable(fitted(answers, target.model.config.vocab_size, 2).arrays(tables.MOST_IDS))
 
 
 def _table_logits(table: tables.FittedTable, order: int, width: int) -> Logits:
@@ -141,25 +179,37 @@ def _table_logits(table: tables.FittedTable, order: int, width: int) -> Logits:
         logits[torch.from_numpy(ids)] = torch.from_numpy(np.log(weights)).float()
         return logits
 
-    def logits(ids: Seq[int], first: int) -> torch.Tensor:
-        return torch.stack([row(ids[i - 1] if order > 1 else 0) for i in range(first, len(ids))])
+    def logits(text: Text) -> torch.Tensor:
+        return torch.stack([row(text.ids[i - 1] if order > 1 else 0) for i in range(text.first, len(text.ids))])
 
     return logits
 
 
 def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
-    model = checkpoint.model
+    model, tokenizer = checkpoint.model, checkpoint.text_tokenizer
     cache = BlockCache.create(
-        model.config.cache_shape, "contiguous", max_batch_size=1, max_seq_len=longest, dtype=model.cache_dtype
+        model.config.cache_shape,
+        "contiguous",
+        max_batch_size=model.config.num_slots,
+        max_seq_len=longest,
+        dtype=model.cache_dtype,
+        device=model.device,
+        prefix_caching=False,
     )
-    cache.open(0)
-    runner = Runner(model, cache)
+    num_ids = min(tokenizer.num_ids, model.config.vocab_size)
+    runner = Runner(model, cache, num_ids, sorted(tokenizer.holes))
 
-    def logits(ids: Seq[int], first: int) -> torch.Tensor:
-        cache.truncate_to(0, 0)
-        found = runner.forward([Run(0, list(ids[:-1]))]).logits[0].float()
-        cache.keep({0: range(len(ids) - 1)})
-        return found[first - 1 :]
+    def logits(text: Text) -> torch.Tensor:
+        cache.open(0)
+        try:
+            if runner.sources is not None:
+                runner.sources.open(0, text.source, None)
+                runner.sources.run([0])
+            return runner.forward([Run(0, text.ids[:-1])]).logits[0].float()[text.first - 1 :]
+        finally:
+            cache.release(0)
+            if runner.sources is not None:
+                runner.sources.release(0)
 
     return logits
 
@@ -167,54 +217,92 @@ def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def texts(target: Checkpoint, params: SamplingParams, num_tokens: int, seed: int) -> list[tuple[list[int], int]]:
-    """Let the target write at least so many tokens behind held-out prompts; return ids, and where the prompt ends."""
+def texts(llm: LLM, params: SamplingParams, num_tokens: int, seed: int, task: Task | None = None) -> list[Text]:
+    """Let a model write at least so many tokens, behind held-out prompts or, of a task, to its sources.
+
+    Answers end where the model ends them; they are fewer tokens where a greedy model has answered all sources.
+    """
+    if task is not None:
+        return _answers(llm, params, num_tokens, seed, task)
     num_texts = -(-num_tokens // TOKENS_PER_TEXT)
     prompts = [text for _, text in latency.read_prompts(num_texts)]
     length = -(-num_tokens // len(prompts))
-    llm = LLM(target, draft="none", max_batch_size=16, prefix_caching=False)
-    given = [
-        SamplingParams(
-            temperature=params.temperature, top_k=params.top_k, max_tokens=length, seed=seed + i, ignore_eos=True
-        )
-        for i in range(len(prompts))
-    ]
+    given = [replace(params, max_tokens=length, seed=seed + i, ignore_eos=True) for i in range(len(prompts))]
     outputs = llm.generate(prompts, given)
-    return [([*output.prompt_ids, *output.token_ids], len(output.prompt_ids)) for output in outputs]
+    return [Text([*output.prompt_ids, *output.token_ids], len(output.prompt_ids)) for output in outputs]
 
 
-def measure(target: Checkpoint, drafts: Seq[Checkpoint], ngram: Path | None, num_tokens: int, seed: int) -> Found:
-    """Write texts in every setting, and return what every guesser accepts along them."""
+def _answers(llm: LLM, params: SamplingParams, num_tokens: int, seed: int, task: Task) -> list[Text]:
+    found, missing, start_ids = list[Text](), num_tokens, list(llm.engine.start_ids)
+    for turn in itertools.count():
+        if turn > 0 and params.temperature == 0:
+            return found
+        for i in range(0, len(task.measured), BATCH_SIZE):
+            sources = task.measured[i : i + BATCH_SIZE]
+            seeds = [seed + turn * len(task.measured) + i + j for j in range(len(sources))]
+            given = [replace(params, max_tokens=TOKENS_PER_TEXT, seed=own) for own in seeds]
+            for output in llm.generate(sources, given):
+                found.append(Text([*start_ids, *output.token_ids], len(start_ids), tuple(output.prompt_ids)))
+                missing -= len(output.token_ids)
+            if missing <= 0:
+                return found
+    raise InternalError("turns have no end")
+
+
+def measure(
+    target: Checkpoint,
+    drafts: Mapping[str, Checkpoint],
+    ngram: Path | None,
+    num_tokens: int,
+    seed: int,
+    task: Task | None = None,
+) -> Found:
+    """Write texts in every setting, and return what every guesser accepts along them.
+
+    drafts: by name, the smallest first. ngram: a file with counts of tokens; where there is none they are counted in
+    the references of a task that has some.
+    """
+    llm = LLM(target, draft="none", max_batch_size=BATCH_SIZE, prefix_caching=False)
+    table = None if ngram is None else load_table(ngram, target)
+    if table is None and task is not None and task.counted:
+        table = counted(task.counted, target, llm.engine.start_ids)
     written = {}
     for name, params in SETTINGS.items():
-        say(f"the target writes {num_tokens:,} tokens at {name} ...")
-        written[name] = texts(target, params, num_tokens, seed)
-    longest = max(len(ids) for one in written.values() for ids, _ in one)
-    guesses = guessers(drafts, ngram, target, longest)
+        say(f"{task.name + ': ' if task is not None else ''}the target writes {num_tokens:,} tokens at {name} ...")
+        written[name] = texts(llm, params, num_tokens, seed, task)
+    longest = max(max(len(text.ids), len(text.source)) for one in written.values() for text in one)
+    guesses = guessers(drafts, table, target, longest)
     of_target = _model_logits(target, longest)
     found: dict[tuple[str, str], Acceptances] = {
         (setting, guess.name): Acceptances() for setting in SETTINGS for guess in guesses
     }
     for setting, params in SETTINGS.items():
-        for i, (ids, first) in enumerate(written[setting]):
-            say(f"{setting}: text {i + 1} of {len(written[setting])} ...")
-            raw = of_target(ids, first)
+        for i, text in enumerate(written[setting]):
+            if i % BATCH_SIZE == 0:
+                say(f"{setting}: text {i + 1} of {len(written[setting])} ...")
+            raw = of_target(text)
             p = _dense(raw, params)
             soft = raw.softmax(-1).double().numpy() if params.temperature == 0 else p
             for guess in guesses:
-                _add(found[setting, guess.name], ids[first:], p, soft, _dense(guess.logits(ids, first), params))
-    count = sum(len(ids) - first for ids, first in written["T=1"])
-    return Found(found, guesses, num_parameters(target.model.config), count)
+                _add(found[setting, guess.name], text.own, p, soft, _dense(guess.logits(text), params, p.shape[1]))
+    counts = [sum(len(text.own) for text in own) for own in written.values()]
+    return Found(found, guesses, num_parameters(target.model.config), counts)
 
 
 @dataclass(frozen=True)
 class Found:
-    """All acceptances, whose they are, the target's parameters, and the tokens of one setting."""
+    """All acceptances, whose they are, the target's parameters, and the tokens of each setting."""
 
     acceptances: Measured
     guessers: list[Guesser]
     target_parameters: int
-    num_tokens: int
+    num_tokens: Seq[int]
+
+    @property
+    def tokens(self) -> str:
+        """How many tokens were written in each setting, in words."""
+        least, most = min(self.num_tokens), max(self.num_tokens)
+        return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _add(to: Acceptances, own: Seq[int], p: Floats, soft: Floats, q: Floats) -> None:
@@ -233,12 +321,13 @@ def _add(to: Acceptances, own: Seq[int], p: Floats, soft: Floats, q: Floats) -> 
     to.lenient.append(np.array(rows))
 
 
-def _dense(logits: torch.Tensor, params: SamplingParams) -> Floats:
-    """Return [n, V] what the engine draws from."""
-    found = np.zeros(tuple(logits.shape))
+def _dense(logits: torch.Tensor, params: SamplingParams, width: int | None = None) -> Floats:
+    """Return [n, V] what the engine draws from. width: V, where a draft model has other rows than its target."""
+    width = width or logits.shape[1]
+    found = np.zeros((len(logits), max(width, logits.shape[1])))
     for row, one in zip(found, logits, strict=True):
         _fill(row, probs(one, params))
-    return found
+    return found[:, :width]
 
 
 def _fill(row: Floats, one: Probs) -> None:
@@ -248,9 +337,6 @@ def _fill(row: Floats, one: Probs) -> None:
         row[one.ids.numpy()] = one.weights.numpy()
     else:
         row[: len(one.weights)] = one.weights.numpy()
-
-
-# ------------------------------------------------------------------------------------------------------------ exhibits
 
 
 def published(
@@ -272,118 +358,3 @@ def published(
         return abs(math.log(found.target_parameters / (one.num_parameters or 1) / GPT_RATIO))
 
     return table.get("GPT-like 6M") if guess is min(models, key=distance) else None
-
-
-def table_3(found: Found, recipe: str) -> Exhibit:
-    """Return alpha of every guesser and setting."""
-    rows: list[tuple[Value, ...]] = []
-    for guess in found.guessers:
-        for setting in SETTINGS:
-            one = found.acceptances[setting, guess.name]
-            at = {"T=0": 0, "T=1": 1}.get(setting)
-            beside = [
-                None if at is None or pair is None else pair[at]
-                for pair in (
-                    published(found, TABLE_3["GPT-like 97M"], guess, is_gpt=True),
-                    published(found, TABLE_3["T5-XXL EnDe"], guess),
-                    published(found, TABLE_3["T5-XXL CNNDM"], guess),
-                    published(found, TABLE_3["LaMDA 137B"], guess, drafts=tuple(TABLE_3["LaMDA 137B"])),
-                )
-            ]
-            rows.append((guess.name, setting, one.alpha, one.alpha_error, *beside))
-    curves = (
-        dots("measured", rows, 2),
-        dots("published, GPT-like 97M", rows, 4),
-        dots("published, T5-XXL EnDe", rows, 5),
-        dots("published, T5-XXL CNNDM", rows, 6),
-        dots("published, LaMDA 137B", rows, 7),
-    )
-    return Exhibit(
-        "table-3",
-        "Table 3: alpha by draft and sampling",
-        (
-            Column("draft"),
-            Column("sampling"),
-            Column("alpha", form="{:.3f}"),
-            Column("+-", form="{:.3f}"),
-            Column("published,\nGPT-like 97M", form="{:.2f}"),
-            Column("published,\nT5-XXL EnDe", form="{:.2f}"),
-            Column("published,\nT5-XXL CNNDM", form="{:.2f}"),
-            Column("published,\nLaMDA 137B", form="{:.2f}"),
-        ),
-        rows,
-        Plot([Panel("", "alpha", "", curves, [f"{row[0]}, {row[1]}" for row in rows], x_limit=1)]),
-        f"alpha: mean of sum min(p, q) over {found.num_tokens:,} tokens that the target, of "
-        f"{size_name(found.target_parameters)} parameters, wrote in each setting; +-: one standard error, from text to "
-        "text. Published: of other models and texts: unigram and bigram beside theirs, T5-small, base and large "
-        "and LaMDA 100M, 2B and 8B beside the draft "
-        "models in the order of their sizes, GPT-like 6M beside the one with the nearest ratio of sizes. LaMDA always "
-        "samples through top-k 40.",
-        recipe,
-    )
-
-
-def table_5(found: Found, recipe: str) -> Exhibit:
-    """Return alpha by lenience, at temperature 1 and, by the largest probability, at 0."""
-    rows: list[tuple[Value, ...]] = []
-    for setting in ("T=1", "T=0"):
-        for guess in found.guessers:
-            own = found.acceptances[setting, guess.name].alphas_by_lenience
-            beside = published(found, TABLE_5, guess) if setting == "T=1" else None
-            price = own[-1] - own[0] if setting == "T=1" else None
-            rows.append((guess.name, setting, *own, price, *(beside or [None] * len(LENIENCES))))
-    curves = [
-        Curve(str(row[0]), LENIENCES, [float(str(value)) for value in row[2:6]]) for row in rows if row[1] == "T=1"
-    ]
-    return Exhibit(
-        "table-5",
-        "Table 5: alpha by lenience",
-        (
-            Column("draft"),
-            Column("T"),
-            *(Column(f"l={x:g}", form="{:.3f}") for x in LENIENCES),
-            Column("TV at\n.1", form="{:.3f}"),
-            *(Column(f"publ.\nl={x:g}", form="{:.2f}") for x in LENIENCES),
-        ),
-        rows,
-        Plot([Panel("temperature 1", "lenience l", "alpha", curves, y_limit=1, x_limit=1)]),
-        f"Over the {found.num_tokens:,} tokens of table 3. T=1: mean of sum min(p / l, q); TV at .1: what that costs, "
-        "the total variation distance to the target at a tested position. T=0: share of the draft's likeliest tokens "
-        "with p >= l max p, where the paper prints <=. Published (T5-XXL, EnDe, T=1) in the order of sizes.",
-        recipe,
-    )
-
-
-def independence(found: Found, spec_lengths: Seq[int], recipe: str) -> Exhibit:
-    """Return what equation (1) says of a round, beside what the texts say without assuming independence."""
-    rows: list[tuple[Value, ...]] = []
-    for setting in ("T=0", "T=1"):
-        for guess in found.guessers:
-            one = found.acceptances[setting, guess.name]
-            for gamma in spec_lengths:
-                by_formula, along = formulas.expected_tokens(one.alpha, gamma), one.tokens(gamma)
-                correlation = one.correlation() if gamma == spec_lengths[0] else None
-                more = along.mean / by_formula - 1
-                rows.append((guess.name, setting, gamma, one.alpha, by_formula, *along, more, correlation))
-    curves = (dots("equation (1)", rows, 4), dots("along the texts", rows, 5))
-    return Exhibit(
-        "independence",
-        "Tokens of a round: independent acceptances, and those of the texts",
-        (
-            Column("draft"),
-            Column("T"),
-            Column("K"),
-            Column("alpha", form="{:.3f}"),
-            Column("equation\n(1)", form="{:.3f}"),
-            Column("along\ntexts", form="{:.3f}"),
-            Column("+-", form="{:.3f}"),
-            Column("more", form="{:+.1%}"),
-            Column("neighbours'\ncorrelation", form="{:+.2f}"),
-        ),
-        rows,
-        Plot([Panel("", "tokens of a round", "", curves, [f"{row[0]}, {row[1]}, K={row[2]}" for row in rows])]),
-        "along texts: mean, over rounds that begin anywhere in the texts of table 3, of products of min(1, q / p): it "
-        "assumes nothing; +-: one standard error, from text to text. correlation: of the acceptances of neighbouring "
-        "tokens. Rounds of an engine begin behind the token that ended the round before, not anywhere.",
-        recipe,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,13 +14,20 @@ import torch
 
 from benchmarks import paper, paper_formulas
 from benchmarks.paper_plan import PaperPlan
+from benchmarks.paper_work import Work
 from forerun.bench import exhibits
 from forerun.bench.tables import Column
 from forerun.config import EngineConfig
+from forerun.engine.llm import LLM
 from forerun.errors import BadOption, NotFound
 from forerun.text.terminal import make_console
 from forerun.theory import formulas
 from forerun.theory.published import TABLE_1, TABLE_4
+
+
+def exhibits_of(file, work):
+    """Return what a file of benchmarks/paper_exhibits makes."""
+    return list(importlib.import_module(f"benchmarks.paper_exhibits.{file}").make(work))
 
 
 def test_every_number_of_table_1():
@@ -113,14 +121,12 @@ def test_cells_are_written_once():
 
 
 def test_recipes_name_what_was_measured():
-    from benchmarks.paper_measured import recipe
-
     plan = PaperPlan(drafts=("a b",), ngram=Path("n"), num_tokens=512, spec_lengths=(2,), seed=3)
     said = (
         "python -m benchmarks.paper independence --measure --target t --draft 'a b' --tokens 512 --ngram n "
         "--spec-length 2 --seed 3"
     )
-    assert recipe(plan, "t", "independence") == said
+    assert plan.recipe("independence", "t", "num_tokens", "ngram", "spec_lengths") == said
 
 
 def test_what_is_refused(tmp_path):
@@ -171,7 +177,8 @@ def measured():
 
     target = load_target(EngineConfig.make(target="shipped"))
     draft = load_checkpoint(SHIPPED_DRAFT, dtype=target.model.weight_dtype, ops=target.model.ops, with_tokenizer=True)
-    return paper_alpha.measure(target, [draft], None, 300, seed=1), target, draft
+    drafts = paper_alpha.named_by_size({"model": draft})
+    return paper_alpha.measure(target, drafts, None, 300, seed=1), target, draft
 
 
 def test_alpha_is_the_mean_of_the_overlaps(measured):
@@ -201,21 +208,18 @@ def test_the_logits_are_those_that_the_engine_draws_from(measured):
     from benchmarks.paper_alpha import SETTINGS, _model_logits, texts
 
     _, target, _ = measured
-    for ids, first in texts(target, SETTINGS["T=0"], 64, 1):
-        logits = _model_logits(target, len(ids))(ids, first)
-        assert logits.argmax(-1).tolist() == ids[first:]
+    for text in texts(LLM(target, draft="none"), SETTINGS["T=0"], 64, 1):
+        logits = _model_logits(target, len(text.ids))(text)
+        assert logits.argmax(-1).tolist() == text.own
 
 
 def test_measured_exhibits(measured, capsys, monkeypatch):
-    from benchmarks import paper_alpha, paper_speed
-
     found, target, draft = measured
-    made = [
-        paper_alpha.table_3(found, "again"),
-        paper_alpha.table_5(found, "again"),
-        paper_alpha.independence(found, (3, 5), "again"),
-        paper_speed.figure_1(target, draft, 1, "again"),
-    ]
+    work = Work(PaperPlan(spec_lengths=(3, 5)), EngineConfig())
+    work.alphas = found
+    made = [one for name in ("table_3", "table_5", "independence") for one in exhibits_of(name, work)]
+    figure_1 = importlib.import_module("benchmarks.paper_exhibits.figure_1")
+    made.append(figure_1.figure_1(target, draft, 1, "again"))
     for one in made:
         assert len({len(row) for row in one.rows} | {len(one.columns)}) == 1
         json.dumps(exhibits.record_of(one))
@@ -224,7 +228,7 @@ def test_measured_exhibits(measured, capsys, monkeypatch):
     table, figure = made[0], made[3]
     assert [row[4] for row in table.rows] == [0.88, 0.89, None]
     kinds = [token.kind for row in figure.rows for token in row[2].tokens]
-    assert sum(kind not in ("rejected", "untested") for kind in kinds) == paper_speed.FIGURE_TOKENS
+    assert sum(kind not in ("rejected", "untested") for kind in kinds) == figure_1.FIGURE_TOKENS
     passes = [sum(token.kind == "accepted" for token in row[2].tokens) for row in figure.rows]
     assert [row[1].split("/")[0] for row in figure.rows[:-1]] == [str(num) for num in passes[:-1]]
 
@@ -264,17 +268,17 @@ def line(draft, spec_length, temperature, speedup, expected):
 
 
 def test_tables_of_speeds(capsys):
-    from benchmarks import paper_speed
+    from benchmarks.paper_exhibits import table_2
     from forerun.bench.latency import Measured
 
     speeds = {("a", 3, 0.0): 2.0, ("a", 5, 0.0): 2.5, ("b", 3, 0.0): 1.5, ("a", 3, 1.0): 1.8, ("b", 3, 1.0): 1.2}
     lines = [line("none", 0, 0.0, 1.0, None), *(line(*key, speed, 1.25 * speed) for key, speed in speeds.items())]
     found = Measured(lines, None, [], None)
-    table = paper_speed.table_2(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
+    table = table_2.table_2(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
     best = [("0.3 M", 0, 5, 2.5), ("1.9 M", 0, 3, 1.5), ("0.3 M", 1, 3, 1.8), ("1.9 M", 1, 3, 1.2)]
     assert [(*row[:3], row[5]) for row in table.rows] == best
     assert [row[-1] for row in table.rows] == [3.4, 2.8, 2.6, 2.4], "published, EnDe, by the order of sizes"
-    all_lengths = paper_speed.table_4_measured(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
+    all_lengths = table_2.table_4_measured(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
     assert len(all_lengths.rows) == 5
     for one in (table, all_lengths):
         exhibits.print_exhibit(one, make_console())
@@ -289,7 +293,7 @@ def test_tables_of_speeds(capsys):
 
 
 def test_tables_as_guessers(tmp_path):
-    from benchmarks.paper_alpha import _table_logits
+    from benchmarks.paper_alpha import Text, _table_logits
     from forerun.drafters.tables import FittedTable
 
     arrays = {
@@ -299,8 +303,8 @@ def test_tables_as_guessers(tmp_path):
         "follower_counts": np.array([2, 1]),
     }
     table = FittedTable(arrays)
-    for row in _table_logits(table, 1, 3)([1, 1, 0], 1).softmax(-1):
+    for row in _table_logits(table, 1, 3)(Text([1, 1, 0], 1)).softmax(-1):
         assert row.tolist() == pytest.approx([0.25, 0.75, 0.0])
-    (row,) = _table_logits(table, 2, 3)([0, 1, 1], 2).softmax(-1)
+    (row,) = _table_logits(table, 2, 3)(Text([0, 1, 1], 2)).softmax(-1)
     assert row.tolist() == pytest.approx([2.25 / 4, 1.75 / 4, 0.0])  # counts 2 and 1, and one occurrence of .25, .75
-    assert torch.isneginf(_table_logits(table, 1, 3)([0, 0], 1)[0, 2])
+    assert torch.isneginf(_table_logits(table, 1, 3)(Text([0, 0], 1))[0, 2])

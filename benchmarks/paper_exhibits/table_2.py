@@ -1,23 +1,52 @@
-"""Tables 2 and 4 and Figure 1 of Leviathan et al. 2023 (arXiv 2211.17192), measured with `forerun bench latency`."""
+"""Tables 2 and 4 of Leviathan et al. 2023 (arXiv 2211.17192), measured with `forerun bench latency`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import replace
 
 from benchmarks.paper_alpha import T5
-from forerun.bench.exhibits import Coloured, Exhibit, Panel, Plot, Token, Tokens, Value, dots
-from forerun.bench.latency import Measured, read_prompts
+from benchmarks.paper_work import Work, described
+from forerun.bench import latency
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.latency import Measured
+from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Line
 from forerun.bench.tables import Column
-from forerun.engine.llm import LLM
-from forerun.models.loading import Checkpoint
-from forerun.text.rounds import round_pieces
-from forerun.text.tokenizer import token_text
+from forerun.models import named
+from forerun.text.terminal import make_console
 from forerun.theory import formulas
 from forerun.theory.published import TABLE_4, Speed
-from forerun.types import SamplingParams, StepReport
 
-FIGURE_TOKENS = 64
+NAME = "table-2"
+NUM_PROMPTS, NUM_REPEATS = 5, 1  # where the plan says none
+
+
+def make(work: Work) -> Iterator[Exhibit]:
+    """Measure the speeds of all draft models, and yield the two tables of them."""
+    plan = work.plan
+    num_prompts, num_repeats = plan.num_prompts or NUM_PROMPTS, plan.num_repeats or NUM_REPEATS
+    sizes = {spec: size for size, spec in work.pair.specs.items()}
+    asked = LatencyPlan(
+        drafts=tuple(sizes),
+        shape=plan.shape,
+        spec_lengths=plan.spec_lengths,
+        num_prompts=num_prompts,
+        max_tokens=plan.max_tokens,
+        num_repeats=num_repeats,
+        seed=plan.seed,
+    )
+    config = replace(work.config, target=work.config.target or named.PAIR, draft="none")
+    found = latency.measured(config, asked, make_console())
+    widened = "" if plan.shape == "none" else f" (a small model widened to the shape {plan.shape})"
+    about = (
+        f"Target: {described(found.target)}{widened}, {found.ceiling.bytes_per_s / 1e9:.0f} GB/s, on {work.machine}; "
+        f"{num_prompts} held-out prompts of {plan.max_tokens} tokens."
+    )
+    options = ("shape", "num_prompts", "max_tokens", "num_repeats", "spec_lengths")
+    recipe = plan.recipe(NAME, config.target, *options)
+    yield table_2(found, sizes, about, recipe)
+    yield table_4_measured(found, sizes, about, recipe)
 
 
 def table_2(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) -> Exhibit:
@@ -130,37 +159,3 @@ def _drafting(lines: Seq[Line], sizes: Mapping[str, str]) -> list[Line]:
     order = list(sizes)
     drafting = [line for line in lines if line.draft in sizes]
     return sorted(drafting, key=lambda line: (line.temperature, order.index(line.draft), line.spec_length))
-
-
-def figure_1(target: Checkpoint, draft: Checkpoint, seed: int, recipe: str) -> Exhibit:
-    """Return a sampled text, one line for each pass of the target, coloured by what became of the guesses."""
-    llm = LLM(target, draft=draft, spec_length=5, max_batch_size=1)
-    reports: list[StepReport] = []
-    end = llm.listen(reports.append, detail=True)
-    try:
-        (_, prompt), *_ = read_prompts(1)
-        params = SamplingParams(max_tokens=FIGURE_TOKENS, temperature=1, seed=seed, acceptance="ratio", ignore_eos=True)
-        (output,) = llm.generate(prompt, params)
-    finally:
-        end()
-    left: int | None = output.prompt_ids[-1]
-    rows: list[tuple[Value, ...]] = []
-    lines: list[Tokens] = []
-    for report in reports:
-        for detail in report.rounds:
-            tokens = []
-            for piece in round_pieces(detail, report.num_committed):
-                tokens.append(Token(token_text(llm.tokenizer, piece.token, left), piece.kind))
-                left = left if piece.kind in ("rejected", "untested") else piece.token
-            lines.append(Tokens(tuple(tokens)))
-            rows.append((len(lines), f"{len(detail.accepted)}/{len(detail.tokens)}", lines[-1]))
-    return Exhibit(
-        "figure-1",
-        f"Figure 1: {len(output.token_ids)} tokens in {len(lines)} passes of the target",
-        (Column("pass"), Column("accepted"), Column("tokens")),
-        rows,
-        Coloured(lines),
-        "Green: accepted guesses. Red, [-marked-]: rejected ones; {behind them}: never tested. Blue, [+marked+]: the "
-        "target's own. Temperature 1, K = 5. The paper's figure has 38 tokens in 9 passes.",
-        recipe,
-    )
