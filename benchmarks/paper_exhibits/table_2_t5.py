@@ -1,0 +1,228 @@
+"""Tables 2 and 4 of Leviathan et al. 2023 (arXiv 2211.17192), measured on an encoder-decoder pair, for each task.
+
+Every length of every draft model is a row, with what theory predicts from its alpha, c, v and o, A / (c K + v + o), and
+what Theorem 3.8 does, which has v = 1 and o = 0. Costs are over a plain step, which is what a token takes without
+drafts. Seconds and tokens are summed over the prompts of a repeat, for answers have lengths of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+
+from benchmarks.paper_alpha import T5
+from benchmarks.paper_tasks import Task
+from benchmarks.paper_work import Work, described
+from benchmarks.peers import say
+from forerun.bench import latency
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.latency import PLAIN
+from forerun.bench.plans import LatencyPlan
+from forerun.bench.results import FULL_DRAFTS, Tally, Variant
+from forerun.bench.tables import Column, Ratio
+from forerun.memory.machine import spare_what_is_loaded
+from forerun.text.terminal import make_console
+from forerun.theory import formulas
+from forerun.theory.published import TABLE_4, Speed
+from forerun.types import SamplingParams
+
+NAME = "table-2-t5"
+NUM_PROMPTS, NUM_REPEATS = 24, 3  # where the plan says none
+AGAIN = Variant("plain", 0)  # once more
+WARM_UP_TOKENS = 8
+Tallies = Mapping[tuple[float, Variant], Tally]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One draft model, temperature and length; None where nothing was drafted, or most drafts were shorter.
+
+    c, v, o: means, over a plain step. theorem_3_8, expected: predictions of speed. speed: plain decoding's seconds per
+    token over these, of decoding, whose clock stops while encoders run; whole: of requests.
+    """
+
+    draft: str
+    temperature: float
+    spec_length: int
+    alpha: float | None
+    c: float | None
+    v: float | None
+    o: float | None
+    tokens_per_step: float
+    theorem_3_8: float | None
+    expected: float | None
+    speed: Ratio
+    whole: Ratio
+
+    @property
+    def deviation(self) -> float | None:
+        """The prediction over what was measured, minus one."""
+        return None if self.expected is None else self.expected / self.speed.median - 1
+
+
+def make(work: Work) -> Iterator[Exhibit]:
+    """Measure the speeds of all draft models in turns, task by task."""
+    pair, asked = work.task_pair, work.plan
+    plan = LatencyPlan(
+        drafts=tuple(pair.specs.values()),
+        spec_lengths=asked.spec_lengths,
+        num_prompts=asked.num_prompts or NUM_PROMPTS,
+        max_tokens=asked.max_tokens,
+        num_repeats=asked.num_repeats or NUM_REPEATS,
+        seed=asked.seed,
+        until_end=True,
+    )
+    config = replace(work.config, draft="none", max_batch_size=1)
+    llms = latency.engines(pair.target, config, plan, make_console())
+    llms[AGAIN] = llms[PLAIN]
+    spare_what_is_loaded()
+    recipe = work.task_recipe(NAME, "num_prompts", "max_tokens", "num_repeats", "spec_lengths")
+    sizes = {spec: size for size, spec in pair.specs.items()}
+    for task in pair.tasks:
+        prompts = [(str(i), source) for i, source in enumerate(task.measured[: plan.num_prompts])]
+        for llm in llms.values():
+            llm.generate(prompts[0][1], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
+        say(f"{task.name}: {len(prompts)} prompts, {len(llms)} variants in turns, {plan.num_repeats} times ...")
+        with latency.progress_bar() as progress:
+            tallies = latency.tallied(llms, prompts, plan, progress)
+        rows = rows_of(tallies, len(prompts))
+        length = sum(tallies[0.0, PLAIN].num_tokens) / len(tallies[0.0, PLAIN].num_tokens)
+        about = (
+            f"Target: {described(pair.target)}, on {work.machine}; {len(prompts)} prompts, in turns, "
+            f"{plan.num_repeats} times, answers to their end: {length:.1f} tokens in the mean at T=0."
+        )
+        yield table_2(rows, task, sizes, about, recipe)
+
+
+def rows_of(tallies: Tallies, num_prompts: int) -> list[Row]:
+    """Return a row for each variant but plain decoding, in the order of the tallies.
+
+    num_prompts: runs of a repeat, over which seconds and tokens are summed.
+    """
+    return [
+        row_of(tally, tallies[temperature, PLAIN], num_prompts)
+        for (temperature, variant), tally in tallies.items()
+        if variant != PLAIN
+    ]
+
+
+def row_of(tally: Tally, plain: Tally, num_prompts: int) -> Row:
+    """Return rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
+    gamma, steps, plain_step_s = tally.variant.spec_length, tally.steps, _seconds(plain) / len(plain.steps)
+    drafted, tested, accepted = (tally.total(name) for name in ("num_drafted", "num_tested", "num_accepted"))
+    row = Row(
+        draft=tally.variant.draft,
+        temperature=tally.temperature,
+        spec_length=gamma,
+        alpha=accepted / tested if tested else None,
+        c=None,
+        v=None,
+        o=None,
+        tokens_per_step=sum(tally.num_tokens) / len(steps),
+        theorem_3_8=None,
+        expected=None,
+        speed=speeds(plain, tally, num_prompts),
+        whole=speeds(plain, tally, num_prompts, is_whole=True),
+    )
+    full = [step for step in steps if step.num_drafted == gamma]
+    if row.alpha is None or len(full) < FULL_DRAFTS * len(steps):
+        return row
+    drafting_s, passes_s = (sum(getattr(step, name) for step in steps) for name in ("draft_s", "target_forward_s"))
+    c = drafting_s / drafted / plain_step_s
+    v = sum(step.target_forward_s for step in full) / len(full) / plain_step_s
+    o = (_seconds(tally) - drafting_s - passes_s) / len(steps) / plain_step_s
+    theorem, expected = formulas.speedup(row.alpha, gamma, c), formulas.speedup(row.alpha, gamma, c, v, o)
+    return replace(row, c=c, v=v, o=o, theorem_3_8=theorem, expected=expected)
+
+
+def _seconds(tally: Tally) -> float:
+    """Return the seconds of all runs, without encoders."""
+    return sum(each * num for each, num in zip(tally.seconds_per_token, tally.num_tokens, strict=True))
+
+
+def speeds(plain: Tally, tally: Tally, num_prompts: int, is_whole: bool = False) -> Ratio:
+    """Return plain decoding's seconds per token over those of another tally, for each repeat.
+
+    is_whole: with the seconds of encoders.
+    """
+    pairs = zip(_rates(plain, num_prompts, is_whole), _rates(tally, num_prompts, is_whole), strict=True)
+    return Ratio.of([slow / fast for slow, fast in pairs])
+
+
+def _rates(tally: Tally, num_prompts: int, is_whole: bool) -> Iterator[float]:
+    """Yield the seconds per token of each repeat."""
+    runs = list(zip(tally.seconds_per_token, tally.num_tokens, tally.encoder_s, strict=True))
+    for i in range(0, len(runs), num_prompts):
+        own = runs[i : i + num_prompts]
+        seconds = sum(each * num + is_whole * encoder_s for each, num, encoder_s in own)
+        yield seconds / sum(num for _, num, _ in own)
+
+
+def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, recipe: str) -> Exhibit:
+    """Return the table of one task. sizes: names of draft models by what they were called, the smallest first."""
+    order = [*sizes, AGAIN.draft]
+    cells: list[tuple[Value, ...]] = []
+    for row in sorted(rows, key=lambda row: (row.temperature, order.index(row.draft), row.spec_length)):
+        theirs = published(task, order.index(row.draft), row)
+        named = sizes.get(row.draft, row.draft), f"{row.temperature:g}", row.spec_length or None
+        predicted = row.alpha, row.c, row.v, row.theorem_3_8, row.expected
+        found = row.speed.median, row.speed.range, row.deviation, row.whole.median
+        cells.append(
+            (*named, *predicted, *found, *((None, None) if theirs is None else (theirs.alpha, theirs.measured)))
+        )
+    curves = (
+        dots("Theorem 3.8", cells, 6),
+        dots("with costs", cells, 7),
+        dots("measured, band: repeats", cells, 8, 9),
+        dots("published", cells, 13),
+    )
+    names = [f"{cell[0]}, T={cell[1]}" + (f", K={cell[2]}" if cell[2] else "") for cell in cells]
+    far = [row.deviation for row in rows if row.deviation is not None]
+    worst = max(far, key=abs, default=None)
+    deviations = (
+        ""
+        if worst is None
+        else (
+            f" {sum(abs(one) <= BAR for one in far)} of {len(far)} predictions are within {BAR:.0%}; the farthest is "
+            f"{worst:+.0%} off."
+        )
+    )
+    beside_paper = "" if task.published is None else f" Published: T5-XXL, {task.published}, in the order of sizes."
+    return Exhibit(
+        f"{NAME}-{task.name}",
+        f"Table 2: improvement over plain decoding ({task.name})",
+        (
+            Column("draft"),
+            Column("T"),
+            Column("K"),
+            Column("alpha", form="{:.2f}"),
+            Column("c", form="{:.2f}"),
+            Column("v(K)", form="{:.2f}"),
+            Column("Thm\n3.8", form="{:.2f}"),
+            Column("with\ncosts", form="{:.2f}"),
+            Column("mea-\nsured", form="{:.2f}"),
+            Column("least\n-most", form="{:.2f}"),
+            Column("off", form="{:+.0%}"),
+            Column("whole", form="{:.2f}"),
+            Column("publ.\nalpha", form="{:.2f}"),
+            Column("publ.\nspeed", form="{:.1f}"),
+        ),
+        cells,
+        Plot([Panel("", "tokens/s over plain decoding's", "", curves, names)]),
+        f"{about} alpha: accepted / tested tokens. c, v(K): seconds of a drafted token, and of a pass over K + 1, / of "
+        "a plain step. with costs: the formula A / (cK + v + o), where o is the rest of a step. measured: without "
+        "encoders, median of the repeats' ratios of seconds per token; whole: with encoders. off: with costs / "
+        f"measured.{deviations}{beside_paper}",
+        recipe,
+    )
+
+
+BAR = 0.15  # of the distance between prediction and measurement
+
+
+def published(task: Task, place: int, row: Row) -> Speed | None:
+    """Return the paper's row of the same task, temperature and length, of the draft model at a place by size."""
+    if place >= len(T5):
+        return None
+    wanted = (task.published, T5[place], row.temperature, row.spec_length)
+    return next((one for one in TABLE_4 if (one.task, one.draft, one.temperature, one.gamma) == wanted), None)
