@@ -6,8 +6,12 @@ import json
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forerun.errors import BadOption, NotFound, shown
+
+if TYPE_CHECKING:
+    from forerun.config import EngineConfig
 
 # The folder of the pair that is trained here, as --pair takes it.
 TRAINED = Path("build/t5pair")
@@ -101,6 +105,31 @@ def of_folder(folder: Path, tasks: Seq[str] = ()) -> Places:
             f"{folder} has no prompts: put NAME.jsonl for each task beside target, or name some with --task"
         )
     return Places(str(folder / "target"), tuple(drafts), found)
+
+
+def of_places(config: EngineConfig, folder: Path | None, drafts: Seq[str], tasks: Seq[str]) -> Places:
+    """Return the pair of a target that is named, if it has an encoder, or of a folder, None = the trained one.
+
+    Raises UserError for what cannot be measured, NoPair where there is none.
+    """
+    if not names_encoder(config):
+        return of_folder(folder or TRAINED, tasks)
+    if folder is not None:
+        raise BadOption(f"--pair contradicts --target {config.target}, an encoder-decoder: drop one")
+    if not drafts or not tasks:
+        missing = "--draft" if not drafts else "--task"
+        raise BadOption(f"{missing} is missing: a target with an encoder is measured with draft models and tasks")
+    return Places(str(config.target), tuple(drafts), read_tasks(tasks))
+
+
+def names_encoder(config: EngineConfig) -> bool:
+    """Whether the target that is named is an encoder-decoder. Raises UserError for one that is not there."""
+    from forerun.engine.factory import is_shipped, target_files  # torch comes with it, and formulas need none
+    from forerun.models.loading import read_config, read_raw_config
+
+    if config.target is None or is_shipped(config.target):
+        return False
+    return read_config(read_raw_config(target_files(config))).encoder is not None
 
 
 def _in_order(tasks: Mapping[str, Task]) -> tuple[Task, ...]:

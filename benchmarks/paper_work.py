@@ -11,14 +11,14 @@ from functools import cached_property
 from benchmarks import paper_alpha
 from benchmarks.paper_alpha import Found
 from benchmarks.paper_plan import PaperPlan
-from benchmarks.paper_tasks import TRAINED, NoPair, Places, Task, of_folder, read_tasks
+from benchmarks.paper_tasks import NoPair, Places, Task, names_encoder, of_places
 from forerun import native
 from forerun.bench.widen import draft_options, num_parameters
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, load_target, target_files
+from forerun.engine.factory import is_shipped, load_target
 from forerun.errors import BadOption
 from forerun.models import named
-from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import Checkpoint, load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,7 @@ class Work:
     @cached_property
     def places(self) -> Places:
         """Where the encoder-decoders are. Raises as `task_pair`, before any weight is read."""
-        plan = self.plan
-        if not self._has_encoder:
-            return of_folder(plan.pair or TRAINED, plan.tasks)
-        if plan.pair is not None:
-            raise BadOption(f"--pair contradicts --target {self.config.target}, an encoder-decoder: drop one")
-        if not plan.drafts or not plan.tasks:
-            missing = "--draft" if not plan.drafts else "--task"
-            raise BadOption(f"{missing} is missing: a target with an encoder is measured with draft models and tasks")
-        return Places(str(self.config.target), plan.drafts, read_tasks(plan.tasks))
+        return of_places(self.config, self.plan.pair, self.plan.drafts, self.plan.tasks)
 
     @cached_property
     def task_alphas(self) -> dict[str, Found]:
@@ -105,10 +97,7 @@ class Work:
 
     @cached_property
     def _has_encoder(self) -> bool:
-        """Whether the target that is named is an encoder-decoder. Raises UserError for one that is not there."""
-        if self.config.target is None or is_shipped(self.config.target):
-            return False
-        return read_config(read_raw_config(target_files(self.config))).encoder is not None
+        return names_encoder(self.config)
 
     def _loaded(self, target: str, specs: Seq[str]) -> Pair:
         paths = {spec: draft_options(spec)[0] for spec in specs}  # refuses what is no draft model

@@ -82,9 +82,10 @@ class Question:
     """The models that a peer is to load.
 
     target, draft: checkpoint folders, or GGUF files. work: the folder for conversions. weights: None = bfloat16, else
-    "int8" or "int4[:group=...]". num_positions, num_places: tokens of a text, and texts that are held at once. worker:
-    the script that it runs; forwards.py needs the target alone. server: llama.cpp's. folders: target and draft as
-    folders in bfloat16, for engines that read no GGUF files; None = as they are.
+    "int8" or "int4[:group=...]". dtype: of a folder's weights, where they are not compressed. num_positions,
+    num_places: tokens of a text, and texts that are held at once. worker: the script that it runs; forwards.py needs
+    the target alone. server: llama.cpp's. folders: target and draft as folders in bfloat16, for engines that read no
+    GGUF files; None = as they are.
     """
 
     target: Path
@@ -94,6 +95,7 @@ class Question:
     spec_lengths: tuple[int, ...]
     lookup_max_n: int
     weights: str | None = None
+    dtype: str = "bfloat16"
     num_positions: int = 4096
     num_places: int = 1
     worker: str = PROMPTS_WORKER

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import typer
@@ -114,6 +114,16 @@ class Generating(Engine, Protocol):
     configurations: list[str]
 
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome: ...
+
+
+Group = Seq[tuple[list[int], int]]  # prompts, with the new tokens of each
+
+
+@runtime_checkable
+class Batching(Generating, Protocol):
+    """An engine that continues the prompts of a group at once."""
+
+    def together(self, configuration: str, group: Group) -> list[Outcome]: ...
 
 
 def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
@@ -230,6 +240,8 @@ def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Pa
     """
     source = locate(config.target) if config.target is not None else SHIPPED_TARGET
     shape = shape or ("llama-3.2-1b" if config.target is None else "none")
+    if read_config(read_raw_config(source)).encoder is not None:
+        raise BadOption(f"{source} is an encoder-decoder: `python -m benchmarks.peers_t5` compares those")
     path = (source if shape == "none" else widened(source, shape, work)).resolve()
     say(f"loading {path.name} ...")
     return path, load_target(replace(config, target=str(path)))
@@ -311,16 +323,23 @@ class OwnEngine:
     """forerun in this process, with one LLM per configuration over the same weights.
 
     Beside those of fixed lengths there are the two that need no option: with the draft model, and with none.
+    batch_size: requests that may run at once.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int], weights: str
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        draft: Path | None,
+        spec_lengths: Seq[int],
+        weights: str,
+        batch_size: int = 1,
     ) -> None:
         model = checkpoint.model
         self.name, self.idle_cpu_s, self.checkpoint, self.weights = OWN, 0.0, checkpoint, weights
         self.draft: Checkpoint | None = None
         # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
-        options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
+        options = {**config.options(), "max_batch_size": batch_size, "prefix_caching": False}
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         free: dict[str, str | Checkpoint] = {"no model": WITHOUT_MODEL}
         if draft is not None:
@@ -368,11 +387,15 @@ class OwnEngine:
         (output,) = self._llms[PLAIN].generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0))
         return max(2, len(output.token_ids))
 
+    def params(self, max_tokens: int) -> SamplingParams:
+        """Decode greedily and past the end of sequence, without the texts of earlier runs, which would be found."""
+        self._num_runs += 1
+        salt = f"run {self._num_runs}"
+        return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
+
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
-        """Continue one prompt, greedily and past the end of sequence."""
-        llm, self._num_runs = self._llms[configuration], self._num_runs + 1
-        salt = f"run {self._num_runs}"  # else it would find the texts of earlier runs
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
+        """Continue one prompt."""
+        llm, params = self._llms[configuration], self.params(max_tokens)
         commits: list[tuple[float, int]] = []
 
         def note(report: StepReport) -> None:
@@ -421,35 +444,48 @@ def start_peers(
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(engines: Seq[Generating], prompts: Seq[list[int]], lengths: Seq[int], left_out: dict[str, str]) -> Runs:
-    """Run all configurations of all engines, first to warm up, then in turns prompt by prompt.
+def measure(
+    engines: Seq[Generating],
+    prompts: Seq[list[int]],
+    lengths: Seq[int],
+    left_out: dict[str, str],
+    group_size: int = 1,
+) -> Runs:
+    """Run all configurations of all engines, first to warm up, then in turns group by group of prompts.
 
-    lengths: new tokens of each prompt. Each prompt begins with another configuration. A peer's configuration that fails
-    is dropped, and the reason is put into `left_out`.
+    lengths: new tokens of each prompt. Each group begins with another configuration. A peer's configuration that fails
+    is dropped, and the reason is put into `left_out`. group_size: prompts that an engine has before the next one's
+    turn, at once if it is Batching.
     """
     runs: dict[Variant, list[Outcome]] = {(e.name, name): [] for e in engines for name in e.configurations}
     by_name = {engine.name: engine for engine in engines}
 
-    def attempt(variant: Variant, ids: list[int], num_tokens: int, keep: Callable[[Outcome], object]) -> None:
-        cpu_s = time.process_time()
+    def attempt(variant: Variant, group: Group, keep: Callable[[list[Outcome]], object]) -> None:
+        cpu_s, engine = time.process_time(), by_name[variant[0]]
         try:
-            keep(by_name[variant[0]].generate(variant[1], ids, num_tokens))
+            if isinstance(engine, Batching):
+                keep(engine.together(variant[1], group))
+            else:
+                keep([engine.generate(variant[1], ids, num_tokens) for ids, num_tokens in group])
         except PeerError as error:
             del runs[variant]
             left_out[f"{variant[0]}, {variant[1]}"] = str(error)
-        if variant[0] != OWN:
+        if isinstance(engine, PeerProcess):
             by_name[OWN].idle_cpu_s += time.process_time() - cpu_s
 
     say("warming up ...")
     for variant in list(runs):
-        attempt(variant, prompts[0], min(lengths[0], WARM_UP_TOKENS), lambda outcome: None)
+        attempt(variant, [(prompts[0], min(lengths[0], WARM_UP_TOKENS))], lambda outcomes: None)
     for engine in engines:
         engine.idle_cpu_s = 0.0
-    for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
-        say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {length} tokens ...")
+    asked = list(zip(prompts, lengths, strict=True))
+    for i, first in enumerate(range(0, len(asked), group_size)):
+        group = asked[first : first + group_size]
+        num_tokens = sum(length for _, length in group)
+        say(f"run {first + 1} of {len(prompts)}: {len(runs)} configurations x {num_tokens} tokens ...")
         order = list(runs)
         for variant in order[i % len(order) :] + order[: i % len(order)]:
-            attempt(variant, ids, length, runs[variant].append)
+            attempt(variant, group, runs[variant].extend)
     return runs
 
 

@@ -41,7 +41,7 @@ class TransformersForward:
         self._torch: Any = importlib.import_module("torch")
         self._transformers: Any = importlib.import_module("transformers")
         self._torch.set_num_threads(question["num_threads"])
-        self._model = worker.load_causal(question["target"])
+        self._model = worker.load_module(question["target"])
         self._caches: dict[int, Any] = {}
         self._held: dict[int, list[int]] = defaultdict(list)
         self.settings: worker.Settings = {}

@@ -6,7 +6,7 @@ others run one prompt (forwards.py, which shares this loop, runs single passes):
 
     {"target" and "draft" (each a folder or a GGUF file; no draft is null), "folders" (both as folders in bfloat16),
      "work" (a folder for conversions), "num_threads", "spec_lengths", "lookup_max_n",
-     "weights" (null = bfloat16, or as `compress` reads it), "server" (of llama.cpp, or null),
+     "weights" (null = as "dtype" says, or as `compress` reads it), "dtype", "server" (of llama.cpp, or null),
      "num_positions" and "num_places" (the size of llama.cpp's cache)}
                                             -> {"about": a sentence, "configurations": [names]}
     {"configuration", "ids", "max_tokens"}  -> {"tokens", "seconds", "first_s", "num_first", "idle_cpu_s"}
@@ -102,14 +102,20 @@ class FirstTokens:
         """Do nothing, because no token is held back."""
 
 
-def load_causal(folder: str) -> Any:
-    """Load a model in bfloat16, with weights in memory of their own."""
+def load_module(folder: str, dtype: str = "bfloat16") -> Any:
+    """Load a model, causal or an encoder-decoder, with weights in memory of their own."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     transformers.logging.set_verbosity_error()  # the last line on standard error is to be about a failure
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     for weight in model.parameters():
         weight.data = weight.data.clone()  # the system may drop pages of the file while other engines run
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.generation_config.forced_eos_token_id = None
+    if getattr(config, "num_decoder_layers", 0) > getattr(config, "num_layers", 0):
+        # transformers 5.23 makes caches of a T5 for as many layers as its encoder has.
+        model.config.num_layers = config.num_decoder_layers
     return model
 
 
@@ -122,11 +128,12 @@ class TransformersPeer(InProcess):
         self._torch.set_num_threads(question["num_threads"])
         self._max_n = question["lookup_max_n"]
         folders = question["folders"]
-        self._model = load_causal(folders["target"])
-        self._draft: Any = load_causal(folders["draft"]) if folders["draft"] else None
+        self._model = load_module(folders["target"], question["dtype"])
+        self._draft: Any = load_module(folders["draft"], question["dtype"]) if folders["draft"] else None
+        self._has_encoder = self._model.config.is_encoder_decoder
         self.settings = settings_of(question, with_own_schedule=True)
         self.about = (
-            f"transformers {transformers.__version__} with torch {self._torch.__version__}: bfloat16, "
+            f"transformers {transformers.__version__} with torch {self._torch.__version__}: {question['dtype']}, "
             f"{self._model.config._attn_implementation} attention{self._shared_vocabulary()}"
         )
         self._own = self._schedule() if self._draft is not None else {}
@@ -155,6 +162,10 @@ class TransformersPeer(InProcess):
             fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
             self._schedule(**(self._own if spec_length is None else {"num_assistant_tokens": spec_length, **fixed}))
             more = {"assistant_model": self._draft}
+        num_begun = len(ids)
+        if self._has_encoder:  # a decoder's text begins with the start, and what is forced behind it counts as new
+            num_begun = 1 + (self._model.generation_config.forced_bos_token_id is not None)
+            max_tokens += num_begun - 1
         prompt, first, start = self._torch.tensor([ids]), FirstTokens(), time.perf_counter()
         found = self._model.generate(
             prompt,
@@ -164,7 +175,7 @@ class TransformersPeer(InProcess):
             streamer=first,
             **more,
         )
-        return found[0, len(ids) :].tolist(), first.at - start, first.count
+        return found[0, num_begun:].tolist(), first.at - start, first.count
 
 
 # --------------------------------------------------------------------------------------------------------- openvino

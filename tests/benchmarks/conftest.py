@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from bench.conftest import small_probes
 from benchmarks.start import start
@@ -21,6 +22,15 @@ class Done:
     exit_code: int
     stdout: str
     stderr: str
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And behind the test as many as before."""
+    monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

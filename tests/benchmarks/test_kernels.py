@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks import kernels
 from benchmarks.kernels import KernelsPlan, config_named
@@ -21,13 +19,7 @@ LAYER = ["qkv", "o", "gate, up + silu", "down", "norm + rope", "attention, 5", "
 ALWAYS = ["attention, 70", "LM head", "LM head, argmax", "whole pass"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And behind the test as many as before."""
-    monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @needs_native

@@ -283,15 +283,6 @@ def test_workers_import_nothing_of_forerun() -> None:
 # ------------------------------------------------------------------------------------------------------ single passes
 
 
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And behind the test as many as before."""
-    monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parity
 def test_forwards_beside_a_real_peer(
     bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None

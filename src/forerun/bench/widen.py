@@ -207,6 +207,10 @@ def num_parameters(config: Spec) -> int:
 
 def describe(spec: Spec) -> str:
     """Return the shape in words, for the line beside a number."""
+    if spec.encoder is not None:
+        reading = sum(block.attention is not None and block.attention.sees == "encoder" for block in spec.blocks)
+        layers = f"{spec.encoder.num_layers} encoder and {spec.num_layers - reading} decoder layers"
+        return f"{spec.model_type}, hidden {spec.hidden_size}, {layers}, {spec.vocab_size} ids"
     c = Plain.of(spec)
     return (
         f"hidden {c.hidden_size}, {c.num_layers} layers, ffn {c.ffn_size}, "
