@@ -7,6 +7,7 @@ drafts. Seconds and tokens are summed over the prompts of a repeat, for answers 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,8 @@ Tallies = Mapping[tuple[float, Variant], Tally]
 class Row:
     """One draft model, temperature and length; None where nothing was drafted, or most drafts were shorter.
 
-    c, v, o: means, over a plain step. theorem_3_8, expected: predictions of speed. speed: plain decoding's seconds per
+    c, v, o: means, over a plain step. theorem_3_8, expected: predictions of speed, and of_lengths for answers that are
+    as long as these, whose last rounds nobody knows to be the last. speed: plain decoding's seconds per
     token over these, of decoding, whose clock stops while encoders run; whole: of requests.
     """
 
@@ -51,13 +53,22 @@ class Row:
     tokens_per_step: float
     theorem_3_8: float | None
     expected: float | None
+    of_lengths: float | None
     speed: Ratio
     whole: Ratio
 
     @property
     def deviation(self) -> float | None:
-        """The prediction over what was measured, minus one."""
-        return None if self.expected is None else self.expected / self.speed.median - 1
+        """The prediction of the formula over what was measured, minus one."""
+        return self._off(self.expected)
+
+    @property
+    def deviation_of_lengths(self) -> float | None:
+        """The same of the prediction that knows how long answers are."""
+        return self._off(self.of_lengths)
+
+    def _off(self, prediction: float | None) -> float | None:
+        return None if prediction is None else prediction / self.speed.median - 1
 
 
 def make(work: Work) -> Iterator[Exhibit]:
@@ -121,6 +132,7 @@ def row_of(tally: Tally, plain: Tally, num_prompts: int) -> Row:
         tokens_per_step=sum(tally.num_tokens) / len(steps),
         theorem_3_8=None,
         expected=None,
+        of_lengths=None,
         speed=speeds(plain, tally, num_prompts),
         whole=speeds(plain, tally, num_prompts, is_whole=True),
     )
@@ -131,8 +143,11 @@ def row_of(tally: Tally, plain: Tally, num_prompts: int) -> Row:
     c = drafting_s / drafted / plain_step_s
     v = sum(step.target_forward_s for step in full) / len(full) / plain_step_s
     o = (_seconds(tally) - drafting_s - passes_s) / len(steps) / plain_step_s
+    lengths = Counter(tally.num_tokens)
     theorem, expected = formulas.speedup(row.alpha, gamma, c), formulas.speedup(row.alpha, gamma, c, v, o)
-    return replace(row, c=c, v=v, o=o, theorem_3_8=theorem, expected=expected)
+    steps_of = {n: n / formulas.speedup_of_length(row.alpha, gamma, c, n, v, o, knows_end=False) for n in lengths}
+    of_lengths = sum(lengths.elements()) / sum(steps_of[n] for n in lengths.elements())
+    return replace(row, c=c, v=v, o=o, theorem_3_8=theorem, expected=expected, of_lengths=of_lengths)
 
 
 def _seconds(tally: Tally) -> float:
@@ -165,7 +180,7 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
     for row in sorted(rows, key=lambda row: (row.temperature, order.index(row.draft), row.spec_length)):
         theirs = published(task, order.index(row.draft), row)
         named = sizes.get(row.draft, row.draft), f"{row.temperature:g}", row.spec_length or None
-        predicted = row.alpha, row.c, row.v, row.theorem_3_8, row.expected
+        predicted = row.alpha, row.c, row.v, row.theorem_3_8, row.expected, row.of_lengths
         found = row.speed.median, row.speed.range, row.deviation, row.whole.median
         cells.append(
             (*named, *predicted, *found, *((None, None) if theirs is None else (theirs.alpha, theirs.measured)))
@@ -173,20 +188,13 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
     curves = (
         dots("Theorem 3.8", cells, 6),
         dots("with costs", cells, 7),
-        dots("measured, band: repeats", cells, 8, 9),
-        dots("published", cells, 13),
+        dots("and ends", cells, 8),
+        dots("measured, band: repeats", cells, 9, 10),
+        dots("published", cells, 14),
     )
     names = [f"{cell[0]}, T={cell[1]}" + (f", K={cell[2]}" if cell[2] else "") for cell in cells]
-    far = [row.deviation for row in rows if row.deviation is not None]
-    worst = max(far, key=abs, default=None)
-    deviations = (
-        ""
-        if worst is None
-        else (
-            f" {sum(abs(one) <= BAR for one in far)} of {len(far)} predictions are within {BAR:.0%}; the farthest is "
-            f"{worst:+.0%} off."
-        )
-    )
+    said = within("with costs", [row.deviation for row in rows])
+    said += within("and ends", [row.deviation_of_lengths for row in rows])
     beside_paper = "" if task.published is None else f" Published: T5-XXL, {task.published}, in the order of sizes."
     return Exhibit(
         f"{NAME}-{task.name}",
@@ -195,26 +203,37 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
             Column("draft"),
             Column("T"),
             Column("K"),
-            Column("alpha", form="{:.2f}"),
+            Column("al-\npha", form="{:.2f}"),
             Column("c", form="{:.2f}"),
             Column("v(K)", form="{:.2f}"),
             Column("Thm\n3.8", form="{:.2f}"),
             Column("with\ncosts", form="{:.2f}"),
+            Column("and\nends", form="{:.2f}"),
             Column("mea-\nsured", form="{:.2f}"),
             Column("least\n-most", form="{:.2f}"),
             Column("off", form="{:+.0%}"),
-            Column("whole", form="{:.2f}"),
+            Column("all", form="{:.2f}"),
             Column("publ.\nalpha", form="{:.2f}"),
             Column("publ.\nspeed", form="{:.1f}"),
         ),
         cells,
         Plot([Panel("", "tokens/s over plain decoding's", "", curves, names)]),
         f"{about} alpha: accepted / tested tokens. c, v(K): seconds of a drafted token, and of a pass over K + 1, / of "
-        "a plain step. with costs: the formula A / (cK + v + o), where o is the rest of a step. measured: without "
-        "encoders, median of the repeats' ratios of seconds per token; whole: with encoders. off: with costs / "
-        f"measured.{deviations}{beside_paper}",
+        "a plain step. with costs: the formula A / (cK + v + o), where o is the rest of a step; and ends: of answers "
+        "of these lengths, whose last rounds draft K tokens, too. measured: without encoders, median of the repeats' "
+        "ratios of seconds per token; all: with encoders. off: with costs / measured."
+        f"{said}{beside_paper}",
         recipe,
     )
+
+
+def within(name: str, deviations: Seq[float | None]) -> str:
+    """Say how many predictions are near enough, and how far the farthest is away."""
+    known = [one for one in deviations if one is not None]
+    if not known:
+        return ""
+    near, worst = sum(abs(one) <= BAR for one in known), max(known, key=abs)
+    return f" {name}: {near} of {len(known)} are within {BAR:.0%}, the farthest is {worst:+.0%} off."
 
 
 BAR = 0.15  # of the distance between prediction and measurement

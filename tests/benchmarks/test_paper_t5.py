@@ -27,6 +27,7 @@ from forerun.drafters.tables import FittedTable
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, NotFound
 from forerun.text.terminal import make_console
+from forerun.theory import formulas
 from forerun.types import StepReport
 from tiny import write_tiny
 
@@ -152,6 +153,9 @@ def test_the_prediction_is_that_of_the_formula() -> None:
     assert row.speed.values == pytest.approx((0.5 / (4 / 12),))
     assert row.whole.values == pytest.approx(((2 + 1) / 4 / ((4 + 2) / 12),))
     assert row.deviation == pytest.approx(65 / 54 / 1.5 - 1)
+    speeds = [formulas.speedup_of_length(2 / 3, 3, 0.2, n, 1.2, 0.2, knows_end=False) for n in (8, 4)]
+    assert row.of_lengths == pytest.approx(12 / (8 / speeds[0] + 4 / speeds[1]))
+    assert row.of_lengths < row.expected
     single = table_2_t5.row_of(drafted, plain, 1)
     assert single.speed.values == pytest.approx((0.4 / 0.25, 0.6 / 0.5))
     drafted.steps[0] = step(num_drafted=1, num_tested=1)
@@ -177,8 +181,8 @@ def test_rows_stand_beside_the_papers_of_the_same_length() -> None:
         ("2 k", 7, 0.8, 2.8),
         ("plain", None, None, None),
     ]
-    assert table.rows[-1][8] == 1.0
-    assert "4 of 4 predictions are within 15%" in table.note
+    assert table.rows[-1][9] == 1.0
+    assert "with costs: 4 of 4 are within 15%" in table.note
 
 
 def test_speeds_of_every_draft_and_length(work: Work, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,11 +58,18 @@ def test_oracle(c, row_cost):
     agrees(simulate.oracle(0.7, 0.0, MILLION, 3), formulas.oracle_tokens(0.7))
 
 
+@pytest.mark.parametrize("knows_end", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])
-def test_finite_texts(num_tokens):
-    found = formulas.speedup_of_length(0.8, 5, 0.1, num_tokens, 1.2)
-    agrees(simulate.texts(0.8, 5, 0.1, num_tokens, MILLION // num_tokens, 3, 1.2), found)
-    assert formulas.speedup_of_length(1.0, 9, 0.0, num_tokens) <= num_tokens
+def test_finite_texts(num_tokens, knows_end):
+    found = formulas.speedup_of_length(0.8, 5, 0.1, num_tokens, 1.2, knows_end=knows_end)
+    agrees(simulate.texts(0.8, 5, 0.1, num_tokens, MILLION // num_tokens, 3, 1.2, knows_end=knows_end), found)
+    assert formulas.speedup_of_length(1.0, 9, 0.0, num_tokens, knows_end=knows_end) <= num_tokens
+
+
+def test_an_end_that_is_not_known_costs_whole_rounds():
+    """A text of one token is one round, and a half of two-token texts at alpha = 1/2 takes a second one."""
+    assert formulas.speedup_of_length(0.5, 3, 0.1, 1, knows_end=False) == pytest.approx(1 / 1.3)
+    assert formulas.speedup_of_length(0.5, 3, 0.1, 2, 1.2, 0.5, knows_end=False) == pytest.approx(2 / (2.0 * 1.5))
 
 
 def test_long_texts_reach_theorem_3_8():

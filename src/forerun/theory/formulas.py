@@ -226,21 +226,29 @@ def least_speedup(alpha: float, c: float) -> float:
 
 
 def speedup_of_length(
-    alpha: float, gamma: int, c: float, num_tokens: int, verify_ratio: float = 1.0, overhead: float = 0.0
+    alpha: float,
+    gamma: int,
+    c: float,
+    num_tokens: int,
+    verify_ratio: float = 1.0,
+    overhead: float = 0.0,
+    *,
+    knows_end: bool = True,
 ) -> float:
     """Return the factor of Theorem 3.8 for a text of `num_tokens` tokens, at most `num_tokens`.
 
     The theorem is its limit for long texts. The last rounds draft no more than the tokens that are missing, less the
     one that the target adds. By recursion over the n tokens left: cost(n) = c g + v + o + the mean of cost(n - k - 1)
-    over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1.
+    over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1. knows_end: whether it is a
+    limit that ends the text; where the model does, every round drafts gamma, and what is behind the end is for nothing.
     """
     _check(alpha, gamma)
     if num_tokens < 1 or c < 0:
         raise ValueError(f"num_tokens={num_tokens}, c={c}: a text has at least one token, and c is at least 0")
     cost = np.zeros(num_tokens + 1)
     for left in range(1, num_tokens + 1):
-        drafted = min(gamma, left - 1)
-        after = cost[left - 1 - np.arange(drafted + 1)]
+        drafted = min(gamma, left - 1) if knows_end else gamma
+        after = cost[np.maximum(0, left - 1 - np.arange(drafted + 1))]
         own = c * drafted + (verify_ratio if drafted else 1.0) + overhead
         cost[left] = own + accepted_length_probs(alpha, drafted) @ after
     return num_tokens / float(cost[num_tokens])

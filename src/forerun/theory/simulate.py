@@ -90,13 +90,24 @@ def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float =
 
 
 def texts(
-    alpha: float, gamma: int, c: float, num_tokens: int, num_texts: int, seed: int, verify_ratio: float = 1.0
+    alpha: float,
+    gamma: int,
+    c: float,
+    num_tokens: int,
+    num_texts: int,
+    seed: int,
+    verify_ratio: float = 1.0,
+    *,
+    knows_end: bool = True,
 ) -> Estimate:
-    """Simulate texts of `num_tokens` tokens, whose last rounds draft no more than is missing; return the speed-up."""
+    """Simulate texts of `num_tokens` tokens and return the speed-up.
+
+    knows_end: whether the last rounds draft no more than is missing; others draft gamma.
+    """
     generator = np.random.default_rng(seed)
     left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
     while (left > 0).any():
-        drafted = np.minimum(gamma, np.maximum(left - 1, 0))
+        drafted = np.minimum(gamma, np.maximum(left - 1, 0)) if knows_end else np.full(num_texts, gamma)
         accepted, going = np.zeros(num_texts, dtype=np.int64), left > 0
         cost += going * (c * drafted + np.where(drafted > 0, verify_ratio, 1.0))
         for position in range(gamma):
