@@ -85,7 +85,9 @@ def make(work: Work) -> Iterator[Exhibit]:
     )
     config = replace(work.config, draft="none", max_batch_size=1)
     llms = latency.engines(pair.target, config, plan, make_console())
-    llms[AGAIN] = llms[PLAIN]
+    variants = list(llms)
+    variants.insert(len(variants) // 2, AGAIN)  # not beside plain decoding, whose engine it is
+    llms = {variant: llms[PLAIN if variant == AGAIN else variant] for variant in variants}
     spare_what_is_loaded()
     recipe = work.task_recipe(NAME, "num_prompts", "max_tokens", "num_repeats", "spec_lengths")
     sizes = {spec: size for size, spec in pair.specs.items()}

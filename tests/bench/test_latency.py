@@ -133,6 +133,21 @@ def test_answers_end_where_the_model_ends_them(tmp_path: Path) -> None:
     assert min(ends[True]) < 200
 
 
+def test_each_prompt_begins_with_another_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(
+        latency, "run_once", lambda llm, prompt, params, tally, *_: runs.append((prompt, tally.variant))
+    )
+    plan, third = LatencyPlan(num_repeats=2, temperatures=(0.0,)), Variant("third", 1)
+    llm = LLM(str(write_tiny(tmp_path / "tiny")), draft="none")
+    with latency.progress_bar() as progress:
+        latency.tallied(dict.fromkeys((PLAIN, MODEL, third), llm), [("a", "x"), ("b", "y")], plan, progress)
+    assert [prompt for prompt, _ in runs] == ["x"] * 3 + ["y"] * 3 + ["x"] * 3 + ["y"] * 3
+    orders = [[variant for _, variant in runs[i : i + 3]] for i in range(0, 12, 3)]
+    begun = [[PLAIN, MODEL, third], [MODEL, third, PLAIN], [third, PLAIN, MODEL]]
+    assert orders == [begun[0], begun[1], begun[1], begun[2]]
+
+
 def test_a_workload_is_a_plan_that_says_which_models() -> None:
     plan, engine = planned("w1", {"num_prompts": 2})
     assert plan == LatencyPlan(num_prompts=2, **WORKLOADS["w1"][0])

@@ -258,9 +258,10 @@ def tallied(
 ) -> dict[tuple[float, Variant], Tally]:
     """Run every prompt by every engine, in turns, and return what was measured by temperature and variant.
 
-    The runs of a tally are in the order of repeats, and of prompts within each. Two variants may be one engine.
+    Each prompt begins with another variant, for a run may be slower behind one than behind another. The runs of a tally
+    are in the order of repeats, and of prompts within each. Two variants may be one engine.
     """
-    by_id = {id(llm): llm for llm in llms.values()}
+    order, by_id = list(llms), {id(llm): llm for llm in llms.values()}
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
     encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
@@ -273,7 +274,9 @@ def tallied(
             ignore_eos=not plan.until_end,  # else every run has the same number of tokens
             acceptance=None if t == 0 else plan.acceptance,
         )
-        for variant, llm in llms.items():
+        first = (repeat + i) % len(order)
+        for variant in order[first:] + order[:first]:
+            llm = llms[variant]
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
             run_once(llm, prompt, params, tallies[t, variant], clocks[id(llm)], encoders[id(llm)])
             progress.advance(task)
