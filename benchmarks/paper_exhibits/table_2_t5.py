@@ -7,9 +7,10 @@ drafts. Seconds and tokens are summed over the prompts of a repeat, for answers 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
 
 from benchmarks.paper_alpha import T5
 from benchmarks.paper_tasks import Task
@@ -34,41 +35,46 @@ WARM_UP_TOKENS = 8
 Tallies = Mapping[tuple[float, Variant], Tally]
 
 
+class Predicted(NamedTuple):
+    """Costs of one repeat, and what they let expect of its speed.
+
+    c, v, o: means, over a plain step. expected: by the formula; of_lengths: of answers that are as long as these, whose
+    last rounds nobody knows to be the last.
+    """
+
+    c: float
+    v: float
+    o: float
+    theorem_3_8: float
+    expected: float
+    of_lengths: float
+
+
 @dataclass(frozen=True)
 class Row:
-    """One draft model, temperature and length; None where nothing was drafted, or most drafts were shorter.
+    """One draft model, temperature and length.
 
-    c, v, o: means, over a plain step. theorem_3_8, expected: predictions of speed, and of_lengths for answers that are
-    as long as these, whose last rounds nobody knows to be the last. speed: plain decoding's seconds per
-    token over these, of decoding, whose clock stops while encoders run; whole: of requests.
+    predicted: of each repeat; () where nothing was drafted, or most drafts were shorter. speed: plain decoding's
+    seconds per token over these, of decoding, whose clock stops while encoders run; whole: of requests.
     """
 
     draft: str
     temperature: float
     spec_length: int
     alpha: float | None
-    c: float | None
-    v: float | None
-    o: float | None
-    tokens_per_step: float
-    theorem_3_8: float | None
-    expected: float | None
-    of_lengths: float | None
+    predicted: Seq[Predicted]
     speed: Ratio
     whole: Ratio
 
-    @property
-    def deviation(self) -> float | None:
-        """The prediction of the formula over what was measured, minus one."""
-        return self._off(self.expected)
+    def median(self, name: str) -> float | None:
+        """Return the median of one number of the predictions."""
+        return median(getattr(one, name) for one in self.predicted) if self.predicted else None
 
-    @property
-    def deviation_of_lengths(self) -> float | None:
-        """The same of the prediction that knows how long answers are."""
-        return self._off(self.of_lengths)
-
-    def _off(self, prediction: float | None) -> float | None:
-        return None if prediction is None else prediction / self.speed.median - 1
+    def deviation(self, name: str) -> float | None:
+        """Return the median of a prediction over the same repeat's speed, minus one."""
+        pairs = zip(self.predicted, self.speed.values, strict=True) if self.predicted else ()
+        ratios = [getattr(one, name) / speed - 1 for one, speed in pairs]
+        return median(ratios) if ratios else None
 
 
 def make(work: Work) -> Iterator[Exhibit]:
@@ -121,35 +127,51 @@ def rows_of(tallies: Tallies, num_prompts: int) -> list[Row]:
 
 def row_of(tally: Tally, plain: Tally, num_prompts: int) -> Row:
     """Return rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
-    gamma, steps, plain_step_s = tally.variant.spec_length, tally.steps, _seconds(plain) / len(plain.steps)
-    drafted, tested, accepted = (tally.total(name) for name in ("num_drafted", "num_tested", "num_accepted"))
-    row = Row(
+    tested, accepted = (tally.total(name) for name in ("num_tested", "num_accepted"))
+    pairs = list(zip(repeats_of(tally, num_prompts), repeats_of(plain, num_prompts), strict=True))
+    predicted = [predicted_of(one, other) for one, other in pairs]
+    known = [one for one in predicted if one is not None]
+    return Row(
         draft=tally.variant.draft,
         temperature=tally.temperature,
-        spec_length=gamma,
+        spec_length=tally.variant.spec_length,
         alpha=accepted / tested if tested else None,
-        c=None,
-        v=None,
-        o=None,
-        tokens_per_step=sum(tally.num_tokens) / len(steps),
-        theorem_3_8=None,
-        expected=None,
-        of_lengths=None,
+        predicted=known if len(known) == len(predicted) else (),
         speed=speeds(plain, tally, num_prompts),
         whole=speeds(plain, tally, num_prompts, is_whole=True),
     )
-    full = [step for step in steps if step.num_drafted == gamma]
-    if row.alpha is None or len(full) < FULL_DRAFTS * len(steps):
-        return row
-    drafting_s, passes_s = (sum(getattr(step, name) for step in steps) for name in ("draft_s", "target_forward_s"))
-    c = drafting_s / drafted / plain_step_s
+
+
+def repeats_of(tally: Tally, num_prompts: int) -> Iterator[Tally]:
+    """Yield the runs of each repeat as a tally."""
+    step = 0
+    for i in range(0, len(tally.num_tokens), num_prompts):
+        own, num_steps = slice(i, i + num_prompts), sum(tally.num_steps[i : i + num_prompts])
+        yield replace(
+            tally,
+            seconds_per_token=tally.seconds_per_token[own],
+            num_tokens=tally.num_tokens[own],
+            encoder_s=tally.encoder_s[own],
+            num_steps=tally.num_steps[own],
+            steps=tally.steps[step : step + num_steps],
+        )
+        step += num_steps
+
+
+def predicted_of(tally: Tally, plain: Tally) -> Predicted | None:
+    """Return what a repeat's costs let expect; None where nothing was drafted, or most drafts were shorter."""
+    gamma, steps, plain_step_s = tally.variant.spec_length, tally.steps, _seconds(plain) / len(plain.steps)
+    full, tested = [step for step in steps if step.num_drafted == gamma], tally.total("num_tested")
+    if not tested or len(full) < FULL_DRAFTS * len(steps):
+        return None
+    alpha, drafting_s = tally.total("num_accepted") / tested, sum(step.draft_s for step in steps)
+    c = drafting_s / tally.total("num_drafted") / plain_step_s
     v = sum(step.target_forward_s for step in full) / len(full) / plain_step_s
-    o = (_seconds(tally) - drafting_s - passes_s) / len(steps) / plain_step_s
-    lengths = Counter(tally.num_tokens)
-    theorem, expected = formulas.speedup(row.alpha, gamma, c), formulas.speedup(row.alpha, gamma, c, v, o)
-    steps_of = {n: n / formulas.speedup_of_length(row.alpha, gamma, c, n, v, o, knows_end=False) for n in lengths}
-    of_lengths = sum(lengths.elements()) / sum(steps_of[n] for n in lengths.elements())
-    return replace(row, c=c, v=v, o=o, theorem_3_8=theorem, expected=expected, of_lengths=of_lengths)
+    outside_s = _seconds(tally) - drafting_s - sum(step.target_forward_s for step in steps)
+    o = max(0.0, outside_s) / len(steps) / plain_step_s
+    expected = formulas.speedup(alpha, gamma, c, v, o)
+    passes = [n / formulas.speedup_of_length(alpha, gamma, c, n, v, o, knows_end=False) for n in tally.num_tokens]
+    return Predicted(c, v, o, formulas.speedup(alpha, gamma, c), expected, sum(tally.num_tokens) / sum(passes))
 
 
 def _seconds(tally: Tally) -> float:
@@ -157,22 +179,18 @@ def _seconds(tally: Tally) -> float:
     return sum(each * num for each, num in zip(tally.seconds_per_token, tally.num_tokens, strict=True))
 
 
+def _rate(tally: Tally, is_whole: bool = False) -> float:
+    """Return the seconds per token of all runs. is_whole: with those of encoders."""
+    return (_seconds(tally) + is_whole * sum(tally.encoder_s)) / sum(tally.num_tokens)
+
+
 def speeds(plain: Tally, tally: Tally, num_prompts: int, is_whole: bool = False) -> Ratio:
     """Return plain decoding's seconds per token over those of another tally, for each repeat.
 
     is_whole: with the seconds of encoders.
     """
-    pairs = zip(_rates(plain, num_prompts, is_whole), _rates(tally, num_prompts, is_whole), strict=True)
-    return Ratio.of([slow / fast for slow, fast in pairs])
-
-
-def _rates(tally: Tally, num_prompts: int, is_whole: bool) -> Iterator[float]:
-    """Yield the seconds per token of each repeat."""
-    runs = list(zip(tally.seconds_per_token, tally.num_tokens, tally.encoder_s, strict=True))
-    for i in range(0, len(runs), num_prompts):
-        own = runs[i : i + num_prompts]
-        seconds = sum(each * num + is_whole * encoder_s for each, num, encoder_s in own)
-        yield seconds / sum(num for _, num, _ in own)
+    pairs = zip(repeats_of(plain, num_prompts), repeats_of(tally, num_prompts), strict=True)
+    return Ratio.of([_rate(one, is_whole) / _rate(other, is_whole) for one, other in pairs])
 
 
 def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, recipe: str) -> Exhibit:
@@ -182,8 +200,8 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
     for row in sorted(rows, key=lambda row: (row.temperature, order.index(row.draft), row.spec_length)):
         theirs = published(task, order.index(row.draft), row)
         named = sizes.get(row.draft, row.draft), f"{row.temperature:g}", row.spec_length or None
-        predicted = row.alpha, row.c, row.v, row.theorem_3_8, row.expected, row.of_lengths
-        found = row.speed.median, row.speed.range, row.deviation, row.whole.median
+        predicted = row.alpha, *map(row.median, ("c", "v", "theorem_3_8", "expected", "of_lengths"))
+        found = row.speed.median, row.speed.range, row.deviation("expected"), row.whole.median
         cells.append(
             (*named, *predicted, *found, *((None, None) if theirs is None else (theirs.alpha, theirs.measured)))
         )
@@ -195,8 +213,8 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
         dots("published", cells, 14),
     )
     names = [f"{cell[0]}, T={cell[1]}" + (f", K={cell[2]}" if cell[2] else "") for cell in cells]
-    said = within("with costs", [row.deviation for row in rows])
-    said += within("and ends", [row.deviation_of_lengths for row in rows])
+    said = within("with costs", [row.deviation("expected") for row in rows])
+    said += within("and ends", [row.deviation("of_lengths") for row in rows])
     beside_paper = "" if task.published is None else f" Published: T5-XXL, {task.published}, in the order of sizes."
     return Exhibit(
         f"{NAME}-{task.name}",
@@ -222,8 +240,9 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
         Plot([Panel("", "tokens/s over plain decoding's", "", curves, names)]),
         f"{about} alpha: accepted / tested tokens. c, v(K): seconds of a drafted token, and of a pass over K + 1, / of "
         "a plain step. with costs: the formula A / (cK + v + o), where o is the rest of a step; and ends: of answers "
-        "of these lengths, whose last rounds draft K tokens, too. measured: without encoders, median of the repeats' "
-        "ratios of seconds per token; all: with encoders. off: with costs / measured."
+        "of these lengths, whose last rounds draft K tokens, too. measured: without encoders, ratios "
+        "of seconds per token; all: with encoders. off: with costs / measured. All are "
+        "medians of the repeats."
         f"{said}{beside_paper}",
         recipe,
     )

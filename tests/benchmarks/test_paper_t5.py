@@ -142,36 +142,40 @@ def step(**given: Any) -> StepReport:
 
 def test_the_prediction_is_that_of_the_formula() -> None:
     """alpha = 2/3, K = 3, c = .2, v = 1.2, o = .2: A = 65/27, over 2 and, by Theorem 3.8, over 1.6."""
-    plain = Tally(PLAIN, 0.0, [0.4, 0.6], [step()] * 4, [], [2, 2], [0.5, 0.5])
+    plain = Tally(PLAIN, 0.0, [0.4, 0.6], [step()] * 4, [], [2, 2], [0.5, 0.5], [2, 2])
     drafting = step(num_drafted=3, num_tested=3, num_accepted=2, draft_s=0.3, target_forward_s=0.6)
-    drafted = Tally(Variant("a", 3), 0.0, [0.25, 0.5], [drafting] * 4, [], [8, 4], [1.0, 1.0])
+    drafted = Tally(Variant("a", 3), 0.0, [0.25, 0.5], [drafting] * 4, [], [8, 4], [1.0, 1.0], [2, 2])
     (row,) = table_2_t5.rows_of({(0.0, PLAIN): plain, (0.0, drafted.variant): drafted}, num_prompts=2)
-    assert (row.alpha, row.tokens_per_step) == (pytest.approx(2 / 3), 3)
-    assert (row.c, row.v, row.o) == pytest.approx((0.2, 1.2, 0.2))  # 0.3 / 3, 0.6 and 1 - 0.9, over 0.5 s
-    assert row.expected == pytest.approx(65 / 27 / 2)
-    assert row.theorem_3_8 == pytest.approx(65 / 27 / 1.6)
+    (found,) = row.predicted
+    assert row.alpha == pytest.approx(2 / 3)
+    assert (found.c, found.v, found.o) == pytest.approx((0.2, 1.2, 0.2))  # 0.3 / 3, 0.6 and 1 - 0.9, over 0.5 s
+    assert found.expected == pytest.approx(65 / 27 / 2)
+    assert found.theorem_3_8 == pytest.approx(65 / 27 / 1.6)
     assert row.speed.values == pytest.approx((0.5 / (4 / 12),))
     assert row.whole.values == pytest.approx(((2 + 1) / 4 / ((4 + 2) / 12),))
-    assert row.deviation == pytest.approx(65 / 54 / 1.5 - 1)
+    assert row.deviation("expected") == pytest.approx(65 / 54 / 1.5 - 1)
     speeds = [formulas.speedup_of_length(2 / 3, 3, 0.2, n, 1.2, 0.2, knows_end=False) for n in (8, 4)]
-    assert row.of_lengths == pytest.approx(12 / (8 / speeds[0] + 4 / speeds[1]))
-    assert row.of_lengths < row.expected
+    assert found.of_lengths == pytest.approx(12 / (8 / speeds[0] + 4 / speeds[1]))
+    assert found.of_lengths < found.expected
     single = table_2_t5.row_of(drafted, plain, 1)
     assert single.speed.values == pytest.approx((0.4 / 0.25, 0.6 / 0.5))
+    ratios = [one.expected / speed for one, speed in zip(single.predicted, single.speed.values, strict=True)]
+    assert single.deviation("expected") == pytest.approx(sum(ratios) / 2 - 1)
+    assert single.predicted[0].c == pytest.approx(0.1 / 0.4)  # over the plain steps of the same repeat
     drafted.steps[0] = step(num_drafted=1, num_tested=1)
     drafted.steps[1] = drafted.steps[0]
-    assert table_2_t5.row_of(drafted, plain, 2).expected is None  # half of the drafts are shorter
+    assert table_2_t5.row_of(drafted, plain, 2).predicted == ()  # half of the drafts are shorter
 
 
 def test_rows_stand_beside_the_papers_of_the_same_length() -> None:
     task = Task("translation", ["a"], [""])
-    plain = Tally(PLAIN, 0.0, [0.5], [step()] * 2, [], [2], [0.0])
+    plain = Tally(PLAIN, 0.0, [0.5], [step()] * 2, [], [2], [0.0], [2])
     tallies = {(0.0, PLAIN): plain, (0.0, table_2_t5.AGAIN): replace(plain, variant=table_2_t5.AGAIN)}
     for spec_length in (3, 7):
         for draft in ("big", "small"):
             done = step(num_drafted=spec_length, num_tested=1, draft_s=0.1, target_forward_s=0.5)
             variant = Variant(draft, spec_length)
-            tallies[0.0, variant] = Tally(variant, 0.0, [0.6], [done] * 2, [], [2], [0.0])
+            tallies[0.0, variant] = Tally(variant, 0.0, [0.6], [done] * 2, [], [2], [0.0], [2])
     table = table_2_t5.table_2(table_2_t5.rows_of(tallies, 1), task, {"small": "1 k", "big": "2 k"}, "", "again")
     published = [(row[0], row[2], *row[-2:]) for row in table.rows]
     assert published == [

@@ -345,6 +345,7 @@ def run_together(
         end()
     seconds = time.perf_counter() - start[0] - (encoder.seconds - start[1])
     tally.encoder_s.append(encoder.take())
+    tally.num_steps.append(len(tally.steps) - sum(tally.num_steps))
     tally.num_tokens.append(sum(len(output.token_ids) for output in outputs))
     tally.seconds_per_token.append(seconds / tally.num_tokens[-1])
     return [output.token_ids for output in outputs]

@@ -44,8 +44,8 @@ class Variant:
 class Tally:
     """The runs of one variant at one temperature.
 
-    seconds_per_token, num_tokens and encoder_s have one entry per run, in order. The first has no second of the last,
-    which encoders took, those of an encoder-decoder and of its draft model.
+    seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. The first has no second of
+    encoder_s, which encoders took, those of an encoder-decoder and of its draft model.
     """
 
     variant: Variant
@@ -55,6 +55,7 @@ class Tally:
     draft_forward_s: list[float] = field(default_factory=list)  # per step
     num_tokens: list[int] = field(default_factory=list)
     encoder_s: list[float] = field(default_factory=list)
+    num_steps: list[int] = field(default_factory=list)
 
     def total(self, name: str) -> int:
         """Return the sum of one count over all steps."""
