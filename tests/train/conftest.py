@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.train import loop
 from forerun.train.config import TrainConfig
+from forerun.train.loop import LoopConfig
 from forerun.train.model import ModelShape
 
 
@@ -49,6 +51,36 @@ def tiny(sources: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(**{**options, **overrides})
 
     return make
+
+
+def read_log(config: LoopConfig) -> list[dict[str, Any]]:
+    """The lines of a run's log, without times."""
+    lines = loop.read_log(config.out)
+    return [{k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
+
+
+Interrupt = Callable[[int, Callable[[], Any]], None]
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
+    """Runs a training that is stopped before a step, when its state has been saved."""
+
+    def until(step: int, train: Callable[[], Any]) -> None:
+        real_step = loop.train_step
+
+        def stop(run: loop.Run) -> tuple[float, float]:
+            if run.step == step:
+                loop.save_state(run)
+                raise KeyboardInterrupt
+            return real_step(run)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "train_step", stop)
+            with pytest.raises(KeyboardInterrupt):
+                train()
+
+    return until
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,10 @@ from forerun.train.model import ModelShape, deepen, initial_weights, load_decode
 from forerun.train.ops import TrainingOps
 from forerun.train.samples import Sample, SampleWriter
 from forerun.train.tokenizer import load_tokenizer
+from train.conftest import Interrupt, read_log
 from train.written import writer_of
 
 Make = Callable[..., TrainConfig]
-
-
-def read_log(config: TrainConfig) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (config.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
 
 
 def test_tiny_run_lowers_the_loss(tiny: Make) -> None:
@@ -43,22 +39,10 @@ def test_tiny_run_lowers_the_loss(tiny: Make) -> None:
     assert json.loads((config.out / "run.json").read_text())["num_parameters"] == config.shape.num_parameters
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
     whole, parts = tiny("whole"), tiny("parts")
     lm.train(whole, quiet=True)
-
-    real_step = loop.train_step
-
-    def stop_at_17(run: loop.Run) -> tuple[float, float]:
-        if run.step == 17:
-            loop.save_state(run)
-            raise KeyboardInterrupt
-        return real_step(run)
-
-    monkeypatch.setattr(loop, "train_step", stop_at_17)
-    with pytest.raises(KeyboardInterrupt):
-        lm.train(parts, quiet=True)
-    monkeypatch.setattr(loop, "train_step", real_step)
+    interrupt(17, lambda: lm.train(parts, quiet=True))
     torch.manual_seed(123)  # whatever happened in between
     lm.train(parts, resume=True, quiet=True)
 

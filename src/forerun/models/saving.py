@@ -19,6 +19,7 @@ from forerun.models.loading import check_shapes, read_config
 from forerun.models.naming import published
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BEGINNING = ("pad_token_id", "decoder_start_token_id")  # of an encoder-decoder, as its family writes them
 SHARD_BYTES = 4 << 30
 
 
@@ -46,7 +47,8 @@ def save_checkpoint(
     ids = {"bos_token_id": bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
     raw = config_to_dict(spec) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(folder / "config.json", raw)
-    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    begun = {key: raw[key] for key in BEGINNING if key in raw}
+    write_json(folder / "generation_config.json", {k: v for k, v in (ids | begun).items() if v is not None})
     names = names_of(spec)
     stored = weights if names is None else published(names, spec, weights)
     write_weights(folder, stored, dtype, shard_bytes)

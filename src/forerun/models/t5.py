@@ -59,7 +59,8 @@ SIZES = {"vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_lay
          "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon"}  # fmt: skip
 KEYS = {*SIZES, "model_type", "feed_forward_proj", "dense_act_fn", "is_gated_act", "tie_word_embeddings",
         "scale_decoder_outputs", "is_encoder_decoder", "torch_dtype", "dtype"}  # fmt: skip
-INERT = {"dropout_rate", "classifier_dropout", "initializer_factor", "output_past", "is_decoder"}
+# The last is num_decoder_layers again: without it transformers 5 makes a cache of as many layers as the encoder has.
+INERT = {"dropout_rate", "classifier_dropout", "initializer_factor", "output_past", "is_decoder", "decoder_layers"}
 # Distances beyond the largest have one bucket, so that no text is too long; n_positions is what training took.
 MOST_POSITIONS = 1 << 15
 USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
@@ -116,6 +117,7 @@ def write(spec: Spec) -> Raw:
         "d_ff": mlp.size,
         "num_layers": encoder.num_layers,
         "num_decoder_layers": spec.num_layers // 2,
+        "decoder_layers": spec.num_layers // 2,
         "num_heads": a.heads,
         "relative_attention_num_buckets": buckets.num,
         "relative_attention_max_distance": buckets.max_distance,

@@ -31,9 +31,7 @@ class TrainConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        losses.check(self.loss)
-        if self.loss != "ce" and self.teacher is None:
-            raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
+        losses.check_teacher(self.loss, self.teacher)
         for name in ("text", "tokenizer", "samples"):
             if self.ids is not None and getattr(self, name) is not None:
                 raise BadOption(f"--ids are all that is learned from, and --{name} is for text: drop one")

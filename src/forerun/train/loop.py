@@ -75,10 +75,6 @@ class LoopConfig:
         decay_steps = max(1, round(self.steps * self.decay_share))
         return self.lr * min(warm, (self.steps - step) / decay_steps)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as plain values, with paths as text."""
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
-
 
 class Task(Protocol):
     """What is trained. weights: by name, trained in place.
@@ -300,14 +296,14 @@ def load_state(run: Run) -> None:
 def describe_run(run: Run) -> None:
     """Write out/run.json: options, data and versions, for the model card."""
     record = {
-        "options": run.config.to_json(),
+        "options": asdict(run.config),
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         **run.task.facts,
     }
-    (run.config.out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (run.config.out / "run.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:

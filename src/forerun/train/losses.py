@@ -26,6 +26,13 @@ def check(name: str) -> None:
         raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
 
 
+def check_teacher(name: str, teacher: str | None) -> None:
+    """Raise BadOption for an unknown name, and for a loss that needs a target without one."""
+    check(name)
+    if name != "ce" and teacher is None:
+        raise BadOption(f"loss {name} learns from a target's distribution: give --teacher PATH")
+
+
 def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return the named loss of each row [R]: logits [R, n], both of the same ids. Raises BadOption."""
     check(name)

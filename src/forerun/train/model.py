@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,7 +66,15 @@ class ModelShape:
         return self.spec().num_weights
 
 
-def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+class Shape(Protocol):
+    """The sizes of a model that is trained."""
+
+    @property
+    def num_layers(self) -> int: ...
+    def spec(self) -> Spec: ...
+
+
+def initial_weights(shape: Shape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Draw float32 weights: normal(0, 0.02), norms 1.
 
     Projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, GPT-2, section 2.3). All
