@@ -270,3 +270,28 @@ def test_the_folder_says_what_it_holds(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "tokenizer.json").exists()
     llm = LLM(str(tmp_path / "saved"), draft="none")
     assert len(llm.generate(["ab"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_t5_is_saved_under_its_published_names(tmp_path: Path) -> None:
+    """What is read again is what rounding made; transformers reads it, too. Biases by distance are not rounded."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_decoder_layers": 2}
+    own = transformers.T5Config(
+        **sizes, num_heads=2, decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    )
+    module = transformers.T5ForConditionalGeneration(own).eval()
+    module.save_pretrained(tmp_path / "dense")
+    rounded = load_checkpoint(tmp_path / "dense", dtype="float32", quantization="int8").model.weights
+    assert command("quantize", tmp_path / "dense", tmp_path / "saved", "--quantization", "int8") == 0
+    again = load_checkpoint(tmp_path / "saved", dtype="float32").model.weights
+    assert rounded.keys() == again.keys()
+    assert all(torch.equal(again[name], weight) for name, weight in rounded.items())
+    dense = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = type(module).from_pretrained(tmp_path / "saved", dtype=torch.float32, quantization_config=dense)
+    source, text = torch.tensor([[5, 6, 7, 1]]), torch.tensor([[0, 8, 9]])
+    with torch.no_grad():
+        found = theirs(input_ids=source, decoder_input_ids=text).logits
+        exact = module(input_ids=source, decoder_input_ids=text).logits
+    assert not torch.equal(found, exact)
+    assert torch.allclose(found, exact, atol=0.05 * float(exact.abs().max()))

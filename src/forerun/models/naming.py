@@ -57,6 +57,12 @@ class Names:
     more: tuple[Names, ...] = ()
     exact: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def only_renames(self) -> bool:
+        """Whether each published tensor is one of ours, stored as ours is."""
+        plain = not self.exact and all(isinstance(how, str) for how in self.inner.values())
+        return plain and all(names.only_renames for names in self.more)
+
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
         """Return our names of what a published tensor holds, and how it does; None for a name that is not known."""
         if name in self.exact:

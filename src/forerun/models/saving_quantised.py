@@ -19,12 +19,13 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.families import names_of
 from forerun.models.hub import SMALL, locate
-from forerun.models.loading import check_shapes, read_config, stored_shapes
+from forerun.models.loading import check_shapes, read_config, stored_shapes, under_our_names
+from forerun.models.naming import Names
 from forerun.models.packings import pack
 from forerun.models.quantising import QuantisingSource
 from forerun.models.refusals import CONFIG
 from forerun.models.saving import SHARD_BYTES, write_json, write_weights
-from forerun.models.source import open_source
+from forerun.models.source import Source, Stored, open_source
 
 
 def quantise_checkpoint(
@@ -34,44 +35,50 @@ def quantise_checkpoint(
 
     Raises UserError for a checkpoint that would not load, and for one that is quantised already.
     """
-    source = open_source(locate(name))
+    source: Source = open_source(locate(name))
     source.check(with_tokenizer=False)
     config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
-    if names_of(config) is not None:
+    names = names_of(config)
+    if names is not None and not names.only_renames:
         raise UnsupportedModel(
             f"a model of model_type={config.model_type!r} is not written with fewer bits, because its files join "
             "matrices: load it with quantization= instead"
         )
+    source = under_our_names(source, config)
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
-    return before, save_quantised(QuantisingSource(source, config, quantization), folder)
+    return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
 
 
-def save_quantised(source: QuantisingSource, folder: Path) -> int:
+def save_quantised(source: QuantisingSource, folder: Path, names: Names | None = None) -> int:
     """Write a checkpoint folder that loads without rounding again; returns the bytes of its weights.
 
-    Raises BadOption for a folder that is not empty.
+    names: published names of its tensors, where they are not ours. Raises BadOption for a folder that is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor for stored in source.tensors for name, tensor in _tensors(source, stored).items()}
+    tensors = dict[str, Tensor]()
+    for name in source.tensors:
+        module, _, ending = name.rpartition(".")
+        theirs = module if names is None else f"{names.prefix}{names.theirs(module)}"
+        tensors |= {f"{theirs}.{part}": tensor for part, tensor in _tensors(source, name, ending).items()}
     write_weights(folder, tensors, None, SHARD_BYTES)
     for pattern in SMALL:
         for path in source.folder.glob(pattern):
             to = folder / path.relative_to(source.folder)
             to.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, to)
-    write_json(folder / CONFIG, {**source.config, "quantization_config": quantization_config(source)})
+    write_json(folder / CONFIG, {**source.config, "quantization_config": quantization_config(source, names)})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _tensors(source: QuantisingSource, name: str) -> dict[str, Tensor]:
-    """Return a weight as compressed-tensors stores it: several tensors for a matrix, see packings.py."""
+def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Tensor]:
+    """Return a weight as compressed-tensors stores it, by ending: several tensors for a matrix, see packings.py."""
     stored = source.tensors[name]
     if stored.scheme is None:
-        return {name: torch.cat([block.clone() for block in source.blocks(name)])}
-    bits, prefix = stored.scheme.bits, name.removesuffix(".weight")
+        return {ending: torch.cat([block.clone() for block in source.blocks(name)])}
+    bits = stored.scheme.bits
     codes, scales, zeros = [], [], []
     for rows in source.quantised(name).blocks():
         assert rows.zeros is not None
@@ -79,17 +86,18 @@ def _tensors(source: QuantisingSource, name: str) -> dict[str, Tensor]:
         scales.append(rows.scales)
         zeros.append(rows.zeros)
     made = {
-        f"{prefix}.weight_packed": torch.cat(codes),
-        f"{prefix}.weight_scale": torch.cat(scales),
-        f"{prefix}.weight_shape": torch.tensor(stored.shape),
+        "weight_packed": torch.cat(codes),
+        "weight_scale": torch.cat(scales),
+        "weight_shape": torch.tensor(stored.shape),
     }
     if bits == 4:  # 8 bits are symmetric
-        made[f"{prefix}.weight_zero_point"] = pack(torch.cat(zeros).T, bits).T.contiguous()
+        made["weight_zero_point"] = pack(torch.cat(zeros).T, bits).T.contiguous()
     return made
 
 
-def quantization_config(source: QuantisingSource) -> dict[str, Any]:
+def quantization_config(source: QuantisingSource, names: Names | None = None) -> dict[str, Any]:
     """Return what config.json says of weights that `save_quantised` writes."""
+    whole = [name.rpartition(".")[0] for name, stored in source.tensors.items() if _is_whole_matrix(stored)]
     bits, group = source.quantization.bits, source.quantization.group
     if bits == 8:
         groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}
@@ -101,9 +109,13 @@ def quantization_config(source: QuantisingSource) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [],
+        "ignore": whole if names is None else [f"{names.prefix}{names.theirs(module)}" for module in whole],
         "kv_cache_scheme": None,
     }
+
+
+def _is_whole_matrix(stored: Stored) -> bool:
+    return len(stored.shape) == 2 and stored.scheme is None
 
 
 def _config_group(targets: list[str], bits: int, group: int) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from forerun.errors import BadOption, NotFound, shown
+from forerun.errors import BadOption, NotFound, not_installed, shown
 from forerun.text.files import unreadable
 
 Task = Literal["translation", "summary"]
@@ -43,9 +43,12 @@ def split_of(text: str) -> Split:
 
 
 def translations(num: int, seed: int) -> Iterator[tuple[Split, Example]]:
-    """Yield `num` translations; of those that are held out, with all right answers."""
-    from forerun.train.examples.choices import Drawn
-    from forerun.train.examples.translation import PREFIX, draw_sentence
+    """Yield `num` translations; of those that are held out, with all right answers. Raises BadOption."""
+    try:
+        from forerun.train.examples.choices import Drawn
+        from forerun.train.examples.translation import PREFIX, draw_sentence
+    except ImportError as error:
+        raise not_installed("the task translation", "train", error.name) from error
 
     rng = random.Random(seed)
     for _ in range(num):
@@ -112,7 +115,7 @@ def read(folder: Path, split: Split) -> list[Example]:
     if not path.is_file():
         raise NotFound(f"there is no {shown(str(path))}: `forerun train examples` makes it")
     try:
-        lines: Seq[Mapping[str, str]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines: Seq[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return [Example(**{**line, "also": tuple(line.get("also", ()))}) for line in lines]
     except (ValueError, TypeError, AttributeError) as error:
         raise unreadable(path, error, "examples of `forerun train examples`") from error

@@ -500,25 +500,16 @@ def percent(draw: Draw) -> Sentence:
     return sentence(f"{amount} percent of the {extra}{group.forms[1]} are {adjective.forms[0]}", german)
 
 
-SUMS = [
-    ("plus", "plus", lambda a, b: a + b),
-    ("minus", "minus", lambda a, b: a - b),
-    ("times", "mal", lambda a, b: a * b),
-]
-
-
 def arithmetic(draw: Draw) -> Sentence:
-    english, german, function = draw.of(SUMS)
-    a, b = (
-        (draw.rng.randrange(2, 21) for _ in range(2))
-        if english == "times"
-        else (draw.rng.randrange(2, 1000) for _ in range(2))
-    )
-    a, b = max(a, b), min(a, b)
-    c = function(a, b)
+    english, german = draw.of((("plus", "plus"), ("minus", "minus"), ("times", "mal")))
+    most = 21 if english == "times" else 1000
+    small, large = sorted((draw.rng.randrange(2, most), draw.rng.randrange(2, most)))
+    result = {"plus": large + small, "minus": large - small, "times": large * small}[english]
     return sentence(
-        f"{counted(a)} {english} {counted(b)} is {counted(c)}",
-        lambda pick: f"{spelled(a)} {german} {spelled(b)} {pick(('ist', 'ist gleich', 'macht'))} {spelled(c)}",
+        f"{counted(large)} {english} {counted(small)} is {counted(result)}",
+        lambda pick: (
+            f"{spelled(large)} {german} {spelled(small)} {pick(('ist', 'ist gleich', 'macht'))} {spelled(result)}"
+        ),
     )
 
 
