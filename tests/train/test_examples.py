@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.train import examples
+from forerun.train import evaluate, examples
 
 pytest.importorskip("num2words")
 
@@ -281,3 +281,14 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"source": 3}\n')
     with pytest.raises(UnsupportedModel, match=r"train\.jsonl"):
         examples.read(tmp_path, "train")
+
+
+def test_answers_are_scored() -> None:
+    found = [
+        examples.Example("translation", "a", "Heute kommt Anna.", ("Anna kommt heute.",)),
+        examples.Example("translation", "b", "Peter schläft."),
+        examples.Example("translation", "c", "Drei rote Äpfel."),
+    ]
+    good = evaluate.score(["Anna kommt heute.", "Peter, Peter isst.", ""], found)
+    assert (good.num, good.exact) == (3, 1 / 3)
+    assert good.overlap == pytest.approx((1 + 2 * 1 / 5 + 0) / 3)

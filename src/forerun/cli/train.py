@@ -402,6 +402,39 @@ def pair(
 
 
 @app.command()
+def score(
+    target: Annotated[Path, typer.Option(help="Checkpoint folder of an encoder-decoder.")],
+    data: Annotated[list[Path], typer.Option(help="Folder of `train examples`; may be repeated.")],
+    draft: Annotated[
+        list[Path] | None, typer.Option(help="Checkpoint folder of a draft model, to be measured; may be repeated.")
+    ] = None,
+    num_examples: Annotated[int, typer.Option(help="Examples of each folder, the first ones of bench.jsonl.")] = 200,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 96,
+    spec_length: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Measure answers of an encoder-decoder against known ones, and alpha-hat of its drafts at temperatures 0 and 1."""
+    from forerun.engine.llm import LLM
+    from forerun.train import evaluate, examples
+
+    with refusals():
+        found = [examples.read(folder, "bench")[:num_examples] for folder in data]
+        drafts: list[Path | None] = [*draft] if draft else [None]
+        for drafted in drafts:
+            llm = LLM(str(target), draft="none" if drafted is None else str(drafted), spec_length=spec_length)
+            for own in found:
+                for t in (0.0, 1.0):
+                    sources = [example.source for example in own]
+                    outputs = evaluate.decode(llm, sources, t, max_tokens, seed, ignore_eos=False)
+                    good = evaluate.score([output.text for output in outputs], own)
+                    n = evaluate.pair_numbers(outputs, t, spec_length)
+                    said = f"{own[0].task} T={t:g}: exact {good.exact:.3f}, overlap {good.overlap:.3f}"
+                    if drafted is not None:
+                        said += f"; {drafted}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass"
+                    _say(said)
+
+
+@app.command()
 def tree(
     out: Annotated[Path, typer.Option(help="File to write, for --draft tree:shape=sequoia,file=FILE.")],
     target: Annotated[str, typer.Option(help="The target.")] = "shipped",

@@ -1,14 +1,21 @@
-"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine."""
+"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine.
+
+Of examples with known answers it also says how good the target's answers are.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun.engine.llm import LLM
+from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound
+from forerun.train.examples import Example
 from forerun.types import SamplingParams
 
 
@@ -51,22 +58,35 @@ def measure_pair(
     Seeds are seed, seed + 1, ... by prompt, so the numbers repeat on one machine.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
+    outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
+    return pair_numbers(outputs, temperature, spec_length)
+
+
+def decode(
+    llm: LLM, prompts: Sequence[str], temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool
+) -> list[RequestOutput]:
+    """Decode every prompt, by ratio verification at temperature > 0; the seeds are seed, seed + 1, ... by prompt."""
     params = [
         SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed + i,
             acceptance=None if temperature == 0 else "ratio",
-            ignore_eos=True,
+            ignore_eos=ignore_eos,
         )
         for i in range(len(prompts))
     ]
-    reports = [output.report for output in llm.generate(list(prompts), params)]
+    return llm.generate(list(prompts), params)
+
+
+def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_length: int) -> PairNumbers:
+    """Add up the reports of outputs."""
+    reports = [output.report for output in outputs]
     tested, accepted = sum(r.num_tested for r in reports), sum(r.num_accepted for r in reports)
     steps, emitted = sum(r.num_steps for r in reports), sum(r.num_emitted for r in reports)
     return PairNumbers(
         temperature=temperature,
-        num_prompts=len(prompts),
+        num_prompts=len(outputs),
         spec_length=spec_length,
         num_drafted=sum(r.num_drafted for r in reports),
         num_tested=tested,
@@ -76,6 +96,29 @@ def measure_pair(
         alpha_hat=accepted / tested if tested else None,
         mean_accepted_length=emitted / steps if steps else None,
     )
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good answers are. exact: the share that is a right answer; overlap: the mean of `word_overlap`."""
+
+    num: int
+    exact: float
+    overlap: float
+
+
+def score(answers: Sequence[str], found: Sequence[Example]) -> Score:
+    """Compare answers with what is right."""
+    exact = [answer in (example.target, *example.also) for answer, example in zip(answers, found, strict=True)]
+    overlaps = [word_overlap(answer, example.target) for answer, example in zip(answers, found, strict=True)]
+    return Score(len(found), sum(exact) / len(exact), sum(overlaps) / len(overlaps))
+
+
+def word_overlap(answer: str, wanted: str) -> float:
+    """Return the harmonic mean of precision and recall of words, whatever their case (ROUGE-1, Lin 2004)."""
+    ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (answer, wanted))
+    both = (ours & theirs).total()
+    return 2 * both / max(1, ours.total() + theirs.total())
 
 
 def write_numbers(numbers: Sequence[PairNumbers], path: Path) -> None:
