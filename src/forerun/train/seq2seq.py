@@ -126,6 +126,11 @@ class Encoded:
     sources: Seq[NDArray[np.uint16]]
     targets: Seq[NDArray[np.uint16]]
 
+    @classmethod
+    def joined(cls, parts: Seq[Encoded]) -> Encoded:
+        """Return all of several, one behind the other."""
+        return cls([own for part in parts for own in part.sources], [own for part in parts for own in part.targets])
+
     def __len__(self) -> int:
         return len(self.sources)
 
@@ -289,8 +294,7 @@ def prepare(config: PairConfig) -> PairTask:
     folders = list(dict.fromkeys(config.data))
     learned = {folder: examples.read(folder, "train") for folder in folders}
     held_out = [own for folder in folders for own in examples.read(folder, "validation")[: config.validation_examples]]
-    every = [example for folder in config.data for example in learned[folder]]
-    if not every or not held_out:
+    if not any(learned.values()) or not held_out:
         raise BadOption(f"{shown(str(config.data[0]))} has too few examples: make more of them")
     ops = PairOps()
     teacher = load_teacher(config, ops)
@@ -298,7 +302,8 @@ def prepare(config: PairConfig) -> PairTask:
     weights = first_weights(config)
     for weight in weights.values():
         weight.requires_grad_(True)
-    encoded = encode(every, tokenizer, config.seq_len_tokens)
+    parts = {folder: encode(own, tokenizer, config.seq_len_tokens) for folder, own in learned.items()}
+    encoded = Encoded.joined([parts[folder] for folder in config.data])
     return PairTask(
         config=config,
         batches=PairBatches(encoded, config.tokens_per_step, config.seed),
@@ -311,7 +316,7 @@ def prepare(config: PairConfig) -> PairTask:
             "num_examples": len(encoded),
             "num_source_tokens": int(encoded.lengths[:, 0].sum()),
             "num_target_tokens": int(encoded.lengths[:, 1].sum()),
-            "examples_sha256": fingerprint(every),
+            "examples_sha256": fingerprint(example for folder in config.data for example in learned[folder]),
             "tokenizer_sha256": tokenizer_hash(config.out / "tokenizer"),
         },
         ops=ops,

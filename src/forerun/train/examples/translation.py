@@ -76,16 +76,19 @@ def raised(text: str) -> str:
 
 
 def statement(draw: Draw) -> Sentence:
+    """Somebody does something: Peter bought a red car yesterday."""
     own = clause(draw)
     return sentence(own.english(), own.german)
 
 
 def question(draw: Draw) -> Sentence:
+    """A question whose answer is yes or no: Did Peter buy a red car?"""
     own = replace(clause(draw), negative=False)
     return sentence(own.english_question(), own.german_question, "?")
 
 
 def question_word(draw: Draw) -> Sentence:
+    """A question that asks when, where, why or how often."""
     english, german = draw.of((("when", "wann"), ("why", "warum"), ("where", "wo"), ("how often", "wie oft")))
     own = replace(clause(draw), negative=False, time=None, place=None)
     return sentence(f"{english} {own.english_question()}", lambda pick: f"{german} {own.german_question(pick)}", "?")
@@ -131,6 +134,7 @@ def because(draw: Draw) -> Sentence:
 
 
 def that(draw: Draw) -> Sentence:
+    """What somebody says, knows or believes: Anna says that Peter bought a red car."""
     who, (english, german) = draw.name(), draw.of(SAYING)
     own = replace(clause(draw), time_first=False)
     return sentence(
@@ -179,6 +183,7 @@ def price(draw: Draw) -> tuple[str, str]:
 
 
 def costs(draw: Draw) -> Sentence:
+    """What something costs, or what somebody paid for it."""
     thing = draw.noun("THINGS", "OF_THINGS")
     amount, betrag = price(draw)
     if draw.chance(0.5):
@@ -249,6 +254,7 @@ BUYING = [
 
 
 def groceries(draw: Draw) -> Sentence:
+    """Somebody buys, needs or brings quantities of food."""
     parts = [amount_of_food(draw) for _ in range(draw.of((1, 1, 2, 2, 3)))]
     english = " and ".join(filter(None, [", ".join(text for text, _ in parts[:-1]), parts[-1][0]]))
 
@@ -269,6 +275,7 @@ def groceries(draw: Draw) -> Sentence:
 
 
 def born(draw: Draw) -> Sentence:
+    """Where and when somebody was born."""
     who = draw.person()
     day, tag = day_of(draw, with_year=True)
     was = "was" if who.person in ("ich", "er") else "were"
@@ -347,6 +354,7 @@ def is_so(draw: Draw) -> Sentence:
 
 
 def compared(draw: Draw) -> Sentence:
+    """A comparison of two things: The red car is cheaper than my old bicycle."""
     one, other = draw.thing(), draw.thing()
     word = draw.of(words("COMPARED"))
     much, viel = draw.of((("", ""), ("much ", "viel ")))
@@ -367,6 +375,7 @@ MEASURES = [
 
 
 def measured(draw: Draw) -> Sentence:
+    """How old, long, wide or tall something is."""
     own = draw.noun(draw.of(("THINGS", "PLACES")), draw.of(("OF_PLACES", "OF_THINGS")), ("the", "this", "my"), most=1)
     english, german = draw.of(MEASURES)
     number = draw.rng.randrange(2, 400)
@@ -393,6 +402,7 @@ def spot(draw: Draw) -> tuple[str, str, Phrase]:
 
 
 def there_is(draw: Draw) -> Sentence:
+    """What is in, on, under, behind or next to something; German has it in the dative."""
     english, german, where = spot(draw)
     what = draw.noun("THINGS", "OF_THINGS", ("a", "count", "count"))
     verb, finite = ("is", "ist") if what.is_third else ("are", "sind")
@@ -480,6 +490,7 @@ def of_something(draw: Draw) -> Sentence:
 
 
 def percent(draw: Draw) -> Sentence:
+    """What share of people is so: 45 percent of the guests are tired."""
     group = draw.of(words("PERSONS"))
     number = draw.rng.randrange(2, 100)
     word = draw.chance(0.4) and number % 100 != 1
@@ -501,6 +512,7 @@ def percent(draw: Draw) -> Sentence:
 
 
 def arithmetic(draw: Draw) -> Sentence:
+    """A sum, a difference or a product of numbers in words."""
     english, german = draw.of((("plus", "plus"), ("minus", "minus"), ("times", "mal")))
     most = 21 if english == "times" else 1000
     small, large = sorted((draw.rng.randrange(2, most), draw.rng.randrange(2, most)))
@@ -514,6 +526,7 @@ def arithmetic(draw: Draw) -> Sentence:
 
 
 def floor(draw: Draw) -> Sentence:
+    """Where somebody lives: on the third floor, in the second house."""
     who, number = draw.person(), draw.rng.randrange(2, 31)
     verb, wohnen = (
         Word(("live", "lives", "lived", "lived"), ("wohnen wohnst wohnt gewohnt",)),
@@ -539,6 +552,7 @@ def floor(draw: Draw) -> Sentence:
 
 
 def degrees(draw: Draw) -> Sentence:
+    """How warm it was somewhere at some time."""
     number = draw.rng.randrange(2, 40)
     minus = draw.chance(0.3)
     in_figures = draw.chance(0.4)
