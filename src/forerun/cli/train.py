@@ -111,7 +111,7 @@ def lm(
 def make_examples(
     task: Annotated[str, typer.Option(help="translation (English sentences to German) or summary (of docstrings).")],
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl, validation.jsonl and bench.jsonl.")],
-    num_examples: Annotated[int, typer.Option(help="Examples in all; of summaries as many as there are.")] = 600_000,
+    num_examples: Annotated[int, typer.Option(help="Examples in all; of summaries as many as there are.")] = 300_000,
     seed: Annotated[int, typer.Option(help="Of the sentences that are drawn, and of the order.")] = 0,
 ) -> None:
     """Write examples with a source and a target, for encoder-decoders; nothing is downloaded."""
@@ -138,15 +138,15 @@ def seq2seq(
     head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
     ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward blocks, elements.")] = 512,
     vocab_size: Annotated[int, typer.Option(help="Token ids; at least 258 if a tokenizer is trained.")] = 2048,
-    max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 5000,
+    max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 4000,
     tokens_per_step: Annotated[
         int, typer.Option(help="Tokens of sources and targets of one batch at most, padding included.")
-    ] = 4096,
+    ] = 2048,
     seq_len_tokens: Annotated[
         int, typer.Option(help="Tokens of a source at most, which is cut; longer targets are left out.")
-    ] = 160,
+    ] = 96,
     lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 150,
     decay_share: Annotated[
         float, typer.Option(help="Share of the steps, at the end, with falling rate, 0 to 1.")
     ] = 0.5,

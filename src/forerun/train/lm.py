@@ -281,7 +281,7 @@ def num_ids_of(teacher: str) -> int:
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
     """Return random weights, or those of config.init_from, with new layers where it is shallower. Raises BadOption."""
     if config.init_from is None:
-        return initial_weights(config.shape, config.seed, config.device)
+        return initial_weights(config.shape, config.seed, device=config.device)
     grown = deepen(read_weights(config.init_from), read_shape(config.init_from), config.shape, config.seed)
     return {name: weight.to(config.device) for name, weight in grown.items()}
 

@@ -74,11 +74,13 @@ class Shape(Protocol):
     def spec(self) -> Spec: ...
 
 
-def initial_weights(shape: Shape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Draw float32 weights: normal(0, 0.02), norms 1.
+def initial_weights(
+    shape: Shape, seed: int, deviations: Mapping[str, float] | None = None, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Draw float32 weights: norms are 1, others normal. deviations: by module; None = 0.02, as GPT-2 has it.
 
-    Projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, GPT-2, section 2.3). All
-    are drawn on the CPU, so that a seed gives the same model for every device.
+    In GPT-2's way projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, section
+    2.3). All are drawn on the CPU, so that a seed gives the same model for every device.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -86,10 +88,14 @@ def initial_weights(shape: Shape, seed: int, device: torch.device | str = "cpu")
         if len(size) == 1:
             weights[name] = torch.ones(size)
             continue
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = 0.02 / math.sqrt(2 * shape.num_layers) if into_residual else 0.02
+        module = name.split(".")[-2]
+        std = _like_gpt2(module, shape.num_layers) if deviations is None else deviations[module]
         weights[name] = torch.randn(size, generator=generator) * std
     return {name: weight.to(device) for name, weight in weights.items()}
+
+
+def _like_gpt2(module: str, num_layers: int) -> float:
+    return 0.02 / math.sqrt(2 * num_layers) if module in ("o_proj", "down_proj") else 0.02
 
 
 def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed: int) -> dict[str, Tensor]:

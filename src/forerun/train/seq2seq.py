@@ -329,12 +329,32 @@ def prepare(config: PairConfig) -> PairTask:
 def first_weights(config: PairConfig) -> dict[str, Tensor]:
     """Return random weights, or those of config.init_from. Raises BadOption for those of another shape."""
     if config.init_from is None:
-        found = initial_weights(config.shape, config.seed)
-        scale = query_scale(config.shape)
-        return {name: weight * scale if is_of_queries(name) else weight for name, weight in found.items()}
+        return initial_weights(config.shape, config.seed, deviations(config.shape))
     if (other := difference(config.shape.spec(), read_config(read_raw_config(config.init_from)))) is not None:
         raise BadOption(f"{shown(str(config.init_from))} has {other}, and the model does not: give the same sizes")
     return read_weights(config.init_from)
+
+
+def deviations(shape: PairShape) -> dict[str, float]:
+    """Return the standard deviations of T5's first weights, by the modules that they are of.
+
+    Embeddings are large, so that each token is still seen behind the encoder's layers: with small ones all rows of a
+    source become alike, and the decoder learns to do without it. Scores are not divided by the root of a head's size,
+    but the weights of queries are.
+    """
+    hidden, heads = shape.hidden_size**-0.5, (shape.num_heads * shape.head_size) ** -0.5
+    return {
+        "embed_tokens": 1.0,
+        "lm_head": hidden,
+        "q_proj": hidden * query_scale(shape),
+        "k_proj": hidden,
+        "v_proj": hidden,
+        "o_proj": heads,
+        "relative_attention_bias": hidden,
+        "gate_proj": hidden,
+        "up_proj": hidden,
+        "down_proj": shape.ffn_size**-0.5,
+    }
 
 
 def is_of_queries(name: str) -> bool:
@@ -343,7 +363,7 @@ def is_of_queries(name: str) -> bool:
 
 
 def query_scale(shape: PairShape) -> float:
-    """Return what scores are multiplied by elsewhere (Vaswani et al. 2017, 3.2.1); T5 has it in its first weights."""
+    """Return what scores are multiplied by elsewhere (Vaswani et al. 2017, 3.2.1)."""
     return float(shape.head_size**-0.5)
 
 
