@@ -26,8 +26,13 @@ def lm(
     hidden_size: Annotated[int, typer.Option(help="Width of the residual stream, elements.")] = 512,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Query heads, each of hidden-size / heads elements.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key-value heads; default: 2, and of gpt2 all heads.", show_default=False)
+    ] = None,
     ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward block, elements.")] = 1536,
+    family: Annotated[
+        str, typer.Option(help="llama, or gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them).")
+    ] = "llama",
     vocab_size: Annotated[
         int | None,
         typer.Option(
@@ -70,7 +75,7 @@ def lm(
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Train a llama on Python source, token ids or a target's text: from them, or from soft labels (--teacher)."""
+    """Train a llama or a GPT-2 on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
     from forerun.train import lm as loop
     from forerun.train.config import TrainConfig
     from forerun.train.model import ModelShape
@@ -79,7 +84,16 @@ def lm(
         if vocab_size is None:
             vocab_size = 4096 if teacher is None else loop.num_ids_of(teacher)
         config = TrainConfig(
-            shape=ModelShape(hidden_size, layers, heads, kv_heads, ffn_size, vocab_size),
+            shape=ModelShape.of_family(
+                family,
+                seq_len_tokens,
+                kv_heads,
+                hidden_size=hidden_size,
+                num_layers=layers,
+                num_heads=heads,
+                ffn_size=ffn_size,
+                vocab_size=vocab_size,
+            ),
             out=out,
             steps=max_steps,
             tokens_per_step=tokens_per_step,

@@ -1,10 +1,10 @@
-"""`forerun train lm` trains a small llama on Python source, token ids or a target's text, or from its soft labels.
+"""`forerun train lm` trains a small model on Python source, token ids or a target's text, or from its soft labels.
 
-The shipped target and its draft were both trained by it. Several drafts of one target learn one after another: each
-learns where the target and the drafts before it (`after`) do not agree on the likeliest token (SpecInfer, Miao et al.
-2023, arXiv 2305.09781, section 3), so that together they cover more than each would. Arithmetic is float32 (or bfloat16
-autocast where the processor has it); the result is a standard checkpoint folder, `model/` in the out folder. loop.py
-says what else is written there.
+It is a llama, as the shipped target and its draft, which were both trained by it, or a GPT-2. Several drafts of one
+target learn one after another: each learns where the target and the drafts before it (`after`) do not agree on the
+likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they cover more than each
+would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a standard checkpoint
+folder, `model/` in the out folder. loop.py says what else is written there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Data:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A llama that is trained, as the loop wants it. earlier: drafts of the same target that learned before."""
+    """A decoder that is trained, as the loop wants it. earlier: drafts of the same target that learned before."""
 
     config: TrainConfig
     data: Data
@@ -222,29 +222,31 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 
 
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
-    """The target, and the ids that end its output. Raises BadOption for one with another number of ids."""
+    """The target, and the ids that end its output. Raises BadOption for one that cannot read the sequences."""
     if config.teacher is None:
         return None, frozenset()
     found = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
     model = found.model
     assert isinstance(model, TorchModel)
-    _check_ids(config.teacher, model, config)
+    _check_fits(config.teacher, model, config)
     if model.config.has_windows:
         raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
     return model, found.end_ids
 
 
 def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
-    """An earlier draft of the target. Raises BadOption for one with another number of ids."""
+    """An earlier draft of the target. Raises BadOption for one that cannot read the sequences."""
     model = load_decoder(name, ops, config.device)
-    _check_ids(name, model, config)
+    _check_fits(name, model, config)
     return model
 
 
-def _check_ids(name: str, model: TorchModel, config: TrainConfig) -> None:
+def _check_fits(name: str, model: TorchModel, config: TrainConfig) -> None:
     had, wanted = model.config.vocab_size, config.shape.vocab_size
     if had != wanted:
         raise BadOption(f"{shown(name)} has {had} ids and the model {wanted}: give --vocab-size {had}")
+    if (longest := model.config.max_positions) < config.seq_len_tokens:
+        raise BadOption(f"{shown(name)} reads {longest} tokens at most: give --seq-len-tokens {longest}, or fewer")
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:

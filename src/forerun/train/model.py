@@ -1,4 +1,4 @@
-"""Small llama models for training: shape, first weights, and checkpoint folders that any llama runtime reads."""
+"""Small models for training: shape, first weights, and checkpoint folders that any runtime of their family reads."""
 
 from __future__ import annotations
 
@@ -7,25 +7,50 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from forerun.blocks import Plain, Rope, Spec, weight_shapes
-from forerun.errors import BadOption
+from forerun.blocks import Spec, weight_shapes
+from forerun.errors import BadOption, shown
+from forerun.models.families import family
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch
 
-NORM_EPS = 1e-5
+# Of each family that is trained: what its config.json calls the sizes, and what else stands there.
+SIZES: Mapping[str, Mapping[str, str]] = {
+    "llama": {
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "rope_theta": "rope_theta",
+        "max_positions": "max_position_embeddings",
+    },
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "ffn_size": "n_inner",
+        "vocab_size": "vocab_size",
+        "max_positions": "n_positions",
+    },
+}
+FIXED: Mapping[str, Mapping[str, Any]] = {"llama": {"rms_norm_eps": 1e-5}, "gpt2": {"layer_norm_epsilon": 1e-5}}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a llama with tied embeddings, in elements; heads have hidden_size / num_heads of them."""
+    """The sizes of a decoder with tied embeddings, in elements; heads have hidden_size / num_heads of them.
+
+    family: llama, or gpt2, which learns each of its max_positions, and has as many key-value heads as query heads.
+    """
 
     hidden_size: int
     num_layers: int
@@ -35,30 +60,35 @@ class ModelShape:
     vocab_size: int
     rope_theta: float = 10000.0
     max_positions: int = 2048
+    family: str = "llama"
 
     def __post_init__(self) -> None:
+        if self.family not in SIZES:
+            raise BadOption(f"family={shown(self.family)} is not trained: it must be {' or '.join(SIZES)}")
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise BadOption(
                 f"{self.num_heads} query heads must divide hidden size {self.hidden_size} and be a multiple of "
                 f"{self.num_kv_heads} key-value heads"
             )
+        if "num_kv_heads" not in SIZES[self.family] and self.num_kv_heads != self.num_heads:
+            raise BadOption(
+                f"a {self.family} has as many key-value heads as its {self.num_heads} query heads, not "
+                f"{self.num_kv_heads}: leave --kv-heads out"
+            )
+
+    @classmethod
+    def of_family(cls, family: str, seq_len_tokens: int, num_kv_heads: int | None, **sizes: int) -> ModelShape:
+        """Return a shape whose other fields are the family's: learned positions are those of its sequences."""
+        if family == "gpt2":
+            sizes |= {"max_positions": seq_len_tokens}
+        usual = sizes["num_heads"] if family == "gpt2" else 2
+        return cls(**sizes, num_kv_heads=usual if num_kv_heads is None else num_kv_heads, family=family)
 
     def spec(self) -> Spec:
-        """Return the shape as a list of blocks."""
-        return Plain(
-            model_type="llama",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.hidden_size // self.num_heads,
-            ffn_size=self.ffn_size,
-            norm_eps=NORM_EPS,
-            max_positions=self.max_positions,
-            rope=Rope(theta=self.rope_theta),
-            tied=True,
-        ).spec
+        """Return the shape as a list of blocks, as the family describes it."""
+        sizes = {key: getattr(self, name) for name, key in SIZES[self.family].items()}
+        more = {"model_type": self.family, "tie_word_embeddings": True, **FIXED[self.family]}
+        return family(self.family).read(sizes | more)
 
     @property
     def num_parameters(self) -> int:
@@ -77,7 +107,7 @@ class Shape(Protocol):
 def initial_weights(
     shape: Shape, seed: int, deviations: Mapping[str, float] | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Draw float32 weights: norms are 1, others normal. deviations: by module; None = 0.02, as GPT-2 has it.
+    """Draw float32 weights: norms are 1, biases 0, others normal. deviations: by module; None = 0.02, as in GPT-2.
 
     In GPT-2's way projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, section
     2.3). All are drawn on the CPU, so that a seed gives the same model for every device.
@@ -86,7 +116,7 @@ def initial_weights(
     weights = {}
     for name, size in weight_shapes(shape.spec()).items():
         if len(size) == 1:
-            weights[name] = torch.ones(size)
+            weights[name] = torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
             continue
         module = name.split(".")[-2]
         std = _like_gpt2(module, shape.num_layers) if deviations is None else deviations[module]
@@ -134,7 +164,7 @@ def export(
     end_id: int | None,
     end_ids: Collection[int] = (),
 ) -> None:
-    """Write a standard llama checkpoint folder, with weights in bfloat16 and the tokenizer's files beside them.
+    """Write a standard checkpoint folder of the family, with weights in bfloat16 and the tokenizer's files beside them.
 
     end_id: behind each text of the training; a model of ids alone has neither it nor a tokenizer. end_ids: what ends an
     output; none = end_id.
@@ -150,22 +180,17 @@ def export(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape of a llama checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
+    """Read the shape of a checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
     spec = read_config(read_raw_config(folder))
-    config = Plain.of(spec)
-    shape = ModelShape(
-        config.hidden_size,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.ffn_size,
-        config.vocab_size,
-        config.rope.theta,
-        config.max_positions,
+    if (names := SIZES.get(spec.model_type)) is not None:
+        raw = family(spec.model_type).write(spec)
+        sizes = {name: raw[key] for name, key in names.items()}
+        shape = ModelShape(**{"num_kv_heads": sizes["num_heads"], **sizes}, family=spec.model_type)
+        if shape.spec() == spec:
+            return shape
+    raise BadOption(
+        f"{folder} is no plain {' or '.join(SIZES)} with tied embeddings: name a folder made by `forerun train lm`"
     )
-    if shape.spec() != spec:
-        raise BadOption(f"{folder} is no plain llama with tied embeddings: name a folder made by `forerun train lm`")
-    return shape
 
 
 def load_decoder(name: Path | str, ops: ReferenceOps, device: torch.device | str = "cpu") -> TorchModel:

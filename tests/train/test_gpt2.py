@@ -1,0 +1,167 @@
+"""A GPT-2 is trained by the same loop as a llama: it resumes exactly, and its checkpoint is what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from typer.testing import CliRunner
+
+from forerun import LLM, SamplingParams
+from forerun.cli.train import app
+from forerun.errors import BadOption
+from forerun.ops import load_model
+from forerun.train import lm
+from forerun.train.config import TrainConfig
+from forerun.train.model import ModelShape, deepen, initial_weights, load_decoder, read_shape, run_windows
+from forerun.train.ops import TrainingOps
+from train.conftest import Interrupt, read_log
+
+SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
+SMALL = ModelShape(16, 1, 2, 2, 32, 300, max_positions=32, family="gpt2")
+Make = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def trained(tiny: Make) -> TrainConfig:
+    """A finished run of some steps."""
+    config = tiny("target", shape=SHAPE)
+    lm.train(config, quiet=True)
+    return config
+
+
+def test_the_checkpoint_is_a_gpt2_for_transformers_and_the_engine(trained: TrainConfig) -> None:
+    """Its weights have all moved, so that a bias or norm that one side leaves out shows in the logits."""
+    transformers = pytest.importorskip("transformers")
+    log, folder = read_log(trained), trained.out / "model"
+    assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    assert isinstance(theirs, transformers.GPT2LMHeadModel)
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = load_decoder(folder, TrainingOps(32))
+    with torch.no_grad():
+        expected = theirs(tokens).logits.reshape(64, -1)
+        assert torch.allclose(ours.logits(run_windows(ours, tokens)), expected, atol=1e-5)
+    assert read_shape(folder) == SHAPE
+    for name, weight in ours.weights.items():
+        still = 0.0 if name.endswith(".bias") else 1.0
+        assert (weight != still).float().mean() > 0.5, f"{name} was not trained"
+
+    llm = LLM(folder, draft=f"model:path={folder}", dtype="float32", spec_length=3)
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    written = theirs.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert output.token_ids == written[0, 3:].tolist()
+    assert output.report.acceptance_rate == 1, "a model is its own best draft"
+
+
+def test_the_file_has_the_published_names(trained: TrainConfig) -> None:
+    raw = json.loads((trained.out / "model" / "config.json").read_text())
+    wanted = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new"}
+    wanted |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64, "n_positions": 32, "tie_word_embeddings": True}
+    assert {key: raw[key] for key in wanted} == wanted
+    with safe_open(trained.out / "model" / "model.safetensors", "pt") as file:
+        shapes = {name.removeprefix("transformer."): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert shapes["wpe.weight"] == [32, 32]
+    assert shapes["h.1.attn.c_attn.weight"] == [32, 3 * 32], "fused, and inputs first"
+    assert shapes["h.1.attn.c_attn.bias"] == [3 * 32]
+    assert "lm_head.weight" not in shapes, "tied"
+    assert sum(math.prod(shape) for shape in shapes.values()) == SHAPE.num_parameters
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
+    whole, parts = (tiny(name, shape=SHAPE, steps=20, autocast="bf16") for name in ("whole", "parts"))
+    lm.train(whole, quiet=True)
+    interrupt(11, lambda: lm.train(parts, quiet=True))
+    torch.manual_seed(123)  # whatever happened in between
+    lm.train(parts, resume=True, quiet=True)
+    assert read_log(parts) == read_log(whole)
+    ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(BadOption, match="shape"):
+        lm.train(replace(parts, shape=ModelShape(32, 2, 4, 4, 64, 300)), resume=True, quiet=True)
+
+
+def test_first_weights_are_those_of_gpt2() -> None:
+    weights = initial_weights(replace(SHAPE, hidden_size=64, ffn_size=256), 0)
+
+    def of(ending: str) -> Tensor:
+        return torch.cat([weight.flatten() for name, weight in weights.items() if name.endswith(ending)])
+
+    assert of("norm.weight").eq(1).all()
+    assert of(".bias").eq(0).all()
+    for name in ("embed_tokens.weight", "embed_positions.weight", "q_proj.weight", "up_proj.weight"):
+        assert float(of(name).std()) == pytest.approx(0.02, rel=0.05), name
+    for name in ("o_proj.weight", "down_proj.weight"):
+        assert float(of(name).std()) == pytest.approx(0.02 / 2, rel=0.05), f"{name}: by the root of 2 x 2 layers"
+
+
+def test_a_deepened_model_computes_the_same() -> None:
+    deep = replace(SHAPE, num_layers=4)
+    weights = initial_weights(SHAPE, 0)
+    for name, weight in weights.items():
+        if name.endswith(".bias"):
+            weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    grown = deepen(weights, SHAPE, deep, seed=1)
+    tokens = torch.randint(0, 300, (2, 8))
+    models = [load_model(s.spec(), w, TrainingOps(8)) for s, w in ((SHAPE, weights), (deep, grown))]
+    assert torch.equal(*(run_windows(model, tokens) for model in models))
+
+
+def test_drafts_learn_their_teacher_one_after_another(tiny: Make, trained: TrainConfig) -> None:
+    teacher = str(trained.out / "model")
+    small: dict[str, Any] = {"shape": SMALL, "teacher": teacher, "loss": "kl", "steps": 40, "lr": 2e-2}
+    small["validation_windows"] = 8
+    first = tiny("first", **small)
+    numbers = lm.train(first, quiet=True)
+    assert numbers["alpha"] > read_log(first)[0]["alpha"] + 0.2
+    second = tiny("second", **{**small, "seed": 1}, after=(str(first.out / "model"),))
+    numbers = lm.train(second, quiet=True)
+    assert numbers["coverage"] > numbers["coverage_before"]
+    llama = tiny("llama", **{**small, "shape": ModelShape(16, 1, 2, 1, 32, 300), "steps": 2})
+    lm.train(llama, quiet=True)
+    assert "alpha" in read_log(llama)[-1], "a draft need not be of its target's family"
+
+
+def test_what_is_not_possible_is_refused(tiny: Make, trained: TrainConfig) -> None:
+    model = trained.out / "model"
+    with pytest.raises(BadOption, match="family='gpt3' is not trained: it must be llama or gpt2"):
+        replace(SHAPE, family="gpt3")
+    with pytest.raises(BadOption, match="leave --kv-heads out"):
+        replace(SHAPE, num_kv_heads=2)
+    with pytest.raises(BadOption, match="seq_len_tokens='33'"):
+        tiny(shape=SHAPE, seq_len_tokens=33)
+    longer = tiny("other", teacher=str(model), loss="kl", seq_len_tokens=40)
+    with pytest.raises(BadOption, match="reads 32 tokens at most: give --seq-len-tokens 32, or fewer"):
+        lm.prepare(longer)
+    with pytest.raises(BadOption, match="only layers can be added"):
+        lm.prepare(tiny("other", shape=ModelShape(32, 2, 4, 4, 64, 300), init_from=model))
+    with pytest.raises(BadOption, match="only layers can be added"):
+        lm.prepare(tiny("other", shape=replace(SHAPE, max_positions=64), init_from=model))
+
+
+def test_a_state_from_before_there_were_families_is_of_a_llama() -> None:
+    shape = ModelShape(16, 1, 2, 1, 32, 300)
+    old = pickle.loads(pickle.dumps(shape))
+    del old.__dict__["family"]
+    assert pickle.loads(pickle.dumps(old)) == shape != replace(shape, num_kv_heads=2, family="gpt2")
+
+
+def test_the_command_trains_one(sources: Path, tmp_path: Path) -> None:
+    """All heads have keys and values of their own, and there are as many positions as a sequence has."""
+    sizes = "--family gpt2 --hidden-size 32 --layers 1 --heads 4 --ffn-size 64 --vocab-size 300"
+    run = f"--out {tmp_path / 'run'} --text {sources} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
+    found = CliRunner().invoke(app, ["lm", *sizes.split(), *run.split()])
+    assert found.exit_code == 0, found.output
+    assert read_shape(tmp_path / "run" / "model") == replace(SHAPE, num_layers=1)
