@@ -52,6 +52,33 @@ def test_reading_twice_gives_the_same_fingerprint(sources: Path) -> None:
     assert [d.path for d in first.bench] == ["heapq.py"]
 
 
+def test_of_other_text_whole_folders_are_held_out(tmp_path: Path) -> None:
+    """Also of a package with a large folder, and of one module beside the packages; the choice is of names alone."""
+    for i in range(60):
+        (tmp_path / f"package{i % 4}" / f"part{i}").mkdir(parents=True)
+        for name in ("one", "two"):
+            (tmp_path / f"package{i % 4}" / f"part{i}" / f"{name}.py").write_text(f"value = {i}\n" * (50 + i))
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "all.py").write_text("value = 0\n" * 9000)
+    (tmp_path / "alone.py").write_text("this is no Python\n")
+    found = load_corpus(tmp_path)
+    splits = (found.train, found.validation, found.bench)
+    sizes = [sum(len(d.text) for d in split) for split in splits]
+    assert all(0.01 <= size / sum(sizes) < 0.06 for size in sizes[1:])
+    folders = [{d.path.rpartition("/")[0] for d in split} for split in splits]
+    assert all(folders)
+    assert sum(map(len, folders)) == len(set().union(*folders)), "none in two splits"
+    assert "large" in folders[0]
+    assert load_corpus(tmp_path) == found
+    assert {d.path.split("/")[0] for d in found.train[:20]} >= {f"package{i}" for i in range(4)}, "a sample"
+    (tmp_path / "package0" / "queue.py").write_text("value = 1\n")
+    assert load_corpus(tmp_path).validation == found.validation, "such names count at the top alone"
+
+
+def test_text_that_is_no_python_has_no_prompts() -> None:
+    assert bench_prompts((Document("no.py", "def f(:\n" * 50), Document("no.py", "a\0b")), len) == []
+
+
 def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no Python sources"):
         load_corpus(tmp_path)

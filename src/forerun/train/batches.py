@@ -24,6 +24,7 @@ from forerun.train.corpus import Document
 from forerun.train.samples import HELD_OUT_EVERY, read_samples, stream
 
 Tokens = NDArray[np.unsignedinteger[Any]]
+AT_ONCE = 256  # documents that are encoded: what the tokenizer returns takes some hundred bytes for each id
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: int, seed: int | None = None) -> Tokens:
@@ -34,8 +35,11 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: i
     order = list(documents)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    ids = [i for e in tokenizer.encode_batch([d.text for d in order]) for i in (*e.ids, end)]
-    return np.asarray(ids, dtype=id_type(tokenizer))
+    found, dtype = list[Tokens](), id_type(tokenizer)
+    for first in range(0, len(order), AT_ONCE):
+        texts = [document.text for document in order[first : first + AT_ONCE]]
+        found += [np.array([*own.ids, end], dtype) for own in tokenizer.encode_batch_fast(texts)]
+    return np.concatenate(found) if found else np.zeros(0, dtype)
 
 
 def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:

@@ -3,7 +3,7 @@
 Whole modules are held out. Models learn from *train*, recipes are chosen and losses reported by *validation*, and only
 the benchmark prompts come from *bench*. The file list depends on the Python version alone (paths relative to the
 standard library's folder, sorted), so that a run can be repeated elsewhere; `Corpus.fingerprint` is equal if the data
-are.
+are. Of other folders, such as that of installed packages, whole folders are held out.
 
 The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
 machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
@@ -17,7 +17,8 @@ import json
 import random
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,8 @@ VALIDATION_MODULES = frozenset(
 BENCH_MODULES = frozenset({"cmd", "contextlib", "csv", "fnmatch", "graphlib", "heapq", "json", "netrc", "pprint"}) | {
     *("sched", "shelve", "shlex", "statistics", "string", "timeit", "zipapp")
 }
+# Of other text: the share of it that each split gets, and the largest share of one folder that is held out.
+HELD_OUT_SHARE, MOST_OF_ONE = 0.01, 0.05
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits, each sorted by path."""
+    """The three splits, each sorted by path, or, of other text, so that its beginning is a sample of it."""
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
@@ -90,6 +93,31 @@ def split_of(path: str) -> str:
     return "bench" if module in BENCH_MODULES else "train"
 
 
+def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the split of each path of text that has none of the modules above. sizes: characters, by path.
+
+    All files of one folder are in one split, and each file beside the folders alone. The order in which folders are
+    held out is that of their hashes, until a split has its share; large ones are not.
+    """
+    groups: dict[str, list[str]] = {}
+    for path in sizes:
+        groups.setdefault(path.rpartition("/")[0] or path, []).append(path)
+    whole, splits = sum(sizes.values()), dict.fromkeys(sizes, "train")
+    order = iter(sorted(groups, key=_hash))
+    for split in ("validation", "bench"):
+        held_out = 0
+        while held_out < HELD_OUT_SHARE * whole and (group := next(order, None)) is not None:
+            size = sum(sizes[path] for path in groups[group])
+            if size <= MOST_OF_ONE * whole:
+                splits |= dict.fromkeys(groups[group], split)
+                held_out += size
+    return splits
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+
 def normalise(text: str) -> str:
     """Normalise white space, because invisible variation teaches nothing and costs tokens.
 
@@ -122,11 +150,13 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     Raises NotFound where the folder holds no Python source.
     """
     root = folder or stdlib_folder()
+    texts = {path: text for path in list_sources(root) if (text := read_source(root / path)) is not None}
+    by_path = {path: split_of(path) for path in texts}
+    if "validation" not in by_path.values():
+        by_path = other_splits({path: len(texts[path]) for path in sorted(texts, key=_hash)})
     splits: dict[str, list[Document]] = {"train": [], "validation": [], "bench": []}
-    for path in list_sources(root):
-        text = read_source(root / path)
-        if text is not None:
-            splits[split_of(path)].append(Document(path, text))
+    for path, split in by_path.items():
+        splits[split].append(Document(path, texts[path]))
     if not splits["train"]:
         raise NotFound(f"no Python sources to train on below {root}")
     return Corpus(*(tuple(splits[name]) for name in ("train", "validation", "bench")))
@@ -173,9 +203,15 @@ def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
     """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
 
     It is the signature's last line, the docstring's last line, or the last line of a statement in the first half of the
-    body. Bodies of fewer than three lines are left out.
+    body. Bodies of fewer than three lines are left out, and so is text that Python does not read.
     """
-    for node in ast.walk(ast.parse(source)):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in other people's texts
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         first, last = node.body[0], node.end_lineno or node.lineno
