@@ -18,7 +18,10 @@ from forerun.registry import parse_specs
 app = App(
     "Measure this machine and model; each benchmark prints what it does, a table, and how to read it.",
     moved={
-        **{name: name for name in ("gaps", "kernels", "peers", "quality", "replicas", "serving", "throughput")},
+        **{
+            name: name
+            for name in ("gaps", "kernels", "peers", "peers_t5", "quality", "replicas", "serving", "throughput")
+        },
         "tune": "tune_grid",
     },
 )
