@@ -50,7 +50,7 @@ class _Request:
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
     probes. granted: nodes that it was granted in this step. pays: whether a model pays that tells how sure it is.
     reading: whether that model is to read the text. stop: when its chain ends in this step, and what its drafter said
-    of it.
+    of it; choose_at: step in which that is decided again at the latest.
     """
 
     seq: Sequence
@@ -61,6 +61,7 @@ class _Request:
     pays: bool = True
     reading: Reading = field(default_factory=Reading)
     stop: Stop | None = None
+    choose_at: int = 0
 
 
 class _SafetyNet:
@@ -121,11 +122,16 @@ class AutoPacing(Pacing):
                 request.granted = 0  # what an earlier step granted is not to be counted again
             return [0] * len(seqs)
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]
-        self._choose_stops(requests, limits)
+        had_drafts = self._drafts
+        may_draft = not had_drafts or self._net.allows(self._step)
+        # For many requests this is a good part of a small model's pass: where none drafts it is done now and then.
+        if (had_drafts and may_draft) or any(self._step >= min(r.choose_at, r.probe_at) for r in requests):
+            self._choose_stops(requests, limits)
         if self._step >= self._replan_at:
             self._replan(requests, limits)
         self._drafts = any(request.length for request in requests)
-        may_draft = not self._drafts or self._net.allows(self._step)
+        if self._drafts and not had_drafts:
+            may_draft = self._net.allows(self._step)
         for request, most in zip(requests, limits, strict=True):
             own = request.seq.params.spec_length
             request.granted = min(most, own if own is not None else self._wanted(request) if may_draft else 0)
@@ -195,7 +201,7 @@ class AutoPacing(Pacing):
             pays = stop.pays or traits.is_free
             if request.pays and not pays:
                 request.probe_at = self._step + request.pause
-            request.pays, request.stop = pays, stop
+            request.pays, request.stop, request.choose_at = pays, stop, self._step + REPLAN_STEPS
             request.length = self.spec_length if pays else 0
             if traits.searches:
                 self._add_search(request, stop, prices)
