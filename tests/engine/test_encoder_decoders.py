@@ -386,3 +386,20 @@ def test_a_draft_reads_sources_when_it_is_to_draft(
         assert sum(num_run) == 6
         assert max(num_run) > 1
         assert [out.token_ids[:1] for out in found] == [out.token_ids for out in plain]
+
+
+def test_a_draft_reads_sources_however_few_tokens_a_step_has_for_that(published: tuple[Any, Path, Path]) -> None:
+    """Where a step's first source has taken them all, the others wait; what a source takes is no drafting."""
+    reports = list[StepReport]()
+    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 4, "dtype": "float32", "pacing": "fixed"}
+    _, target, draft = published
+    with LLM(target, draft=f"model:path={draft},search=none", draft_catchup_tokens=1, **options) as made:
+        made.listen(reports.append)
+        asked = [[7 + i] * 20 for i in range(4)]
+        params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, decoder_prompt=[9, 8, 7, 6])
+        outs = made.generate(asked, params)
+        assert [len(out.token_ids) for out in outs] == [16] * 4
+    read = [step.num_catchup_tokens for report in reports for step in report.drafts.values()]
+    assert sum(num >= 20 for num in read) == 4
+    assert max(read) < 40
+    assert all(step.catchup_s > 0 for report in reports for step in report.drafts.values() if step.num_catchup_tokens)

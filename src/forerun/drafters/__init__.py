@@ -104,8 +104,8 @@ def _point(guess: Seq[int]) -> Next | None:
 class Drafter:
     """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up, catchup_s: how many committed tokens the last call of `propose` or `catch_up` ran only to catch up, by
-    sequence (without those that every round feeds), and the seconds that it took.
+    caught_up, catchup_s: how many committed tokens, and tokens of sources, the last call of `propose` or `catch_up` ran
+    only to catch up, by sequence (without those that every round feeds), and the seconds that it took.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = behind k layers of the target

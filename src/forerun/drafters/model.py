@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -277,7 +277,11 @@ class ModelDrafter(SearchingDrafter):
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
-        seqs, num_tokens = self._read_sources(seqs, num_tokens)
+        self.caught_up, self.catchup_s = {}, 0.0
+        self._catch_up(*self._read_sources(seqs, num_tokens))
+
+    def _catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        """Do what `catch_up` does for sequences whose sources are read."""
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -287,12 +291,18 @@ class ModelDrafter(SearchingDrafter):
             if take > 0:
                 feeds[b] = (seq, seq.tokens[start : start + take])
                 num_tokens -= take
-        self.caught_up = {seq.id: len(tokens) for seq, tokens in feeds.values()}
+        if not feeds:
+            return
         started = time.perf_counter()
         self._feed(feeds, "none")
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
-        self.catchup_s = time.perf_counter() - started if feeds else 0.0
+        self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, time.perf_counter() - started)
+
+    def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
+        """Add what was run only to catch up, by sequence."""
+        self.caught_up |= {id_: self.caught_up.get(id_, 0) + num for id_, num in num_tokens.items()}
+        self.catchup_s += seconds
 
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
         """Run the sources that an encoder-decoder is to read first, not before it is to draft.
@@ -303,13 +313,16 @@ class ModelDrafter(SearchingDrafter):
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
             return seqs, num_tokens
-        num_blocks, run = Space(self.runner.cache).num_blocks, list[int]()
+        num_blocks, run = Space(self.runner.cache).num_blocks, dict[int, int]()
         for seq in seqs:
             num, missing = sources.num_unrun(seq.id), sources.missing_blocks(seq.id)
             if num and missing <= num_blocks and (num <= num_tokens or (num_tokens > 0 and not run)):
-                run.append(seq.id)
+                run[seq.id] = num
                 num_tokens, num_blocks = max(0, num_tokens - num), num_blocks - missing
-        sources.run(run)
+        if run:
+            started = time.perf_counter()
+            sources.run(list(run))
+            self._count(run, time.perf_counter() - started)
         return [seq for seq in seqs if not sources.num_unrun(seq.id)], num_tokens
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -340,9 +353,9 @@ class ModelDrafter(SearchingDrafter):
         """Run the nodes of a level of all searches, and those between them and the base, in one pass."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
-        _, catchup_tokens = self._read_sources(seqs, catchup_tokens)
-        if behind := [seq for seq in seqs if self.num_held(seq) < len(seq.tokens) - 1]:
-            self.catch_up(behind, catchup_tokens)
+        read, catchup_tokens = self._read_sources(seqs, catchup_tokens)
+        if behind := [seq for seq in read if self.num_held(seq) < len(seq.tokens) - 1]:
+            self._catch_up(behind, catchup_tokens)
         room, runs, fed = Space(self.runner.cache), list[Run](), list[tuple[_Search, list[int]]]()
         for seq, search, level in zip(seqs, searches, levels, strict=True):
             nodes = self._nodes(seq, search.branches, level)
@@ -396,15 +409,15 @@ class ModelDrafter(SearchingDrafter):
         if self.short is not None:
             self.short.read(seqs)
             self.runner.narrow(self.short.best())
+        self.caught_up, self.catchup_s = {}, 0.0
         wanted = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0]
         read, catchup_tokens = self._read_sources(wanted, budget.catchup_tokens)
         unread = {seq.id for seq in wanted} - {seq.id for seq in read}
         room = Space(self.runner.cache)
         limits = [self._limit(seq, 0 if seq.id in unread else budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
-        self.caught_up, self.catchup_s = {}, 0.0
         if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
-            self.catch_up(behind, catchup_tokens)
+            self._catch_up(behind, catchup_tokens)
             missing = {b: self._missing(seqs[b]) for b in missing}
         return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
 
