@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
@@ -14,12 +15,14 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "cpu.h"
+#include "distributions.h"
 #include "matrix.h"
 #include "model.h"
 #include "spec.h"
@@ -120,7 +123,7 @@ void logits(Model& m, Address hidden, int num_rows, int num_ids, Address out) {
 }
 
 // Returns the ids of the largest logits, and these logits.
-std::pair<Ids, std::vector<float>> argmax(Model& m, Address hidden, const std::vector<int>& rows, int num_ids) {
+std::pair<Ids, std::vector<float>> largest(Model& m, Address hidden, const std::vector<int>& rows, int num_ids) {
     Ids ids(rows.size());
     std::vector<float> values(rows.size());
     {
@@ -130,8 +133,20 @@ std::pair<Ids, std::vector<float>> argmax(Model& m, Address hidden, const std::v
     return {std::move(ids), std::move(values)};
 }
 
-// Of each run the ids, and their probabilities where there are stops.
-using Found = std::pair<std::vector<Ids>, std::vector<std::vector<float>>>;
+// Of each run the ids, their probabilities where there are stops, and where draws are made the distribution of each.
+using Found = std::tuple<std::vector<Ids>, std::vector<std::vector<float>>, std::vector<std::vector<nb::object>>>;
+
+Found found_of(std::vector<Continued>&& runs) {
+    Found found;
+    auto& [ids, chances, probs] = found;
+    for (Continued& run : runs) {
+        ids.push_back(std::move(run.ids));
+        chances.push_back(std::move(run.chances));
+        probs.emplace_back();
+        for (Probs& own : run.probs) probs.back().push_back(distribution_of(std::move(own)));
+    }
+    return found;
+}
 
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
@@ -139,7 +154,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
                                const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows,
-                               const Numbers& source_numbers) {
+                               const Numbers& source_numbers, const std::vector<Draw>& draws) {
     if ((input != 0) + !layer_rows.empty() != (ahead != nullptr))
         throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
     if (!layer_rows.empty() && (!ahead->layers || ahead->layers->norms.size() != layer_rows.size()))
@@ -151,6 +166,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     if (ahead) check_join(ahead->join, m.parts().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     if (!stops.empty() && stops.size() != counts.size()) throw std::invalid_argument("every run needs a stop, or none does");
+    if (!draws.empty() && draws.size() != counts.size()) throw std::invalid_argument("every run needs a draw, or none does");
     for (const Stop& stop : stops)
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
     Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
@@ -169,10 +185,14 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     pass.input = at<const float>(input);
     std::vector<const float*> rows;
     for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
-    Found found;
-    nb::gil_scoped_release release;
-    if (!m.run_ahead(pass, lengths, num_ids, ahead, rows, stops, found.first, found.second)) return {};
-    return found;
+    std::vector<Continued> found;
+    bool are_numbers;
+    {
+        nb::gil_scoped_release release;
+        are_numbers = m.run_ahead(pass, lengths, num_ids, ahead, rows, stops, draws, found);
+    }
+    if (!are_numbers) return {};
+    return found_of(std::move(found));
 }
 
 }  // namespace
@@ -186,6 +206,14 @@ void bind_model(nb::module_& m) {
         .def(nb::init<std::vector<float>, std::vector<float>, std::vector<float>>(), "edges"_a, "shares"_a, "least"_a,
              "edges: ascending probabilities. shares: one more; how often an id is right whose probability is at least so many "
              "of the edges. least: the product of the shares of all ids so far, below which nothing follows, behind each id.");
+    nb::class_<Draw>(m, "Draw", "How the ids of a run that is continued are drawn: with the bits of forerun.sampling.")
+        .def("__init__", [](Draw* self, double temperature, int64_t top_k, double log_min_p, double top_p, int64_t most_listed,
+                            bool shares_noise, uint64_t seed, uint64_t position, uint32_t round) {
+                 new (self) Draw{filters_of(temperature, top_k, log_min_p, top_p, most_listed), shares_noise, seed, position, round};
+             },
+             "temperature"_a, "top_k"_a, "log_min_p"_a, "top_p"_a, "most_listed"_a, "shares_noise"_a, "seed"_a, "position"_a, "round"_a,
+             "temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match "
+             "verification. position: of the first id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
         .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
              "block_tokens"_a, "row_bytes"_a)
@@ -212,14 +240,15 @@ void bind_model(nb::module_& m) {
              "Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.")
         .def("logits", &logits, "hidden"_a, "num_rows"_a, "num_ids"_a, "out"_a,
              "Writes the first `num_ids` logits of rows after the final norm, float32 [num_rows, num_ids], to `out`.")
-        .def("argmax", &argmax, "hidden"_a, "rows"_a, "num_ids"_a,
+        .def("argmax", &largest, "hidden"_a, "rows"_a, "num_ids"_a,
              "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
              "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
-             "sources"_a = Numbers(),
-             "Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; "
-             "None where a logit is NaN.\n\nstops: of each run when it ends earlier, or none at all. counts: tokens "
+             "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(),
+             "Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the "
+             "distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None "
+             "where a logit is NaN.\n\ndraws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens "
              "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, "
              "whose tokens are ids of its target. input: of a head, the features of these tokens, float32 "
              "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.");

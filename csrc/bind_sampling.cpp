@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "distributions.h"
 #include "philox.h"
 #include "sampling.h"
 
@@ -24,18 +25,6 @@ using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 using Found = std::optional<int64_t>;
-
-template <class T>
-nb::object array_of(T* data, size_t size, nb::handle owner) {
-    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner));
-}
-
-template <class T>
-nb::object array_of(std::vector<T>&& values) {
-    auto* kept = new std::vector<T>(std::move(values));
-    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return array_of(kept->data(), kept->size(), owner);
-}
 
 Found or_none(int64_t found) { return found < 0 ? Found() : Found(found); }
 
@@ -49,19 +38,14 @@ struct Sampler {
 
     nb::object probs(Floats row, double temperature, int64_t top_k, double log_min_p, double top_p,
                      int64_t most_listed) const {
-        const forerun::Filters filters = {static_cast<float>(temperature), top_k, static_cast<float>(log_min_p), top_p,
-                                          most_listed};
+        const forerun::Filters filters = forerun::filters_of(temperature, top_k, log_min_p, top_p, most_listed);
         forerun::Probs probs;
         bool is_distribution;
         {
             nb::gil_scoped_release released;
             is_distribution = forerun::make_probs(kernels, row.data(), row.size(), filters, probs);
         }
-        if (!is_distribution) return nb::none();
-        if (!probs.dense) return nb::make_tuple(array_of(std::move(probs.ids)), array_of(std::move(probs.listed)));
-        forerun::Buffer* dense = probs.dense.release();
-        nb::capsule owner(dense, [](void* p) noexcept { delete static_cast<forerun::Buffer*>(p); });
-        return nb::make_tuple(nb::none(), array_of(dense->data(), row.size(), owner));
+        return is_distribution ? forerun::distribution_of(std::move(probs)) : nb::none();
     }
 
     Found place(Floats weights, uint64_t uniform) const {

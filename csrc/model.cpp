@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "philox.h"
+
 namespace forerun {
 
 namespace {
@@ -431,6 +433,70 @@ static bool goes_on(const Stop& stop, size_t k, float prob, float& survival) {
     return k < stop.least.size() && survival >= stop.least[k];
 }
 
+// The id that follows a row; -1 where its logits are no numbers.
+struct Model::Next {
+    int64_t id = -1;
+    float chance = 1.0f;
+    Probs probs;
+};
+
+std::vector<Model::Next> Model::likeliest(const float* hidden, const std::vector<int>& rows, int num_ids, bool is_told) {
+    std::vector<int64_t> ids(rows.size());
+    std::vector<float> values(rows.size()), chances(rows.size(), 1.0f);
+    argmax(hidden, rows, num_ids, ids.data(), values.data(), is_told ? chances.data() : nullptr);
+    std::vector<Next> next(rows.size());
+    for (size_t k = 0; k < rows.size(); ++k)
+        if (std::isfinite(values[k])) next[k].id = ids[k], next[k].chance = chances[k];
+    return next;
+}
+
+// Draws from what make_probs leaves of a row; returns the place of the id among the weights, -1 where there is none.
+static int64_t place_drawn(const SamplingKernels& kernels, const Draw& draw, uint64_t depth, const float* weights,
+                           const std::vector<int64_t>& ids, int64_t n) {
+    const uint64_t position = draw.position + depth;
+    if (draw.shares_noise) {
+        const int64_t id = race(kernels, weights, ids.empty() ? nullptr : ids.data(), n, draw.seed, position);
+        return ids.empty() || id < 0 ? id : std::lower_bound(ids.begin(), ids.end(), id) - ids.begin();
+    }
+    const PhiloxWords words = philox({{static_cast<uint32_t>(position), PURPOSE_DRAFT, draw.round, 0}},
+                                     static_cast<uint32_t>(draw.seed), static_cast<uint32_t>(draw.seed >> 32));
+    return place_of(kernels, weights, n, uniform53(words.word[0], words.word[1]));
+}
+
+std::vector<Model::Next> Model::drawn(const float* hidden, const std::vector<int>& rows, int num_ids,
+                                      const std::vector<const Draw*>& draws, uint64_t depth, bool is_told) {
+    const size_t width = static_cast<size_t>(parts_.hidden_size), num = rows.size();
+    const int64_t n = std::min(num_ids, head().num_out);
+    std::vector<float> chosen(num * width);
+    for (size_t k = 0; k < num; ++k)
+        std::memcpy(chosen.data() + k * width, hidden + static_cast<size_t>(rows[k]) * width, width * sizeof(float));
+    const std::unique_ptr<float[]> scores(new float[num * static_cast<size_t>(n)]);
+    logits(chosen.data(), static_cast<int>(num), static_cast<int>(n), scores.get());
+    const SamplingKernels& kernels = backend_.kernels.sampling;
+    std::vector<Next> next(num);
+    const auto one = [&](int k) {
+        const float* const row = scores.get() + k * n;
+        const Draw& draw = *draws[static_cast<size_t>(k)];
+        Next& own = next[static_cast<size_t>(k)];
+        if (draw.filters.temperature == 0) {
+            own.id = forerun::argmax(kernels, row, n);
+            Probs at_one;
+            if (own.id >= 0 && is_told && make_probs(kernels, row, n, {1.0f, 0, -INFINITY, 1.0, 0}, at_one))
+                own.chance = at_one.dense->data()[own.id];
+            return;
+        }
+        if (!make_probs(kernels, row, n, draw.filters, own.probs)) return;
+        const std::vector<int64_t>& ids = own.probs.ids;
+        const float* const weights = own.probs.dense ? own.probs.dense->data() : own.probs.listed.data();
+        const int64_t place = place_drawn(kernels, draw, depth, weights, ids, own.probs.dense ? n : static_cast<int64_t>(ids.size()));
+        if (place >= 0) own.id = ids.empty() ? place : ids[static_cast<size_t>(place)], own.chance = weights[place];
+    };
+    backend_.team.run(num * static_cast<size_t>(n) * sizeof(float) < ALONE_BYTES, [&](int thread) {
+        backend_.team.tiles(thread, static_cast<int>(num), one);
+    });
+    return next;
+}
+
 // What the first block of a head gets for the rows of a pass.
 std::vector<float> Model::head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const {
     const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(pass.num_rows) * width;
@@ -452,17 +518,19 @@ std::vector<float> Model::head_input(const Ahead& ahead, const Pass& pass, const
 }
 
 bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                      const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, std::vector<std::vector<int64_t>>& ids,
-                      std::vector<std::vector<float>>& probs) {
+                      const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, const std::vector<Draw>& draws,
+                      std::vector<Continued>& found) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
     const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
-    std::vector<float> hidden(num_floats), values(num_runs), chances(num_runs), survival(num_runs, 1.0f);
+    std::vector<float> hidden(num_floats), survival(num_runs, 1.0f);
     std::vector<float> left, embedded, before, input;
     std::vector<char> stopped(num_runs, 0);
-    std::vector<int64_t> tokens, positions, found(num_runs);
+    std::vector<int64_t> tokens, positions;
+    std::vector<const Draw*> own_draws;
     std::vector<int> rows, row_of(num_runs);
     std::vector<size_t> going(num_runs);
-    ids.assign(num_runs, {}), probs.assign(num_runs, {});
+    found.clear(), found.resize(num_runs);
+    const bool is_told = !stops.empty();
     Pass pass = first;
     pass.hidden = hidden.data();
     if (ahead) {
@@ -478,14 +546,20 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
     }
     for (int depth = 1;; ++depth) {
         forward(pass);
-        argmax(hidden.data(), rows, num_ids, found.data(), values.data(), stops.empty() ? nullptr : chances.data());
+        own_draws.clear();
+        for (size_t i : going)
+            if (!draws.empty()) own_draws.push_back(&draws[i]);
+        std::vector<Next> next = draws.empty() ? likeliest(hidden.data(), rows, num_ids, is_told)
+                                               : drawn(hidden.data(), rows, num_ids, own_draws, static_cast<uint64_t>(depth - 1), is_told);
         for (size_t k = 0; k < going.size(); ++k) {
-            if (!std::isfinite(values[k])) return false;
+            if (next[k].id < 0) return false;
             const size_t i = going[k];
-            ids[i].push_back(found[k]);
-            if (stops.empty()) continue;
-            probs[i].push_back(chances[k]);
-            stopped[i] = !goes_on(stops[i], ids[i].size() - 1, chances[k], survival[i]);
+            Continued& own = found[i];
+            own.ids.push_back(next[k].id);
+            if (!draws.empty()) own.probs.push_back(std::move(next[k].probs));
+            if (!is_told) continue;
+            own.chances.push_back(next[k].chance);
+            stopped[i] = !goes_on(stops[i], own.ids.size() - 1, next[k].chance, survival[i]);
         }
         pass.runs.clear(), pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
@@ -494,14 +568,14 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             const int at = run.cached + run.num_rows + depth - 1;
             const size_t row = going.size();
             if (ahead) {
-                ahead->target->embed(ahead->ids[static_cast<size_t>(ids[i].back())], embedded.data() + row * width);
+                ahead->target->embed(ahead->ids[static_cast<size_t>(found[i].ids.back())], embedded.data() + row * width);
                 const float* const from = left.data() + static_cast<size_t>(row_of[i]) * width;
                 std::memcpy(before.data() + row * width, from, width * sizeof(float));
             }
             rows.push_back(row_of[i] = static_cast<int>(row));
             pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
             if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
-            tokens.push_back(ids[i].back());
+            tokens.push_back(found[i].ids.back());
             positions.push_back(at);
             going.push_back(i);
         }

@@ -11,6 +11,7 @@
 #include "blocks.h"
 #include "memory.h"
 #include "process.h"
+#include "sampling.h"
 
 namespace forerun {
 
@@ -67,6 +68,23 @@ struct Stop {
     std::vector<float> edges, shares, least;
 };
 
+// How the ids of a run that is continued are drawn, with the bits of forerun.sampling: picked by the noise of match
+// verification, which is shared, or by a uniform number of the run's own.
+struct Draw {
+    Filters filters;  // of temperature 0: the id of the largest logit
+    bool shares_noise;
+    uint64_t seed, position;  // position: of the first id
+    uint32_t round;
+};
+
+// What follows a run: ids; where they are asked for, the probability of each; and the distribution that each was drawn from,
+// which is empty where nothing was drawn.
+struct Continued {
+    std::vector<int64_t> ids;
+    std::vector<float> chances;
+    std::vector<Probs> probs;
+};
+
 class Model {
   public:
     // vectors: weights of norms that the parts point to and that nobody else keeps.
@@ -84,14 +102,14 @@ class Model {
     // logits at each id.
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
                 float* probs = nullptr);
-    // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
+    // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
-    // Stops and returns false where a logit is NaN. ahead: of a head, whose tokens are the target's ids and whose input are their
+    // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. ahead: of a head, whose tokens are the target's ids and whose input are their
     // features, or null where `layer_rows` are what it makes them of, by layer [num_rows, hidden_size]; null = a found id is
-    // fed by its embedding. stops: of each run, or none at all; then probs gets the probability of every id.
+    // fed by its embedding. stops: of each run, or none at all; then the probability of every id is told.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                   const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops,
-                   std::vector<std::vector<int64_t>>& ids, std::vector<std::vector<float>>& probs);
+                   const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, const std::vector<Draw>& draws,
+                   std::vector<Continued>& found);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
     const ModelParts& parts() const { return parts_; }
 
@@ -114,6 +132,10 @@ class Model {
                     Buffers& b);
     void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
                     Buffers& b);
+    struct Next;
+    std::vector<Next> likeliest(const float* hidden, const std::vector<int>& rows, int num_ids, bool is_told);
+    std::vector<Next> drawn(const float* hidden, const std::vector<int>& rows, int num_ids, const std::vector<const Draw*>& draws,
+                            uint64_t depth, bool is_told);
     std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     bool alone(int num_rows) const;

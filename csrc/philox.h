@@ -9,11 +9,16 @@ namespace forerun {
 constexpr uint32_t PHILOX_MULTIPLIER_0 = 0xD2511F53u, PHILOX_MULTIPLIER_1 = 0xCD9E8D57u;
 constexpr uint32_t PHILOX_INCREMENT_0 = 0x9E3779B9u, PHILOX_INCREMENT_1 = 0xBB67AE85u;
 constexpr int PHILOX_ROUNDS = 10;
-constexpr uint32_t PURPOSE_MATCH = 3;
+constexpr uint32_t PURPOSE_DRAFT = 0, PURPOSE_MATCH = 3;
 
 struct PhiloxWords {
     uint32_t word[4];
 };
+
+// 53 bits of two words: a uniform number in units of 2^-53.
+inline uint64_t uniform53(uint32_t word0, uint32_t word1) {
+    return (static_cast<uint64_t>(word0 >> 5) << 26) + (word1 >> 6);
+}
 
 inline PhiloxWords philox(PhiloxWords counter, uint32_t key0, uint32_t key1) {
     uint32_t* c = counter.word;

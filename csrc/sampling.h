@@ -42,6 +42,7 @@ class Buffer {
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
     float* data() { return data_.get(); }
+    int64_t size() const { return size_; }
 
   private:
     int64_t size_;

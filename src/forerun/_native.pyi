@@ -161,6 +161,27 @@ class Stop:
         edges: ascending probabilities. shares: one more; how often an id is right whose probability is at least so many of the edges. least: the product of the shares of all ids so far, below which nothing follows, behind each id.
         """
 
+class Draw:
+    """
+    How the ids of a run that is continued are drawn: with the bits of forerun.sampling.
+    """
+
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int,
+        log_min_p: float,
+        top_p: float,
+        most_listed: int,
+        shares_noise: bool,
+        seed: int,
+        position: int,
+        round: int,
+    ) -> None:
+        """
+        temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match verification. position: of the first id.
+        """
+
 class Pools:
     """Addresses of a cache's keys and values, one pool for each block."""
 
@@ -241,11 +262,12 @@ class Model:
         stops: Sequence[Stop] = [],
         layer_rows: Sequence[int] = [],
         sources: Sequence[int] = [],
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        draws: Sequence[Draw] = [],
+    ) -> tuple[list[list[int]], list[list[float]], list[list[object]]] | None:
         """
-        Continues each run greedily by lengths[i] ids, and returns them, and their probabilities where there are stops; None where a logit is NaN.
+        Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None where a logit is NaN.
 
-        stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, whose tokens are ids of its target. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
+        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, whose tokens are ids of its target. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
         """
 
 class Ahead:

@@ -434,6 +434,24 @@ def _may(*_: Any) -> bool:
     return True
 
 
+@dataclass
+class Draw:
+    """How the tokens of one run are drawn where its model draws them itself (`run_ahead`), with the pipeline's bits.
+
+    filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
+    `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
+    `Coins.draft` draws. seed, position, round: of these coins. probs: the distribution that each token was drawn from,
+    which the model adds.
+    """
+
+    filters: tuple[float, int, float, float, int]
+    shares_noise: bool
+    seed: int
+    position: int
+    round: int
+    probs: list[Probs] = field(default_factory=list)
+
+
 EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # of a guess's probability: how sure a model is of it
 
 
@@ -733,7 +751,7 @@ class Model(Protocol):
     """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
 
     What only some models can do is a method that they have or lack: `best` finds the largest logits without writing the
-    others, `run_ahead` continues runs greedily in one call (ops/cpu_model.py).
+    others, `run_ahead` continues runs in one call (ops/cpu_model.py).
     """
 
     @property

@@ -22,7 +22,9 @@ from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.rotary import Rotations
-from forerun.types import EDGES, RaggedBatch, Stop
+from forerun.sampling import filters_of, probs
+from forerun.sampling.random import PhiloxCoins
+from forerun.types import EDGES, Probs, RaggedBatch, SamplingParams, Stop
 from ops.native_cases import (
     BFLOAT16,
     DTYPES,
@@ -303,6 +305,56 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
     assert len(cut[1]) == 2
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("num_listed", [0, 10])
+def test_running_ahead_draws_with_the_bits_of_the_pipeline(isa: str, num_listed: int, is_told: bool) -> None:
+    """Five runs, greedy and drawn, by both kinds of draws and every filter: ids, and distributions bit by bit."""
+    model, num_ids = make_decoder(make_config(), BFLOAT16, isa), 70
+    params = [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6, top_k=9, top_p=0.9),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=2.0, min_p=0.05),
+        SamplingParams(temperature=1.5, top_p=0.7),
+    ]
+    seeds = [3, 2**64 - 1, 0, 2**40, 77]
+    coins = [PhiloxCoins(seed, 100 + slot, 5 * slot) for slot, seed in enumerate(seeds)]
+    draws = [
+        own.ahead((*filters_of(one, num_ids)[:-1], num_listed), slot % 2 == 0)
+        for slot, (own, one) in enumerate(zip(coins, params, strict=True))
+    ]
+    stops = [Stop.never(8) for _ in params] if is_told else []
+    session = Session(model, max_seq_len=128)
+    session.run({slot: tokens_of(4 + 20 * slot, slot, 77) for slot in range(5)})
+    for slot in range(5):
+        session.cache.reserve(slot, 2 + 7)
+    firsts = {slot: [3, slot] for slot in range(5)}
+    found = model.run_ahead(session.batch(firsts, {}), [8] * 5, session.cache, num_ids, draws=draws, stops=stops)
+
+    forms = set[str]()
+    for slot, tokens in firsts.items():
+        by_hand = Session(model, max_seq_len=128)
+        by_hand.run({slot: tokens_of(4 + 20 * slot, slot, 77)})
+        logits = by_hand.run({slot: tokens + found[slot]})[len(tokens) - 1 : -1, 52 : 52 + num_ids]
+        for depth, (row, token, made) in enumerate(zip(logits, found[slot], draws[slot].probs, strict=True)):
+            expected = probs(row.contiguous(), params[slot])
+            drawn = coins[slot].pick if slot % 2 == 0 else coins[slot].draft
+            assert token == drawn(expected, depth)
+            if made.ids is not None:
+                dense = torch.zeros(num_ids)
+                dense[made.ids] = made.listed
+                made, forms = Probs(dense=dense), forms | {"listed"}
+            if expected.dense is None:
+                assert made.point == token == expected.point
+            else:
+                assert same_bits(made.weights, expected.dense)
+            if is_told:
+                chance = row.softmax(-1)[token] if made.point is not None else made.at(token)
+                assert stops[slot].confidences[depth] == pytest.approx(float(chance), rel=1e-3)
+    assert ("listed" in forms) == (num_listed > 0)
+    assert len({tuple(own) for own in found}) == 5
+
+
 def test_running_ahead_stays_within_the_rows_that_were_reserved(isa: str) -> None:
     session = Session(make_decoder(make_config(), BFLOAT16, isa), max_seq_len=64)
     session.run({0: [1, 2]})
@@ -320,6 +372,7 @@ def test_running_ahead_stays_within_the_rows_that_were_reserved(isa: str) -> Non
         ({"counts": [0, 2]}, "all that is wanted"),
         ({"counts": [2, 1], "lengths": [2, 2]}, "run and a position"),
         ({"positions": [2]}, "run and a position"),
+        ({"draws": 1}, "a draw, or none does"),
     ],
 )
 def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dict, message: str) -> None:
@@ -332,10 +385,12 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
     numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.pools.native
     rotations = session.model._turns(16)
-    good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
+    good: dict[str, Any] = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
+    given, draw = good | changed, session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)
+    draws = [draw] * given.pop("draws", 0)
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0][0]) == 3
     with pytest.raises(ValueError, match=message):
-        decoder._native.run_ahead(*(good | changed).values(), rotations, numbers, pools, [0, 1], 70)
+        decoder._native.run_ahead(*given.values(), rotations, numbers, pools, [0, 1], 70, draws=draws)
 
 
 def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:

@@ -32,13 +32,15 @@ from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
-from forerun.sampling import History, likeliest, probs, takes_the_best
+from forerun.sampling import History, filters_of, likeliest, only_filters, probs, takes_the_best
+from forerun.sampling.random import PhiloxCoins
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import (
     ROUND_TOKENS,
     Budget,
     Coins,
     Draft,
+    Draw,
     Model,
     ModelConfig,
     Next,
@@ -130,13 +132,14 @@ class Options:
 class _Fed:
     """The tokens of one sequence that the draft's cache holds; the first `num_sure` of them are committed.
 
-    best_only: whether its draws need only the largest logit.
+    best_only: whether its draws need only the largest logit. only_filters: whether they need nothing but filters.
     """
 
     tokens: list[int]
     num_sure: int
     params: SamplingParams
     best_only: bool
+    only_filters: bool
 
 
 @dataclass(slots=True)
@@ -227,7 +230,7 @@ class ModelDrafter(SearchingDrafter):
         self.options: Draws = options or Options()
         self.width = runner.width  # ids of the distributions that `distribution` gives
         self.short: ShortVocabulary | None = None
-        self.finds_best = runner.finds_best
+        self.finds_best, self.draws_ahead = runner.finds_best, runner.draws_ahead
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
@@ -246,8 +249,9 @@ class ModelDrafter(SearchingDrafter):
         if self.runner.sources is not None:
             self.runner.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
         params = self._draft_params(seq.params)
+        only = only_filters(params, seq.bad_word_ids)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
-        self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
+        self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only, only)
         super().begin(seq)
 
     def end(self, seq: Sequence) -> None:
@@ -333,8 +337,8 @@ class ModelDrafter(SearchingDrafter):
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
     ) -> Draft:
         """Return what the model drafts within these limits, once the missing tokens are fed."""
-        if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
-            return self._run_ahead(feeds, limits, budget)
+        if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
+            return self._run_ahead(feeds, limits, budget, draws)
         reads_logits = budget.reads_logits or bool(budget.stops)
         chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=reads_logits), 0
         for seq, tokens in feeds.values():
@@ -468,22 +472,38 @@ class ModelDrafter(SearchingDrafter):
             return Probs.of_point(row)
         return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
 
-    def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call of the runner.
+    def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
+        """How the runner is to draw the tokens of these sequences in one call: [] = the likeliest; None = it cannot."""
+        fed = [self._fed[seq.id] for seq, _ in feeds.values()]
+        if all(own.best_only for own in fed):
+            return []
+        draws = list[Draw]()
+        for (b, (seq, _)), own in zip(feeds.items(), fed, strict=True):
+            thrown = coins[b]
+            if not (self.draws_ahead and own.only_filters and isinstance(thrown, PhiloxCoins)):
+                return None
+            # The same choice between two kinds of draws as in Chain.grow.
+            draws.append(thrown.ahead(filters_of(own.params, self.runner.width), seq.acceptance == "match"))
+        return draws
 
-        The result is that of the loop in `_proposed` where all draws are greedy and pacing stops none of them.
+    def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget, draws: Seq[Draw]) -> Draft:
+        """Draft the tokens of all sequences in one call of the runner.
+
+        The result is that of the loop in `_proposed` where pacing stops no draw early.
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
-        found = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops)
+        found = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops, draws=draws)
         chains: list[list[int]] = [[] for _ in limits]
+        drawn: list[list[Probs]] = [[] for _ in limits]
         fed = zip(feeds.values(), found, strict=True)
         self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
-        for (b, (seq, tokens)), chain in zip(feeds.items(), found, strict=True):
+        for i, ((b, (seq, tokens)), chain) in enumerate(zip(feeds.items(), found, strict=True)):
             self.commit(seq, tokens)
             self.guess(seq, chain[:-1])
             chains[b] = chain
-        return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
+            drawn[b] = draws[i].probs if draws else [Probs.of_point(token) for token in chain]
+        return Draft.chains(chains, drawn)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token.

@@ -77,7 +77,8 @@ class Intersection(ModelDrafter):
         super().__init__(runner, options)
         self.sources: dict[int, Sequence] = {}
         self.width = width
-        self.finds_best = False  # the largest logit may be that of a token which the target lacks
+        # The largest logit may be that of a token which the target lacks.
+        self.finds_best = self.draws_ahead = False
         self._ids = ids
         self._target_ids, self._own_ids = torch.tensor(list(ids)), torch.tensor(list(ids.values()))
 

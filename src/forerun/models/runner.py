@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
 from forerun.models.sources import Sources
-from forerun.types import Model, RaggedBatch, Stop, ancestor_words
+from forerun.types import Draw, Model, RaggedBatch, Stop, ancestor_words
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
@@ -149,14 +149,25 @@ class Runner:
         """Whether the probabilities of what it finds are known, so that `run_ahead` takes stops."""
         return self.finds_best and getattr(self.model, "tells_confidence", False)
 
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether `run_ahead` takes draws."""
+        return self.finds_best and getattr(self.model, "draws_ahead", False)
+
     def run_ahead(
-        self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = (), layer_rows: Seq[Tensor] = ()
+        self,
+        runs: Seq[Run],
+        lengths: Seq[int],
+        stops: Seq[Stop] = (),
+        layer_rows: Seq[Tensor] = (),
+        draws: Seq[Draw] = (),
     ) -> list[list[int]]:
-        """The likeliest continuation of each run, in one call; only where this `finds_best`.
+        """The continuation of each run, in one call; only where this `finds_best`.
 
         Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
         cache rows are reserved here, and not kept. stops: of each run when it ends earlier, () = none does. layer_rows:
         of what a head makes the vectors of all runs, the target's rows behind each layer [T, H]; () = they have some.
+        draws: of each run how its tokens are drawn, if it `draws_ahead`; () = they are the likeliest ones.
         Raises CapacityError where the pool is exhausted, InternalError where logits are no numbers or a tree is
         pending.
         """
@@ -171,6 +182,8 @@ class Runner:
         also: dict[str, Any] = {"stops": stops} if stops else {}
         if layer_rows:
             also["layer_rows"] = layer_rows
+        if draws:
+            also["draws"] = draws
         ids = self.model.run_ahead(  # type: ignore[attr-defined]
             batch, list(lengths), self.cache, self.width, self.layers, hidden, **also
         )

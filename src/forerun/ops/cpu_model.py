@@ -23,10 +23,19 @@ from forerun.ops.quantised import QuantisedMatrix, dequantised
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import Scoring
 from forerun.ops.rotary import Rotations, sinusoids
-from forerun.types import EDGES, RaggedBatch, Stop
+from forerun.types import EDGES, Draw, Probs, RaggedBatch, Stop
 
 if TYPE_CHECKING:
     from forerun.ops.cpu import CpuOps
+
+
+def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
+    """Return the distribution of a token. made: (ids or None, probabilities), or None where the likeliest was taken."""
+    if made is None:
+        return Probs.of_point(token)
+    ids, weights = made
+    values = torch.from_numpy(weights)
+    return Probs(dense=values) if ids is None else Probs(ids=torch.from_numpy(ids), listed=values)
 
 
 class CpuModel:
@@ -39,6 +48,7 @@ class CpuModel:
     device = torch.device("cpu")
     activation_dtype = torch.float32
     tells_confidence = True  # `run_ahead` takes stops
+    draws_ahead = True  # `run_ahead` takes draws
 
     def __init__(self, ops: CpuOps, spec: Spec, weights: Mapping[str, Tensor], *, consume: bool = False) -> None:
         self.config, self.ops = spec, ops
@@ -236,14 +246,16 @@ class CpuModel:
         ahead: Any = None,
         stops: Seq[Stop] = (),
         layer_rows: Seq[Tensor] = (),
+        draws: Seq[Draw] = (),
     ) -> list[list[int]] | None:
-        """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
+        """Continue each run in one native call; returns ids[b], lengths[b] of them.
 
         stops: of each run when it ends earlier, and what is told the probabilities of its ids; () = none does.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
-        one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is the argmax of the
-        first `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN. Of a head:
+        one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is drawn from the
+        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: of each run how, and what is told the
+        distributions; () = each id is that of the largest logit. Returns None where a logit is NaN. Of a head:
         ahead is how it reads (`ahead`), the tokens are ids of its target, and hidden [T, H] are their features;
         layer_rows in their place the target's rows behind each of its layers [T, H].
         """
@@ -275,12 +287,19 @@ class CpuModel:
             own,
             given,
             self._sources(batch, cache),
+            [
+                self.ops.extension.Draw(*draw.filters, draw.shares_noise, draw.seed, draw.position, draw.round)
+                for draw in draws
+            ],
         )
         if found is None:
             return None
+        ids: list[list[int]] = found[0]
         for stop, seen in zip(stops, found[1], strict=False):
             stop.confidences += seen
-        return found[0]  # type: ignore[no-any-return]
+        for draw, drawn, made in zip(draws, ids, found[2], strict=False):
+            draw.probs += map(_probs_of, drawn, made)
+        return ids
 
     def wait(self) -> None:
         """Everything is computed when a call returns."""

@@ -132,7 +132,7 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History(), 
             raise _no_probs(row)
         at_one = probs(logits, dataclasses.replace(params, temperature=1.0), history) if soft else None
         return Probs(point=best, soft=at_one)
-    filters = _filters(params, len(adjusted))
+    filters = filters_of(params, len(adjusted))
     made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
     if made is None:
         raise _no_probs(row)
@@ -210,7 +210,12 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
     Then the other logits are not needed: `probs` would look at them and return that point.
     """
-    return params.greedy and params.logprobs is None and not _adjusts(params, bad_word_ids)
+    return params.greedy and only_filters(params, bad_word_ids)
+
+
+def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
+    """Whether the distribution of every row follows from its logits and `filters_of`, where the history forces none."""
+    return params.logprobs is None and not _adjusts(params, bad_word_ids)
 
 
 def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
@@ -227,8 +232,13 @@ def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
 Filters = tuple[float, int, float, float, int]
 
 
-def _filters(params: SamplingParams, width: int) -> Filters:
-    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as both implementations take them."""
+def filters_of(params: SamplingParams, width: int) -> Filters:
+    """Return (temperature, top_k, log of min_p, top_p, the most ids that are listed), as all implementations take them.
+
+    width: ids of a row. A temperature of 0 stands for a point at the largest logit.
+    """
+    if params.greedy:
+        return 0.0, 0, -math.inf, 1.0, 0
     log_min_p = float(arithmetic.log(params.min_p)) if params.min_p > 0 else -math.inf
     return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, _most_listed(width)
 

@@ -24,7 +24,7 @@ import torch
 
 from forerun.errors import InternalError
 from forerun.sampling import arithmetic
-from forerun.types import Coins, Probs, Toss
+from forerun.types import Coins, Draw, Probs, Toss
 
 Words = npt.NDArray[np.uint32]
 Wide = npt.NDArray[np.uint64]
@@ -147,6 +147,10 @@ class PhiloxCoins:
 
     def __init__(self, seed: int, position: int, round: int) -> None:
         self._seed, self._position, self._round = seed, position, round & _MASK
+
+    def ahead(self, filters: tuple[float, int, float, float, int], shares_noise: bool) -> Draw:
+        """Return how a model draws a chain with these coins by itself: what `pick` or `draft` returns at each depth."""
+        return Draw(filters, shares_noise, self._seed, self._position, self._round)
 
     def _uniform(self, purpose: int, depth: int, lane: int = 0) -> float:
         words = _words(((self._position + depth) & _MASK, purpose, self._round, lane), key_of(self._seed))
