@@ -857,6 +857,7 @@ class DraftStep:
     depth: length of the longest path of a draft. passes: that a draft model made for it, one after another.
     num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
     catchup_s: the part of `seconds` that they took. num_found: nodes that were found in the text, without the model.
+    search_s: the part of `seconds` in which the text was searched, of `num_searched` sequences.
     """
 
     seconds: float = 0.0
@@ -867,6 +868,8 @@ class DraftStep:
     num_catchup_tokens: int = 0
     catchup_s: float = 0.0
     num_found: int = 0
+    search_s: float = 0.0
+    num_searched: int = 0
 
 
 @dataclass

@@ -118,6 +118,7 @@ class Drafter:
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
     num_passes: int | None = None  # of its model for the last draft; None = as many as that is deep
     num_found = 0  # nodes of the last draft that it found in the text, without its model
+    search_s, num_searched = 0.0, 0  # of the last draft: seconds in which it searched the text, of so many sequences
     searches = False  # whether it searches the text before it asks its model (`Stop.search`)
     tells_confidence = False  # whether it tells `Budget.stops` how sure it is of each token that it drafts
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins

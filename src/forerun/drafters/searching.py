@@ -1,6 +1,6 @@
 """What drafters share that search the text before they ask their model.
 
-A search costs next to nothing, and its guess is drafted where it promises more than the model does (`Stop.search`).
+A search costs little, and its guess is drafted where it promises more than the model does (`Stop.search`).
 Whether it does is known before any token is drawn, so that the choice is admissible (docs/exactness.md).
 """
 
@@ -65,13 +65,17 @@ class SearchingDrafter(Drafter):
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
         """Return what the text itself promises, where that is more than the model does, which then is not asked."""
         found = dict[int, Draft]()
+        begun, self.search_s, self.num_searched = self.clock(), 0.0, 0
         for b, stop in budget.stops.items():
             if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
                 stop.num_unread = self.num_unread(seqs[b])
                 own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
                 draft = self.search.propose([seqs[b]], own, [coins[b]])
+                self.num_searched += 1
                 if draft.tokens and stop.search.gain >= stop.bar:
                     found[b] = draft
             if b in found or stop.is_shut:
                 budget.num_tokens[b] = 0
+        if self.num_searched:
+            self.search_s = self.clock() - begun
         return found

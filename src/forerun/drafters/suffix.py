@@ -100,8 +100,11 @@ class SuffixDrafter(TextDrafter[Tokens]):
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        begun = self.clock()
         guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
-        return Draft.joined([guess.draft(b, budget) for b, guess in enumerate(guesses)])
+        draft = Draft.joined([guess.draft(b, budget) for b, guess in enumerate(guesses)])
+        self.search_s, self.num_searched = self.clock() - begun, len(seqs)
+        return draft
 
     def end(self, seq: Sequence) -> None:
         """Remember a text that came to its end; forget one that was aborted, or preempted and is begun again."""

@@ -213,6 +213,8 @@ class Router(Drafter):
         step.num_sequences += sum([depth > 0 for depth in depths])
         step.num_nodes += len(draft.tokens)
         step.num_found += self.members[name].num_found
+        step.search_s += self.members[name].search_s
+        step.num_searched += self.members[name].num_searched
         step.depth = max(step.depth, *depths)
         passes = self.members[name].num_passes
         step.passes += max(depths) if passes is None else passes

@@ -23,11 +23,12 @@ from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs, Floats
 from forerun.pacing.levels import Levels
 from forerun.pacing.reading import USUAL_ANSWER, Reading
+from forerun.pacing.searching import Searching
 from forerun.pacing.stopping import Prices, Stops, promised
-from forerun.types import Sequence, StepReport, Stop
+from forerun.types import Sequence, SequenceStep, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
-REPLAN_STEPS = 8
+REPLAN_STEPS, RARELY_STEPS = 8, 64  # between two plans; between two decisions where again and again nothing pays
 HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old one, times this
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
@@ -50,7 +51,7 @@ class _Request:
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
     probes. granted: nodes that it was granted in this step. pays: whether a model pays that tells how sure it is.
     reading: whether that model is to read the text. stop: when its chain ends in this step, and what its drafter said
-    of it; choose_at: step in which that is decided again at the latest.
+    of it.
     """
 
     seq: Sequence
@@ -61,7 +62,6 @@ class _Request:
     pays: bool = True
     reading: Reading = field(default_factory=Reading)
     stop: Stop | None = None
-    choose_at: int = 0
 
 
 class _SafetyNet:
@@ -109,9 +109,13 @@ class AutoPacing(Pacing):
         self._known: dict[str, Acceptance] = {}  # by drafter
         self._stops = Stops(self.spec_length, costs)
         self._requests: dict[int, _Request] = {}
+        self._searching: dict[str, Searching] = {}  # by drafter
         self._levels = Levels(costs)
         self._net = _SafetyNet()
         self._step, self._replan_at = 0, 0
+        # When it is decided again for all requests whether they draft: in this step, and then after such a pause; or
+        # where no more than so many requests are left.
+        self._choose_at, self._choose_pause, self._choose_below = 0, REPLAN_STEPS, 0
         self._drafts = False  # whether the plan drafts for some request in this step
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
@@ -125,7 +129,10 @@ class AutoPacing(Pacing):
         had_drafts = self._drafts
         may_draft = not had_drafts or self._net.allows(self._step)
         # For many requests this is a good part of a small model's pass: where none drafts it is done now and then.
-        if (had_drafts and may_draft) or any(self._step >= min(r.choose_at, r.probe_at) for r in requests):
+        is_wanted = may_draft and (had_drafts or self._may_probe_search())
+        if len(requests) <= self._choose_below:  # passes have become cheaper
+            self._choose_at = 0
+        if is_wanted or self._step >= min([self._choose_at, *[r.probe_at for r in requests if not r.pays]]):
             self._choose_stops(requests, limits)
         if self._step >= self._replan_at:
             self._replan(requests, limits)
@@ -172,11 +179,15 @@ class AutoPacing(Pacing):
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
             if stop is not None and request.granted:
+                self._observe_search(request, stop, round_)
                 request.reading.observe(stop, round_.num_drafted, len(round_.accepted_ranks))
                 if not request.pays:
                     self._stops.of(request.seq.draft).spare += PROBE_SHARE * (1 + len(round_.accepted_ranks))
                 if round_.num_drafted:
                     self._stops.observe(request.seq, stop, round_, report)
+        deciding_s = report.draft_s - sum([step.seconds for step in report.drafts.values()])
+        for name, searching in self._searching.items():
+            searching.observe_step(report.seconds, report.drafts.get(name), deciding_s)
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
 
@@ -185,6 +196,8 @@ class AutoPacing(Pacing):
         self._levels.end(seq)
         self._of(seq).forget(seq.id)
         self._stops.forget(seq)
+        if (searching := self._searching.get(seq.draft)) is not None:
+            searching.forget(seq.id)
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
@@ -196,20 +209,60 @@ class AutoPacing(Pacing):
         num_rows = len(requests) + sum(min(own, most) for own, (_, most) in zip(lengths, others, strict=True))
         seqs, are_drafting = [r.seq for r in told], [r.length > 0 for r in told]
         prices = self._stops.prices(seqs, are_drafting, len(others), num_rows)
+        searched, probed = self._searched(told, prices.rate)
+        is_time, does_pay = self._step >= self._choose_at, bool(searched)
         for request in told:
+            is_searched = request.seq.id in searched or request.seq.id in probed
+            is_probe = not request.pays and self._step >= request.probe_at
+            if not (request.length or is_searched or is_time or is_probe):
+                continue
             stop, traits = self._stops.stop(request.seq, prices), self.costs.traits_of(request.seq.draft)
-            pays = stop.pays or traits.is_free
+            pays = is_searched if traits.is_free else stop.pays
             if request.pays and not pays:
                 request.probe_at = self._step + request.pause
-            request.pays, request.stop, request.choose_at = pays, stop, self._step + REPLAN_STEPS
+            request.pays, request.stop = pays, stop
             request.length = self.spec_length if pays else 0
+            does_pay |= pays and not traits.is_free
             if traits.searches:
-                self._add_search(request, stop, prices)
+                self._add_search(request, stop, prices, is_searched)
+        if is_time:
+            self._choose_pause = REPLAN_STEPS if does_pay else min(2 * self._choose_pause, RARELY_STEPS)
+            self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
-    def _add_search(self, request: _Request, stop: Stop, prices: Prices) -> None:
+    def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
+        """Return the requests whose texts are searched because that pays, and those where it is a probe."""
+        found, probed, others = set[int](), set[int](), dict[str, list[int]]()
+        for request in requests:
+            seq, traits = request.seq, self.costs.traits_of(request.seq.draft)
+            if not (traits.is_free or traits.searches):
+                continue
+            if self._searching.setdefault(seq.draft, Searching()).pays(seq.id, rate):
+                found.add(seq.id)
+            else:
+                others.setdefault(seq.draft, []).append(seq.id)
+        for name, own in others.items():
+            probed |= self._searching[name].probes(own, self._step)
+        return found, probed
+
+    def _may_probe_search(self) -> bool:
+        return any(searching.may_probe() for searching in self._searching.values())
+
+    def _observe_search(self, request: _Request, stop: Stop, round_: SequenceStep) -> None:
+        """Learn from a round what a search of its text gained, beside what the model would have gained."""
+        own = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
+        if own is None:
+            return
+        gain, is_found = 0.0, bool(own.confidences) and (own is stop or not stop.confidences)
+        if is_found and round_.num_drafted:
+            gain = (
+                len(round_.accepted_ranks) - sum(own.worth[: round_.num_drafted]) - (0.0 if own is stop else stop.bar)
+            )
+        self._searching[request.seq.draft].observe(request.seq.id, gain)
+
+    def _add_search(self, request: _Request, stop: Stop, prices: Prices, is_searched: bool) -> None:
         """Let the drafter search the text, whether or not its model pays."""
         seq, reading = request.seq, request.reading
-        stop.search = self._stops.search(seq, prices)
+        stop.search = self._stops.search(seq, prices) if is_searched else None
         tokens, gain = promised(stop)
         reading.gain = gain if request.pays else 0.0
         num_unread = len(seq.tokens) if reading.num_unread is None else reading.num_unread
@@ -218,12 +271,16 @@ class AutoPacing(Pacing):
         stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
         known, owed = self._stops.of(seq.draft), 0.0 if reading.is_read else price
         # A token, to see whether the model has become better.
-        if not request.pays and self._step >= request.probe_at and owed <= known.spare:
-            self._delay_probe(request)
-            known.spare -= owed
-            stop.is_shut, stop.worth = False, stop.worth[:1]
+        if not request.pays and self._step >= request.probe_at:
+            if owed <= known.spare:
+                self._delay_probe(request)
+                known.spare -= owed
+                stop.is_shut, stop.worth = False, stop.worth[:1]
+            else:
+                request.probe_at = self._step + REPLAN_STEPS
         stop.bar = 0.0 if stop.is_shut else reading.gain
-        request.length = self.spec_length
+        # A model that pays and is not read yet is asked, too: what rounds without it lose is counted.
+        request.length = self.spec_length if is_searched or request.pays or not stop.is_shut else 0
 
     def _is_told(self, request: _Request) -> bool:
         """Whether its drafter tells how sure it is, and the request leaves the length to that."""
@@ -238,13 +295,13 @@ class AutoPacing(Pacing):
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         made = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
         if self._is_told(made) and not others:
-            made.length = self.spec_length
+            made.length, self._choose_at, self._choose_pause = self.spec_length, 0, REPLAN_STEPS
         self._replan_at = self._replan_at if others else 0
         return made
 
     def _wanted(self, request: _Request) -> int:
         """Return the nodes that the plan gives a request, or 1 where it is to be probed."""
-        if request.length > 0 or self._step < request.probe_at:
+        if request.length > 0 or self._step < request.probe_at or (request.stop and request.stop.is_shut):
             return request.length
         self._delay_probe(request)
         others = [r for r in self._requests.values() if r.seq.draft == request.seq.draft]

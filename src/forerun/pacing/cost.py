@@ -104,7 +104,7 @@ class Traits:
     """What a drafter is like.
 
     tells_confidence: whether it tells how sure it is of what it drafts. searches: whether it searches the text before
-    it asks its model. is_free: whether its guesses cost nothing.
+    it asks its model. is_free: whether it has no model, so that its guesses cost the same whatever they are.
     """
 
     tells_confidence: bool = False
@@ -178,9 +178,8 @@ class Costs:
         for name, step in report.drafts.items():
             if step.passes and not step.num_catchup_tokens:
                 cost = self.draft(name)
-                cost.observe(
-                    step.seconds, step.passes * float(cost.ratio((step.num_nodes - step.num_found) / step.passes))
-                )
+                num_ratios = step.passes * float(cost.ratio((step.num_nodes - step.num_found) / step.passes))
+                cost.observe(step.seconds - step.search_s, num_ratios)
 
 
 def of_runner(runner: Runner, anew: bool = False) -> PassTime:

@@ -41,8 +41,8 @@ class Reading:
     def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
         """Count a round of the request, by the stop of its chain."""
         self.num_unread = self.num_unread if stop.num_unread is None else stop.num_unread
-        if stop.search is not None and not stop.confidences:  # the model was not asked, and may have been right
-            gained = num_accepted - sum(stop.search.worth[:num_drafted])
+        if not stop.confidences:  # the model was not asked, and may have been right
+            gained = num_accepted - sum(stop.search.worth[:num_drafted] if stop.search is not None else ())
             self.owed = max(0.0, self.owed + self.gain - gained)
         if num_drafted:
             self.is_read |= bool(stop.confidences)

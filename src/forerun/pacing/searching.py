@@ -1,0 +1,86 @@
+"""Whether a text is searched: that takes time whether or not anything is found.
+
+A search takes a tenth of a millisecond of a text, which is nothing beside a pass of a large model, and half of the step
+of a small one with a batch. So what searches gain is counted, and where it is less than the time is worth they become
+probes, which take so small a share of the time that they need not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from forerun.types import DraftStep
+
+SHARE = 0.01  # of the time: what searches may take that do not pay
+FEW, MOST_SPARED = 4, 8  # searches for which that time is saved up: before there are probes, and at most
+FIRST_GAIN, FIRST_WEIGHT = 0.5, 8.0  # tokens that a search gains, before any; and how many searches that is worth
+MEMORY = 32  # searches until the weight of one is 1/e
+REQUEST_WEIGHT = 4.0  # searches that the gain of all requests is worth beside a request's own
+FRESH = 0.05  # weight of a new measurement in the slow average of seconds
+
+
+@dataclass
+class _Gains:
+    """Decaying sums of searches, and of the tokens that they gained."""
+
+    num: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, tokens: float) -> None:
+        keep = 1 - 1 / MEMORY
+        self.num, self.tokens = keep * self.num + 1, keep * self.tokens + tokens
+
+    def mean(self, expected: float = 0.0, weight: float = 0.0) -> float:
+        return (self.tokens + weight * expected) / (self.num + weight)
+
+
+@dataclass
+class Searching:
+    """What searches of one drafter take and gain.
+
+    search_s: seconds of one text, with its part of those in which a step decides about drafts; None = not known yet.
+    """
+
+    search_s: float | None = None
+    _all: _Gains = field(default_factory=lambda: _Gains(FIRST_WEIGHT, FIRST_WEIGHT * FIRST_GAIN))
+    _requests: dict[int, _Gains] = field(default_factory=dict)
+    _spared_s: float = 0.0
+    _last: dict[int, int] = field(default_factory=dict)  # by request: the step of its last probe
+
+    def pays(self, request: int, rate: float) -> bool:
+        """Return whether a search gains more than its time. rate: tokens per second that all requests make."""
+        gain = self._all.mean()
+        if (own := self._requests.get(request)) is not None:
+            gain = own.mean(gain, REQUEST_WEIGHT)
+        return gain >= rate * (self.search_s or 0.0)
+
+    def probes(self, requests: Iterable[int], step: int) -> set[int]:
+        """Return those that are searched although it does not pay, and count it: who waits longest comes first."""
+        num = int(self._spared_s / self.search_s) if self.search_s else MOST_SPARED
+        chosen = sorted(requests, key=lambda request: self._last.get(request, -1))[:num]
+        self._last |= dict.fromkeys(chosen, step)
+        self._spared_s -= len(chosen) * (self.search_s or 0.0)
+        return set(chosen)
+
+    def may_probe(self) -> bool:
+        """Return whether there is time for probes; several at once, for the decision costs as much as one does."""
+        return self._spared_s >= FEW * (self.search_s or 0.0)
+
+    def observe(self, request: int, gain: float) -> None:
+        """Add a search. gain: tokens that were accepted of its guess, less those that it cost."""
+        self._all.add(gain)
+        self._requests.setdefault(request, _Gains()).add(gain)
+
+    def observe_step(self, seconds: float, drafting: DraftStep | None, deciding_s: float) -> None:
+        """Add a step, what the drafter did in it, and the seconds that it took to decide about drafts."""
+        self._spared_s = min(self._spared_s + SHARE * seconds, MOST_SPARED * (self.search_s or 0.0))
+        if drafting is not None and drafting.num_searched:
+            found = (drafting.search_s + max(0.0, deciding_s)) / drafting.num_searched
+            had = found if self.search_s is None else self.search_s
+            self.search_s = had + FRESH * (min(found, 3 * had) - had)  # another process may have held one up
+
+    def forget(self, request: int) -> None:
+        """Forget what a request has shown."""
+        self._requests.pop(request, None)
+        self._last.pop(request, None)
