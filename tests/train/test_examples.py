@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -232,7 +233,7 @@ def test_a_seed_repeats_itself_and_splits_do_not_overlap(tmp_path: Path) -> None
     assert not any(e.target in e.also for e in examples.read(tmp_path / "a", "bench"))
 
 
-def test_a_docstring_becomes_a_source_and_its_first_sentence(tmp_path: Path) -> None:
+def test_a_docstring_becomes_shuffled_sources_and_its_first_sentence(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         'def area(width, *, height=2):\n    """Return the area of\n    a field. In metres.\n\n    Raises nothing.\n    """\n'  # noqa: E501
@@ -242,10 +243,31 @@ def test_a_docstring_becomes_a_source_and_its_first_sentence(tmp_path: Path) -> 
     )
     assert list(summary.summaries(path)) == [], "no Python"
     path.write_text(path.read_text().replace("def broken(:\n", ""))
-    assert list(summary.summaries(path)) == [
-        ("summarize: area(width, height) In metres. Raises nothing.", "Return the area of a field."),
-        ("summarize: class Box Args: none of them is needed.", "Hold a few things."),
-    ]
+    found: dict[str, set[str]] = {}
+    for source, target in summary.summaries(path):
+        found.setdefault(target, set()).add(source)
+    own = {" ".join(order) for order in permutations(("Return the area of a field.", "In metres.", "Raises nothing."))}
+    area = found.pop("Return the area of a field.")
+    assert 2 <= len(area) <= summary.ORDERS
+    assert area <= {f"summarize: area(width, height) {order}" for order in own}
+    assert found == {
+        "Hold a few things.": {
+            "summarize: class Box Args: none of them is needed. Hold a few things.",
+            "summarize: class Box Hold a few things. Args: none of them is needed.",
+        }
+    }
+    assert list(summary.summaries(path)) == list(summary.summaries(path))
+
+
+def test_a_source_is_cut_but_never_the_sentence_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f'def f(x):\n    """Do it with a word. {"Or else not at all. " * 40}"""\n')
+    sources = [source for source, target in summary.summaries(path) if target == "Do it with a word."]
+    assert sources
+    assert all(
+        len(source) <= summary.SOURCE_CHARACTERS and source.count("Do it with a word.") == 1 for source in sources
+    )
+    assert all(len(source) > summary.SOURCE_CHARACTERS - 20 for source in sources)
 
 
 def test_whole_packages_are_held_out(tmp_path: Path) -> None:

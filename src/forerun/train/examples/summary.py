@@ -1,14 +1,16 @@
-"""The summary task: a docstring of an installed package without its first sentence, and that sentence.
+"""The summary task: the sentences of a docstring in another order, and the one of them that sums it up.
 
-The source is the signature and what the docstring says behind its first sentence, which whoever wrote the code meant
-as the summary: it is the target. Whole folders of packages, and whole modules of the standard library, are held
-out.
+The source is the signature and sentences of an installed package's docstring, shuffled; the target is the one that its
+author wrote first, as the summary. So the words of a summary are to be found in its source, as most are in the news
+summaries of the paper (extractive fragments, Grusky et al. 2018). Whole folders of packages, and whole modules of the
+standard library, are held out.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import random
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ from pathlib import Path
 from forerun.train.corpus import list_sources, read_source, stdlib_folder
 
 PREFIX = "summarize: "
-SOURCE_CHARACTERS = 360
+SOURCE_CHARACTERS = 300
 SIGNATURE_CHARACTERS = 100
 MOST_CHARACTERS, LEAST_WORDS = 110, 3  # of a first sentence
+ORDERS = 3  # in which the sentences of one docstring are told
 SKIPPED = frozenset({"tests", "test", "_vendor", "testing", "__pycache__"})
 
 
@@ -36,7 +39,7 @@ def installed_sources() -> Iterator[tuple[str, Path]]:
 
 
 def summaries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield source and target of every documented function and class of a file; nothing for one that is no Python."""
+    """Yield sources and target of every documented function and class of a file; nothing for one that is no Python."""
     text = read_source(path)
     if text is None or '"""' not in text:
         return
@@ -48,25 +51,34 @@ def summaries(path: Path) -> Iterator[tuple[str, str]]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = example(node)
-            if found is not None:
-                yield found
+            yield from told(node)
 
 
-def example(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[str, str] | None:
-    """Return source and target of a docstring; None where its first sentence is long or no text, or all."""
-    said = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-    paragraph, _, below = said.partition("\n\n")
-    first, _, more = " ".join(paragraph.split()).partition(". ")
-    first = first.removesuffix(".") + "."
-    rest = " ".join(f"{more} {below}".split())
-    is_text = first[0].isalpha() and first.isascii() and len(first.split()) >= LEAST_WORDS
-    if not is_text or len(rest) < 20 or len(first) > MOST_CHARACTERS or first.endswith(":."):
-        return None
-    source = f"{PREFIX}{signature(node)} {rest}"
-    if len(source) > SOURCE_CHARACTERS:
-        source = source[:SOURCE_CHARACTERS].rpartition(" ")[0]
-    return source, first
+def told(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield sources and target of a docstring; none where its first sentence is long, no text, or all."""
+    first, *rest = sentences(inspect.cleandoc(ast.get_docstring(node, clean=False) or "")) or [""]
+    is_text = first[:1].isalpha() and first.isascii() and len(first.split()) >= LEAST_WORDS
+    if not is_text or not rest or len(first) > MOST_CHARACTERS or first.endswith(":."):
+        return
+    begin = f"{PREFIX}{signature(node)}"
+    kept = [first]
+    for sentence in rest:
+        left = SOURCE_CHARACTERS - len(" ".join([begin, *kept])) - 1
+        cut = sentence if len(sentence) <= left else sentence[: left + 1].rpartition(" ")[0]
+        if not cut:
+            break
+        kept.append(cut)
+    if len(kept) == 1:
+        return
+    rng = random.Random(f"{begin} {first}")
+    for order in dict.fromkeys(tuple(rng.sample(kept, len(kept))) for _ in range(ORDERS)):
+        yield " ".join([begin, *order]), first
+
+
+def sentences(docstring: str) -> list[str]:
+    """Return the sentences, one line each, with their periods; a paragraph ends a sentence."""
+    pieces = [piece for paragraph in docstring.split("\n\n") for piece in " ".join(paragraph.split()).split(". ")]
+    return [piece.removesuffix(".") + "." for piece in pieces if piece.strip(". ")]
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
