@@ -510,6 +510,19 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(llm: LLM, monkeypatc
     assert llm.generate(PROMPTS[0], params())[0].token_ids == expected
 
 
+def test_a_request_that_cannot_be_admitted_ends_with_the_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails of what an admission opens: none waits for ever, and the cache is whole."""
+    expected = llm.generate(PROMPTS[0], params())[0].token_ids
+    cache, drafter = llm.engine.runner.cache, llm.engine.drafter
+    for owner, name in ((cache, "open"), (drafter, "resumes_from"), (drafter, "begin")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *given: 1 // 0)
+            with pytest.raises(InternalError, match="the step failed: ZeroDivisionError"):
+                within_time(collect(llm, PROMPTS[0]))
+        assert_idle(llm)
+    assert llm.generate(PROMPTS[0], params())[0].token_ids == expected
+
+
 def in_a_child(work: Callable[[], str]) -> str:
     """What `work` says, or the error that it raises, in a child of fork."""
     read, write = os.pipe()

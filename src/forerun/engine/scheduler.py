@@ -176,6 +176,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         seq = request.seq
+        bisect.insort(self.running, request, key=_rank)  # first: whatever fails below, it is found and ended
         found = self.cache.open(seq.id, seq.tokens, seq.salt)
         if self.sources is not None:
             self.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
@@ -185,7 +186,6 @@ class Scheduler:
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
         self.drafter.begin(seq)
-        bisect.insort(self.running, request, key=_rank)
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
