@@ -141,7 +141,7 @@ def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
         text = tokens_of(3, 9)
         numbers = model.numbers({0: 0}, {0: 9 + 4}, {})
-        ((ids,), _) = model.model.run_ahead(
+        ((ids,), _, _) = model.model.run_ahead(
             text,
             list(range(9)),
             [9],
