@@ -121,12 +121,14 @@ class Prices:
     """What drafting costs in a step.
 
     rate: tokens per second that all requests make. rows_s [spec_length]: seconds of each further row of the target's
-    pass. num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter.
+    pass. num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter. worth: by
+    drafter, what is told of them (`Stop.worth`), made once.
     """
 
     rate: float
     rows_s: Floats
     num_going: Floats
+    worth: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def rows(self) -> Floats:
@@ -170,10 +172,14 @@ class Stops:
 
     def stop(self, seq: Sequence, prices: Prices) -> Stop:
         """Return when the chain of a request ends."""
+        if (worth := prices.worth.get(seq.draft)) is None:
+            pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
+            costs_s = pass_s + prices.rows_s
+            costs_s[0] += self.costs.deciding_s
+            worth = np.minimum(prices.rate * costs_s, 2.0).tolist()
+            prices.worth[seq.draft] = worth
         shares, share = self.of(seq.draft).shares(seq.id)
-        pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
-        worth = np.minimum(prices.rate * (pass_s + prices.rows_s), 2.0)
-        return Stop(shares, worth.tolist(), share)
+        return Stop(shares, worth, share)
 
     def search(self, seq: Sequence, prices: Prices) -> Stop:
         """Return when a guess ends that the request's drafter finds in the text before it asks its model."""
@@ -198,6 +204,9 @@ class Stops:
 
 def promised(stop: Stop) -> tuple[float, float]:
     """Return the tokens of a round that drafts as long as a usual token is worth it, and what it gains of them."""
-    survival, worth = np.cumprod(np.full(len(stop.worth), stop.share)), np.array(stop.worth)
-    num = int(np.logical_and.accumulate(survival >= worth).sum())
-    return 1 + float(survival[:num].sum()), float((survival - worth)[:num].sum())
+    survival, tokens, gain = stop.share, 1.0, 0.0
+    for worth in stop.worth:
+        if survival < worth:
+            break
+        tokens, gain, survival = tokens + survival, gain + survival - worth, survival * stop.share
+    return tokens, gain
