@@ -13,7 +13,7 @@ from forerun.bench.latency import WORKLOADS, EncoderClock, ForwardClock, planned
 from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
 from forerun.engine.llm import LLM
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.theory import formulas
 from forerun.types import SamplingParams, StepReport
 from tiny import write_tiny
@@ -131,6 +131,20 @@ def test_answers_end_where_the_model_ends_them(tmp_path: Path) -> None:
         ends[until_end] = made[1.0, PLAIN].num_tokens
     assert ends[False] == [200] * 4
     assert min(ends[True]) < 200
+
+
+def test_drafts_are_timed_and_one_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 1 as at 0: chains are drawn in one call of the runner."""
+    plan = LatencyPlan(num_repeats=1, max_tokens=12, temperatures=(0.0, 1.0))
+    with LLM("shipped", draft="model", pacing="fixed", spec_length=3, max_seq_len=64) as llm:
+        with latency.progress_bar() as progress:
+            made = latency.tallied({MODEL: llm}, [("a", "def f(")], plan, progress)
+        assert all(step.num_drafted and step.draft_s for tally in made.values() for step in tally.steps[:2])
+        runner = llm.engine.drafter.first.runner
+        monkeypatch.setattr(runner, "run_ahead", lambda *given, **more: 1 // 0)
+        monkeypatch.setattr(runner, "forward", lambda *given, **more: 1 // 0)
+        with latency.progress_bar() as progress, pytest.raises(InternalError, match="ZeroDivisionError"):
+            latency.tallied({MODEL: llm}, [("a", "def f(")], plan, progress)
 
 
 def test_each_prompt_begins_with_another_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,9 @@ class Clock:
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the same call, whose seconds count."""
 
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **more: Any) -> Any:
             started = time.perf_counter()
-            found = call(*given)
+            found = call(*given, **more)
             self.seconds += time.perf_counter() - started
             return found
 
@@ -262,6 +262,8 @@ def tallied(
     are in the order of repeats, and of prompts within each. Two variants may be one engine.
     """
     order, by_id = list(llms), {id(llm): llm for llm in llms.values()}
+    for llm in by_id.values():
+        llm.engine.drafter.spares = False  # one that fails ends the measurement, which would be of plain decoding
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
     encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
