@@ -255,7 +255,16 @@ GEMMA = {"model_type": "gemma3_text", "vocab_size": 258, "hidden_size": 96, "int
          "query_pre_attn_scalar": 32, "sliding_window": 7, "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 256,
         "layer_norm_epsilon": float(np.float32(1e-5))}  # fmt: skip
-OTHERS = {"gemma3": read_config(GEMMA), "gpt2": read_config(GPT2)}
+SIZES = {"vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
+PLAIN_SIZES = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+EPS = float(np.float32(1e-5))
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+RAW: dict[str, dict[str, Any]] = {
+    "llama-yarn": {**SIZES, "model_type": "llama", "rope_scaling": YARN},
+}  # fmt: skip
+OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}
 
 
@@ -393,9 +402,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general__architecture": "phi3"}, "general.architecture='phi3', which is not supported"),
+    "architecture": ({"general__architecture": "bloom"}, "general.architecture='bloom', which is not supported"),
     "pieces": ({"split__count": 3}, "is one of 3 pieces"),
-    "yarn": ({"llama__rope__scaling__type": "yarn"}, "rope_type='yarn', which forerun does not compute"),
+    "longrope": ({"llama__rope__scaling__type": "longrope"}, "short_factor=None, which is not supported"),
+    "ext factor": (
+        {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+        "sets llama.rope.scaling.yarn_ext_factor=0.5, which forerun does not compute",
+    ),
+    "attn factor": ({"llama__rope__scaling__attn_factor": 0.5}, "sets llama.rope.scaling.attn_factor=0.5, which"),
     "experts": ({"llama__expert_count": 8}, "sets llama.expert_count=8, which forerun does not compute"),
     "scale": ({"llama__logit_scale": 0.5}, "sets llama.logit_scale=0.5, which forerun does not compute"),
     "partial": ({"llama__rope__dimension_count": 8}, "sets llama.rope.dimension_count=8, which forerun does not"),

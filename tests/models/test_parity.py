@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from forerun import LLM, SamplingParams, native
+from forerun.errors import PromptTooLong
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner, pack
+from forerun.ops import make as make_ops
 from forerun.ops.torch import TorchModel
 
 Raw = dict[str, Any]
@@ -48,6 +52,31 @@ GEMMA = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_atte
          "num_key_value_heads": 2, "max_position_embeddings": 256, "query_pre_attn_scalar": 13, "sliding_window": 6,
          "model_type": "gemma3_text", "final_logit_softcapping": 3.0}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 60,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+PLAIN_SIZES = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
+NEOX = {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"}}
+YARN_OF_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    **YARN_OF_4,
+    "rope_theta": 1e3,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+    "max_position_embeddings": 256,
+}
 WHOLE: dict[str, Raw] = {
     "gemma3": {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_theta": 1e5,
                "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -57,6 +86,13 @@ WHOLE: dict[str, Raw] = {
                  "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}},
     "gpt2": GPT2,
     "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
+}  # fmt: skip
+
+# What holds more than a text model, which is compared beside it.
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14}  # fmt: skip
+UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
+SEEING: dict[str, Raw] = {
 }  # fmt: skip
 
 
@@ -182,6 +218,43 @@ def path_to(node: int, parents: list[int]) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
+
+
+@pytest.mark.parametrize("case", SEEING)
+def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """As transformers writes the whole, under the names of both its generations; what runs is said in a line."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SEEING[case])
+    oracle = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in oracle.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.15 + ("norm" in name and case != "gemma3"))
+    oracle.save_pretrained(tmp_path / "now")
+    tokens = tokens_of(30, 1)
+    with torch.inference_mode():
+        expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
+    found = load_file(tmp_path / "now" / "model.safetensors")
+    assert any("vision_tower" in name for name in found)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "config.json").write_text(json.dumps(SEEING[case]))
+    save_file({_other_name(name): weight for name, weight in found.items()}, tmp_path / "before" / "model.safetensors")
+    for folder in ("now", "before"):
+        model = load_checkpoint(tmp_path / folder).model
+        runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=64))
+        runner.cache.open(0)
+        assert_close(runner.forward([Run(0, tokens)]).logits[0], expected)
+        assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
+
+
+def _other_name(name: str) -> str:
+    """What the other generation of transformers calls a tensor."""
+    if name.startswith("language_model.model."):
+        return "model." + name.replace("language_model.model.", "language_model.")
+    if name.startswith("model.language_model."):
+        return name.replace("model.language_model.", "language_model.model.")
+    return {"lm_head.weight": "language_model.lm_head.weight", "language_model.lm_head.weight": "lm_head.weight"}.get(
+        name, name.removeprefix("model.")
+    )
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
