@@ -263,6 +263,10 @@ EPS = float(np.float32(1e-5))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 RAW: dict[str, dict[str, Any]] = {
     "llama-yarn": {**SIZES, "model_type": "llama", "rope_scaling": YARN},
+    "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 7, "original_max_position_embeddings": 8192},
+    "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
+                  "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0],
+                  "long_factor": [1.0, 2.0, 4.0, 8.0]}, "tie_word_embeddings": True},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}

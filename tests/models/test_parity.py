@@ -86,6 +86,13 @@ WHOLE: dict[str, Raw] = {
                  "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}},
     "gpt2": GPT2,
     "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
+    "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 6, "original_max_position_embeddings": 128},
+    "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
+                  "tie_word_embeddings": True, "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5],
+                  "long_factor": [1.0, 2.0, 4.0]}, "full_attn_mod": 1, "interpolate_factor": 1},
+    "phi3-5": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "rope_parameters": {
+               "rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3],
+               "long_factor": [1.0, 2.0], "original_max_position_embeddings": 64, "attention_factor": 1.2}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
@@ -255,6 +262,32 @@ def _other_name(name: str) -> str:
     return {"lm_head.weight": "language_model.lm_head.weight", "language_model.lm_head.weight": "lm_head.weight"}.get(
         name, name.removeprefix("model.")
     )
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
+    """The long one where a text may be longer than those of training, as transformers has it for such a text."""
+    raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}
+    folder = write_checkpoint(raw)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    assert load_checkpoint(folder).model.config.max_positions == 16
+    operators = make_ops(ops, "cpu")
+    for longest, tokens in ((16, tokens_of(16, 1)), (17, tokens_of(17, 2)), (64, tokens_of(50, 3))):
+        model = load_checkpoint(folder, ops=operators, max_seq_len=longest, dtype="float32").model
+        cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=longest)
+        cache.open(0)
+        found = Runner(model, cache).forward([Run(0, tokens)]).logits[0]
+        with torch.inference_mode():
+            assert_close(found, oracle(torch.tensor([tokens])).logits[0])
+    options: Raw = {"draft": "none", "dtype": "float32", "ops": ops}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    (out,) = LLM(str(folder), max_seq_len=64, **options).generate([tokens_of(20, 4)], params)
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([tokens_of(20, 4) + out.token_ids])).logits[0, 19:-1]
+    chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+    with pytest.raises(PromptTooLong):
+        LLM(str(folder), **options).generate([tokens_of(20, 4)], params)
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
