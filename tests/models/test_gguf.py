@@ -267,6 +267,8 @@ RAW: dict[str, dict[str, Any]] = {
     "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
                   "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0],
                   "long_factor": [1.0, 2.0, 4.0, 8.0]}, "tie_word_embeddings": True},
+    "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}

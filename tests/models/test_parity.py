@@ -93,6 +93,12 @@ WHOLE: dict[str, Raw] = {
     "phi3-5": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "rope_parameters": {
                "rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3],
                "long_factor": [1.0, 2.0], "original_max_position_embeddings": 64, "attention_factor": 1.2}},
+    "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0,
+               "rope_theta": 1e3, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2-5": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 2, "attention_bias": True,
+                 "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": False,
+                 "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                 "rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
