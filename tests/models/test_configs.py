@@ -119,6 +119,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("phi3", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "does not mix"),
     ("gemma2", {"hidden_act": "silu"}, "hidden_act='silu'.*must be 'gelu_pytorch_tanh'"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("ministral3", {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*must be a number in 0.001"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 3}}, "sets mscale=3"),
     ("llama", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, "rope_theta=10000.0.*must be 5.0"),

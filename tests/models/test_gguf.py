@@ -269,6 +269,8 @@ RAW: dict[str, dict[str, Any]] = {
                   "long_factor": [1.0, 2.0, 4.0, 8.0]}, "tie_word_embeddings": True},
     "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 3.0},
+    "ministral3": {**SIZES, "model_type": "ministral3", "head_dim": 16, "rope_parameters": {**YARN, "mscale": 1.0,
+                   "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.25}},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}

@@ -99,6 +99,10 @@ WHOLE: dict[str, Raw] = {
                  "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": False,
                  "attn_logit_softcapping": None, "final_logit_softcapping": None,
                  "rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0}},
+    "ministral3": {**SIZES, "model_type": "ministral3", "rope_parameters": YARN, "tie_word_embeddings": True},
+    "ministral3-window": {**SIZES, "model_type": "ministral3", "sliding_window": 7, "rope_parameters": {
+                          **YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": None, "beta_fast": 2.0,
+                          "beta_slow": 0.1, "attention_factor": 1.3}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
