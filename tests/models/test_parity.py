@@ -103,6 +103,10 @@ WHOLE: dict[str, Raw] = {
     "ministral3-window": {**SIZES, "model_type": "ministral3", "sliding_window": 7, "rope_parameters": {
                           **YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": None, "beta_fast": 2.0,
                           "beta_slow": 0.1, "attention_factor": 1.3}},
+    "granite": {**SIZES, "model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.31,
+                "residual_multiplier": 0.22, "logits_scaling": 7.0, "tie_word_embeddings": True},
+    "granite-biases": {**SIZES, "model_type": "granite", "attention_bias": True, "mlp_bias": True, "rope_parameters":
+                       {"rope_theta": 1e3, **YARN_OF_4}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
