@@ -107,6 +107,11 @@ WHOLE: dict[str, Raw] = {
                 "residual_multiplier": 0.22, "logits_scaling": 7.0, "tie_word_embeddings": True},
     "granite-biases": {**SIZES, "model_type": "granite", "attention_bias": True, "mlp_bias": True, "rope_parameters":
                        {"rope_theta": 1e3, **YARN_OF_4}},
+    "smollm3": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 5, "rope_theta": 5e3, "pretraining_tp": 2,
+                "max_window_layers": 28, "use_sliding_window": False, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "smollm3-window": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2,
+                       "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False,
+                       "attention_bias": True, "mlp_bias": True, "rope_theta": 1e3},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
