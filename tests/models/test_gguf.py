@@ -274,6 +274,7 @@ RAW: dict[str, dict[str, Any]] = {
     "granite": {**SIZES, "model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.3125,
                 "residual_multiplier": 0.25, "logits_scaling": 8.0, "tie_word_embeddings": True},
     "smollm3": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 5, "rope_theta": 5e3},
+    "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 5e3},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}

@@ -112,6 +112,9 @@ WHOLE: dict[str, Raw] = {
     "smollm3-window": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2,
                        "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False,
                        "attention_bias": True, "mlp_bias": True, "rope_theta": 1e3},
+    "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 1e3},
+    "olmo2-biases": {**SIZES, "model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True,
+                     "rope_scaling": {"type": "linear", "factor": 2.0}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
