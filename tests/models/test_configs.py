@@ -125,6 +125,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("smollm3", {"no_rope_layers": [0, 0]}, "no_rope_layers=.*a layer that has rotary positions"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.*at least 2 numbers"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ("glm4", {"partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4.*even part"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*must be a number in 0.001"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 3}}, "sets mscale=3"),
     ("llama", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, "rope_theta=10000.0.*must be 5.0"),

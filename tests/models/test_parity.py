@@ -115,6 +115,9 @@ WHOLE: dict[str, Raw] = {
     "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 1e3},
     "olmo2-biases": {**SIZES, "model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True,
                      "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "glm4": {**SIZES, "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4-5": {**SIZES, "model_type": "glm4", "attention_bias": False, "tie_word_embeddings": True,
+               "rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.75}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
