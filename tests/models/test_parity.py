@@ -118,6 +118,10 @@ WHOLE: dict[str, Raw] = {
     "glm4": {**SIZES, "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4-5": {**SIZES, "model_type": "glm4", "attention_bias": False, "tie_word_embeddings": True,
                "rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.75}},
+    "starcoder2": {**PLAIN_SIZES, "model_type": "starcoder2", "sliding_window": 6, "use_bias": True,
+                   "norm_epsilon": 1e-4, "mlp_type": "default", "scale_attn_weights": True},
+    "starcoder2-no-biases": {**PLAIN_SIZES, "model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu",
+                             "tie_word_embeddings": False, "rope_theta": 1e3},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
