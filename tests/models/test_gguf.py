@@ -277,6 +277,8 @@ RAW: dict[str, dict[str, Any]] = {
     "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 5e3},
     "glm4": {**SIZES, "model_type": "glm4", "head_dim": 16},
     "starcoder2": {**PLAIN_SIZES, "model_type": "starcoder2", "norm_epsilon": EPS, "sliding_window": 7},
+    "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"},
+                 "layer_norm_eps": EPS},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}

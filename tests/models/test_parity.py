@@ -122,6 +122,10 @@ WHOLE: dict[str, Raw] = {
                    "norm_epsilon": 1e-4, "mlp_type": "default", "scale_attn_weights": True},
     "starcoder2-no-biases": {**PLAIN_SIZES, "model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu",
                              "tie_word_embeddings": False, "rope_theta": 1e3},
+    "gpt_neox": {**NEOX, "rotary_pct": 0.4, "rotary_emb_base": 1000},
+    "gpt_neox-in-turn": {**NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
+                         "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e3, "rope_type": "linear",
+                         "factor": 2.0, "partial_rotary_factor": 1.0}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
