@@ -133,6 +133,11 @@ EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         "patch_size": 14}  # fmt: skip
 UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
 SEEING: dict[str, Raw] = {
+    "mistral3": {"model_type": "mistral3", "tie_word_embeddings": False, "text_config": WHOLE["ministral3"],
+                 "vision_config": {**EYES, "model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 2},
+    "gemma3": {"model_type": "gemma3", "mm_tokens_per_image": 1, "vision_config":
+               {**EYES, "model_type": "siglip_vision_model"}, "text_config": {**UNCAPPED, "num_hidden_layers": 3,
+               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}},
 }  # fmt: skip
 
 
