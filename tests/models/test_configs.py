@@ -19,7 +19,7 @@ from forerun.models.loading import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations
 from models.test_encoder_decoders import BART, T5
-from models.test_parity import GPT2, SEEING, WHOLE
+from models.test_parity import GPT2, NEOX, SEEING, WHOLE
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -75,6 +75,47 @@ def test_what_published_files_say_besides_is_inert() -> None:
     more |= {"output_past": True, "n_ctx": 256, "initializer_range": 0.02, "architectures": ["GPT2LMHeadModel"]}
     assert read_config(GPT2 | more) == read_config(GPT2)
     assert read_config(WHOLE["gemma3"] | {"cache_implementation": "hybrid"}) == read_config(WHOLE["gemma3"])
+
+
+# Of published files, all that is not a size, an id or a date.
+FILES: list[tuple[str, Raw]] = [
+    ("phi3", {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config",
+              "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM", "AutoTokenizer": "Xenova/gpt-4o"},
+              "embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+              "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+              "rope_scaling": {"long_factor": [1, 1.118320672, 32.5], "short_factor": [1, 1, 1], "type": "longrope"},
+              "sliding_window": 262144, "tie_word_embeddings": True}),
+    ("gemma2", {"attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+                "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": 256, "sliding_window": 4096, "_attn_implementation_autoset": True}),
+    ("granite", {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
+                 "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000000.0, "mlp_bias": False}),
+    ("smollm3", {"layer_types": ["full_attention"] * 2, "max_window_layers": 28, "mlp_bias": False,
+                 "no_rope_layer_interval": 4, "no_rope_layers": [1, 1], "pretraining_tp": 2, "rope_scaling": None,
+                 "sliding_window": None, "use_sliding_window": False}),
+    ("olmo2", {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000}),
+    ("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}),
+    ("starcoder2", {"rms_norm_eps": None, "activation_function": "gelu", "hidden_act": "gelu_pytorch_tanh",
+                    "attention_softmax_in_fp32": True, "embedding_dropout": 0.1, "layer_norm_epsilon": 1e-05,
+                    "mlp_type": "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "residual_dropout": 0.1,
+                    "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True,
+                    "scale_attn_weights": True, "sliding_window": 4096, "use_bias": True}),
+    ("gpt_neox", {**NEOX,
+                  "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "hidden_act": "gelu_fast",
+                  "rotary_emb_base": 10000, "rotary_pct": 0.4, "tie_word_embeddings": False,
+                  "use_parallel_residual": True, "classifier_dropout": 0.1, "is_decoder": True}),
+    ("ministral3", {"rope_theta": 1000000.0, "sliding_window": None, "rope_parameters": {"beta_fast": 32.0,
+                    "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 16384, "rope_type": "yarn", "type": "yarn"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "keys"), FILES, ids=[case[0] for case in FILES])
+def test_published_files_are_read(llama_raw: Raw, model_type: str, keys: Raw) -> None:
+    if "model_type" not in keys:
+        del llama_raw["rope_theta"]
+        keys = llama_raw | {"model_type": model_type} | keys
+    assert read_config(keys).model_type == model_type
 
 
 def test_a_null_theta_is_the_usual_one() -> None:

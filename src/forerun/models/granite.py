@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with four numbers more, of embeddings, scores, what each part adds, and logits."""
+"""Granite 3 (dense): Llama with four numbers more, of embeddings, scores, what each part adds, and logits."""
 
 from __future__ import annotations
 
