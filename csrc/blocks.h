@@ -15,6 +15,8 @@ struct AttentionPart {
     float scale;    // of the scores
     float softcap;  // 0 = none
     int window;     // 0 = all
+    double position_beta;   // q is scaled by 1 + beta log(1 + position / step), the quotient rounded down; 0 = it is not
+    int64_t position_step;
     int rotation;   // which of a model's tables of cos and sin, -1 = none
     int turned;     // dimensions of a head that are rotated
     bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
@@ -40,7 +42,7 @@ struct Block {
     std::optional<Norm> pre_attention, post_attention, pre_mlp, post_mlp;
     std::optional<AttentionPart> attention;
     std::optional<MlpPart> mlp;
-    bool norms_sum;
+    bool norms_sum, parallel;  // parallel: both parts read the rows that come in
     float branch_scale;
 };
 

@@ -236,8 +236,11 @@ void Model::forward(const Pass& pass) {
 
 void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
+    // Of a parallel block the feed-forward part reads the rows before attention adds to them.
+    if (block.parallel && block.mlp) feed(thread, block, b);
     if (block.attention) run_attention(thread, index, pass, b);
-    if (block.mlp) run_mlp(thread, block, b);
+    if (!block.parallel && block.mlp) feed(thread, block, b);
+    if (block.mlp) add_branch(thread, block, block.post_mlp, *block.mlp->down, b.inputs_of(*block.mlp->down, b.ffn), b);
 }
 
 void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
@@ -267,11 +270,11 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     add_branch(thread, block, block.post_attention, *a.o, b.inputs_of(*a.o, b.inputs), b);
 }
 
-void Model::run_mlp(int thread, const Block& block, Buffers& b) {
+// The inputs of the feed-forward part's last product.
+void Model::feed(int thread, const Block& block, Buffers& b) {
     const MlpPart& mlp = *block.mlp;
     const Inputs inner = b.inputs_of(*mlp.down, b.ffn);
     times_rows(thread, b.residual, parts_.hidden_size, block.pre_mlp, *mlp.up, activated_as(inner, mlp.act, mlp.gated), b);
-    add_branch(thread, block, block.post_mlp, *mlp.down, inner, b);
 }
 
 // The product of rows behind their norm, where they have one.
@@ -340,7 +343,12 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
             for (int i = turned; i < dim && scale != 1.0f; ++i) x[i] *= scale;
         }
     };
-    norm(q, a.heads, a.q_norm), turn(q, a.heads, a.scale);
+    float scale = a.scale;
+    if (a.position_beta != 0.0) {
+        const auto steps = static_cast<double>(pass.positions[row] / a.position_step);
+        scale *= static_cast<float>(1.0 + a.position_beta * std::log(1.0 + steps));
+    }
+    norm(q, a.heads, a.q_norm), turn(q, a.heads, scale);
     if (a.sees == Sees::source) return;  // whose keys and values are there
     norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
     turn(key, a.kv_heads, 1.0f);

@@ -127,7 +127,7 @@ class Model {
     void enter(const Pass& pass, int row, float* x) const;
     void run_block(int thread, int index, const Pass& pass, Buffers& b);
     void run_attention(int thread, int index, const Pass& pass, Buffers& b);
-    void run_mlp(int thread, const Block& block, Buffers& b);
+    void feed(int thread, const Block& block, Buffers& b);
     void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w, const Output& to,
                     Buffers& b);
     void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,

@@ -25,12 +25,14 @@ using std::optional, std::string;
 const std::map<string, std::set<string>> READ = {
     {"Norm", {"kind", "eps", "offset", "weight", "bias", "span"}},
     {"Rope", {"theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "dims", "pairs",
-              "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor"}},
+              "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+              "truncate", "far"}},
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "reads", "sees", "bias"}},
+                   "o_bias", "softcap", "reads", "sees", "position_scale", "bias"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias"}},
-    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "branch_scale"}},
+    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "parallel",
+               "branch_scale"}},
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
               "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder",
@@ -42,11 +44,9 @@ const std::map<string, string> WORDS = {
     {"Attention.sinks", "sinks of attention"},
     {"Attention.gate", "gates of attention"},
     {"Attention.k_is_v", "values that are keys"},
-    {"Attention.position_scale", "queries scaled by position"},
     {"Attention.shares_kv_of", "blocks that share keys and values"},
     {"Block.recurrence", "blocks that keep a state"},
     {"Block.experts", "mixtures of experts"},
-    {"Block.parallel", "attention and feed-forward parts side by side"},
     {"Block.out_scale", "scaled outputs of blocks"},
     {"Block.per_layer_input", "embeddings of single layers"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
@@ -164,6 +164,7 @@ class Reader {
         found.pre_mlp = norm(b.attr("pre_mlp"), at + (has_post ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden_);
         found.post_mlp = norm(b.attr("post_mlp"), at + "post_feedforward_layernorm", hidden_);
         found.norms_sum = text(b, "norm_at") == "sum";
+        found.parallel = yes(b, "parallel");
         found.branch_scale = real(b, "branch_scale");
         if (!b.attr("attention").is_none()) found.attention = attention(b.attr("attention"), at);
         if (!b.attr("mlp").is_none()) found.mlp = mlp(b.attr("mlp"), at + "mlp.");
@@ -178,6 +179,11 @@ class Reader {
         found.reads = found.sees == Sees::source ? hidden_ : whole(a, "reads", hidden_);  // a source's own width is its keys'
         found.scale = real(a, "scale", 1.0f / std::sqrt(static_cast<float>(found.head_dim)));
         found.softcap = real(a, "softcap"), found.window = whole(a, "window");
+        const nb::object by_position = a.attr("position_scale");
+        if (!by_position.is_none()) {
+            found.position_beta = nb::cast<double>(by_position[nb::int_(0)]);
+            found.position_step = nb::cast<int64_t>(by_position[nb::int_(1)]);
+        }
         found.q_norm = head_norm(a.attr("q_norm"), own + "q_norm", found.heads, found.head_dim);
         found.k_norm = head_norm(a.attr("k_norm"), own + "k_norm", found.kv_heads, found.head_dim);
         found.v_norm = head_norm(a.attr("v_norm"), own + "v_norm", found.kv_heads, found.head_dim);

@@ -53,8 +53,9 @@ class Rope:
 
     dims: how many dimensions of a head are turned, None = all. pairs: dimension i turns with i + dims/2 ("half"), or
     2i with 2i + 1 ("adjacent"). factor: linear and llama3. low_freq_factor, high_freq_factor: llama3. Both lists of
-    factors are longrope's; attention_factor, beta_fast, beta_slow and mscale are yarn's. original_max_positions: what
-    llama3, yarn and longrope were trained with.
+    factors are longrope's, and far is which of them all positions have: those of texts longer than in training;
+    attention_factor, beta_fast, beta_slow, mscale and truncate are yarn's. original_max_positions: what llama3, yarn
+    and longrope were trained with.
     """
 
     theta: float = 10000.0
@@ -72,6 +73,8 @@ class Rope:
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    truncate: bool = True
+    far: bool = False
 
     def __post_init__(self) -> None:
         _above_zero(dims=self.dims)
@@ -122,7 +125,8 @@ class Attention:
     shares_kv_of: int | None = None
 
     def __post_init__(self) -> None:
-        _above_zero(window=self.window, softcap=self.softcap, reads=self.reads)
+        length = None if self.position_scale is None else self.position_scale[1]
+        _above_zero(window=self.window, softcap=self.softcap, reads=self.reads, position_scale=length)
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,32 @@ class Spec:
             )
         [(kv_heads, head_dim)] = sizes
         return CacheShape(self.num_layers, kv_heads, head_dim)
+
+
+def reaching(spec: Spec, num_tokens: int | None) -> Spec:
+    """Return the spec of a model for texts of at most so many tokens; None = as many as longrope's short factors serve.
+
+    Published code takes longrope's short factors until a text outgrows the texts of training, then the long ones, and
+    computes the whole text again. Here a model has one list for all of its texts, since a row's bits may not depend on
+    what follows it: the short ones where no text may outgrow them, else the long ones.
+    """
+    lengths = {rope.original_max_positions for rope in _ropes(spec) if rope.kind == "longrope"}
+    if not lengths:
+        return spec
+    if num_tokens is None or num_tokens <= min(lengths):
+        return replace(spec, max_positions=min(spec.max_positions, *lengths))
+
+    def far(block: Block) -> Block:
+        a = block.attention
+        if a is None or a.rope is None or a.rope.kind != "longrope":
+            return block
+        return replace(block, attention=replace(a, rope=replace(a.rope, far=True)))
+
+    return replace(spec, blocks=tuple(map(far, spec.blocks)))
+
+
+def _ropes(spec: Spec) -> list[Rope]:
+    return [a.rope for block in spec.blocks if (a := block.attention) is not None and a.rope is not None]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
 from forerun.models.naming import Place, places, published
-from forerun.ops.rotary import inverse_frequencies
+from forerun.ops.rotary import attention_factor, inverse_frequencies
 
 DENSE = ("F32", "F16", "BF16")
 # The float16 numbers of a block, by their first bytes; all other bytes may be anything.
@@ -31,6 +31,8 @@ HALVES = {
     "Q6_K": (208,),
 }
 Array = np.ndarray[Any, Any]
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox"}
+TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> Array:
@@ -66,6 +68,16 @@ def turned_back(weight: Array, num_heads: int) -> Array:
     return parts.swapaxes(1, 2).reshape(weight.shape)
 
 
+def by_part(weight: Array, num_heads: int) -> Array:
+    """Rows of q, k and v as convert_hf_to_gguf.py orders them for gptneox: those of one below those of another."""
+    return weight.reshape(num_heads, 3, -1, *weight.shape[1:]).swapaxes(0, 1).reshape(weight.shape)
+
+
+def by_head(weight: Array, num_heads: int) -> Array:
+    """The inverse of `by_part`."""
+    return weight.reshape(3, num_heads, -1, *weight.shape[1:]).swapaxes(0, 1).reshape(weight.shape)
+
+
 def write_model(
     path: Path,
     config: Spec,
@@ -78,7 +90,7 @@ def write_model(
     quantise: the type of each matrix, by its name in checkpoints. metadata: keys with . as __, on top of the usual
     ones; None leaves one out.
     """
-    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
@@ -90,23 +102,29 @@ def write_model(
         weight, heads = tensor.float().numpy(), 0
         attention = config.blocks[0].attention
         assert attention is not None
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = attention.heads if ".q_proj." in name else attention.kv_heads
             weight = turned(weight, heads)
+        is_by_head = "query_key_value" in name
+        weight = by_part(weight, attention.heads) if is_by_head else weight
         is_turned = arch == "gpt2" and ".c_" in name and weight.ndim == 2  # as the converter turns them
         weight = np.ascontiguousarray(weight.T) if is_turned else weight
-        offset = float(arch == "gemma3" and "norm" in name)
+        offset = float(arch.startswith("gemma") and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
         data = gguf.quants.quantize(weight + np.float32(offset), Type[kind])
         writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), data, raw_dtype=Type[kind])
         numbers = numbers_of(data, kind) - np.float32(offset)
         numbers = turned_back(numbers, heads) if heads else numbers
+        numbers = by_head(numbers, attention.heads) if is_by_head else numbers
         kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
     rope = attention.rope
     if rope is not None and rope.kind == "llama3":
         plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
         factors = plain / inverse_frequencies(rope, attention.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
+    if rope is not None and rope.kind == "longrope":
+        for name, found in (("short", rope.short_factor), ("long", rope.long_factor)):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(found, np.float32))
     finish(writer)
     return {ours: _held(kept[place.name], place) for ours, place in places(names, config, kept).items()}
 
@@ -147,12 +165,34 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
             "attention.key_length": a.head_dim,
             "attention.value_length": a.head_dim,
             "rope.freq_base": full.theta,
-            "rope.dimension_count": a.head_dim,
+            "rope.dimension_count": a.rope.dims or a.head_dim,
             "vocab_size": spec.vocab_size,
         }
         assert full.kind in ROPE_KINDS
         if full.kind == "linear":
             own |= {"rope.scaling.type": "linear", "rope.scaling.factor": full.factor}
+        if full.kind in ("yarn", "longrope"):
+            own |= {"rope.scaling.original_context_length": full.original_max_positions}
+        if full.kind == "yarn":
+            said = {"rope.scaling.yarn_log_multiplier": full.mscale_all_dim}
+            own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": full.factor}
+            own |= {key: value for key, value in said.items() if value is not None}
+        if full.kind == "longrope":
+            own |= {"rope.scaling.attn_factor": attention_factor(full)}
+    if arch == "phi3":
+        own |= {"rope.scaling.original_context_length": a.rope.original_max_positions if a.rope else 0}
+        own |= {"attention.sliding_window": 0}
+    if arch == "granite":
+        first = spec.blocks[0]
+        own |= {"embedding_scale": spec.embed_scale, "attention.scale": a.scale, "residual_scale": first.branch_scale}
+        own |= {"logit_scale": 1 / spec.logit_scale}
+    if arch == "gptneox":
+        own = {key: value for key, value in own.items() if key not in ("rope.freq_base", "attention.head_count_kv")}
+        own |= {"use_parallel_residual": spec.blocks[0].parallel}
+    if a.position_scale is not None:
+        own |= {"attention.temperature_scale": a.position_scale[0]}
+    caps = {"attn_logit_softcapping": a.softcap, "final_logit_softcapping": spec.logit_softcap}
+    own |= {key: value for key, value in caps.items() if value is not None}
     if window := next((x.window for x in found if x.window is not None), None):
         own["attention.sliding_window"] = window
     return {f"{arch}.{key}": value for key, value in own.items()}

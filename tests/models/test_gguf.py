@@ -255,7 +255,32 @@ GEMMA = {"model_type": "gemma3_text", "vocab_size": 258, "hidden_size": 96, "int
          "query_pre_attn_scalar": 32, "sliding_window": 7, "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 256,
         "layer_norm_epsilon": float(np.float32(1e-5))}  # fmt: skip
-OTHERS = {"gemma3": read_config(GEMMA), "gpt2": read_config(GPT2)}
+SIZES = {"vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
+PLAIN_SIZES = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
+EPS = float(np.float32(1e-5))
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+RAW: dict[str, dict[str, Any]] = {
+    "llama-yarn": {**SIZES, "model_type": "llama", "rope_scaling": YARN},
+    "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 7, "original_max_position_embeddings": 8192},
+    "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
+                  "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0],
+                  "long_factor": [1.0, 2.0, 4.0, 8.0]}, "tie_word_embeddings": True},
+    "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
+    "ministral3": {**SIZES, "model_type": "ministral3", "head_dim": 16, "rope_parameters": {**YARN, "mscale": 1.0,
+                   "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.25}},
+    "granite": {**SIZES, "model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.3125,
+                "residual_multiplier": 0.25, "logits_scaling": 8.0, "tie_word_embeddings": True},
+    "smollm3": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 5, "rope_theta": 5e3},
+    "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 5e3},
+    "glm4": {**SIZES, "model_type": "glm4", "head_dim": 16},
+    "starcoder2": {**PLAIN_SIZES, "model_type": "starcoder2", "norm_epsilon": EPS, "sliding_window": 7},
+    "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"},
+                 "layer_norm_eps": EPS},
+}  # fmt: skip
+OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}
 
 
@@ -393,9 +418,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"general__architecture": "phi3"}, "general.architecture='phi3', which is not supported"),
+    "architecture": ({"general__architecture": "bloom"}, "general.architecture='bloom', which is not supported"),
     "pieces": ({"split__count": 3}, "is one of 3 pieces"),
-    "yarn": ({"llama__rope__scaling__type": "yarn"}, "rope_type='yarn', which forerun does not compute"),
+    "longrope": ({"llama__rope__scaling__type": "longrope"}, "short_factor=None, which is not supported"),
+    "ext factor": (
+        {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+        "sets llama.rope.scaling.yarn_ext_factor=0.5, which forerun does not compute",
+    ),
+    "attn factor": ({"llama__rope__scaling__attn_factor": 0.5}, "sets llama.rope.scaling.attn_factor=0.5, which"),
     "experts": ({"llama__expert_count": 8}, "sets llama.expert_count=8, which forerun does not compute"),
     "scale": ({"llama__logit_scale": 0.5}, "sets llama.logit_scale=0.5, which forerun does not compute"),
     "partial": ({"llama__rope__dimension_count": 8}, "sets llama.rope.dimension_count=8, which forerun does not"),

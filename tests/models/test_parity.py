@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from forerun import LLM, SamplingParams, native
+from forerun.errors import PromptTooLong
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner, pack
+from forerun.ops import make as make_ops
 from forerun.ops.torch import TorchModel
 
 Raw = dict[str, Any]
@@ -48,6 +52,31 @@ GEMMA = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_atte
          "num_key_value_heads": 2, "max_position_embeddings": 256, "query_pre_attn_scalar": 13, "sliding_window": 6,
          "model_type": "gemma3_text", "final_logit_softcapping": 3.0}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 60,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+PLAIN_SIZES = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
+NEOX = {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"}}
+YARN_OF_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    **YARN_OF_4,
+    "rope_theta": 1e3,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+    "max_position_embeddings": 256,
+}
 WHOLE: dict[str, Raw] = {
     "gemma3": {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_theta": 1e5,
                "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
@@ -57,6 +86,58 @@ WHOLE: dict[str, Raw] = {
                  "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}},
     "gpt2": GPT2,
     "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
+    "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 6, "original_max_position_embeddings": 128},
+    "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
+                  "tie_word_embeddings": True, "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5],
+                  "long_factor": [1.0, 2.0, 4.0]}, "full_attn_mod": 1, "interpolate_factor": 1},
+    "phi3-5": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "rope_parameters": {
+               "rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3],
+               "long_factor": [1.0, 2.0], "original_max_position_embeddings": 64, "attention_factor": 1.2}},
+    "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0,
+               "rope_theta": 1e3, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2-5": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 2, "attention_bias": True,
+                 "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": False,
+                 "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                 "rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0}},
+    "ministral3": {**SIZES, "model_type": "ministral3", "rope_parameters": YARN, "tie_word_embeddings": True},
+    "ministral3-window": {**SIZES, "model_type": "ministral3", "sliding_window": 7, "rope_parameters": {
+                          **YARN, "truncate": False, "mscale": 0.7, "mscale_all_dim": None, "beta_fast": 2.0,
+                          "beta_slow": 0.1, "attention_factor": 1.3}},
+    "granite": {**SIZES, "model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.31,
+                "residual_multiplier": 0.22, "logits_scaling": 7.0, "tie_word_embeddings": True},
+    "granite-biases": {**SIZES, "model_type": "granite", "attention_bias": True, "mlp_bias": True, "rope_parameters":
+                       {"rope_theta": 1e3, **YARN_OF_4}},
+    "smollm3": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 5, "rope_theta": 5e3, "pretraining_tp": 2,
+                "max_window_layers": 28, "use_sliding_window": False, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "smollm3-window": {**SIZES, "model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2,
+                       "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": False,
+                       "attention_bias": True, "mlp_bias": True, "rope_theta": 1e3},
+    "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 1e3},
+    "olmo2-biases": {**SIZES, "model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True,
+                     "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "glm4": {**SIZES, "model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4-5": {**SIZES, "model_type": "glm4", "attention_bias": False, "tie_word_embeddings": True,
+               "rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.75}},
+    "starcoder2": {**PLAIN_SIZES, "model_type": "starcoder2", "sliding_window": 6, "use_bias": True,
+                   "norm_epsilon": 1e-4, "mlp_type": "default", "scale_attn_weights": True},
+    "starcoder2-no-biases": {**PLAIN_SIZES, "model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu",
+                             "tie_word_embeddings": False, "rope_theta": 1e3},
+    "gpt_neox": {**NEOX, "rotary_pct": 0.4, "rotary_emb_base": 1000},
+    "gpt_neox-in-turn": {**NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
+                         "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e3, "rope_type": "linear",
+                         "factor": 2.0, "partial_rotary_factor": 1.0}},
+}  # fmt: skip
+
+# What holds more than a text model, which is compared beside it.
+EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14}  # fmt: skip
+UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
+SEEING: dict[str, Raw] = {
+    "mistral3": {"model_type": "mistral3", "tie_word_embeddings": False, "text_config": WHOLE["ministral3"],
+                 "vision_config": {**EYES, "model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 2},
+    "gemma3": {"model_type": "gemma3", "mm_tokens_per_image": 1, "vision_config":
+               {**EYES, "model_type": "siglip_vision_model"}, "text_config": {**UNCAPPED, "num_hidden_layers": 3,
+               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}},
 }  # fmt: skip
 
 
@@ -182,6 +263,69 @@ def path_to(node: int, parents: list[int]) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
+
+
+@pytest.mark.parametrize("case", SEEING)
+def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """As transformers writes the whole, under the names of both its generations; what runs is said in a line."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SEEING[case])
+    oracle = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in oracle.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.15 + ("norm" in name and case != "gemma3"))
+    oracle.save_pretrained(tmp_path / "now")
+    tokens = tokens_of(30, 1)
+    with torch.inference_mode():
+        expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
+    found = load_file(tmp_path / "now" / "model.safetensors")
+    assert any("vision_tower" in name for name in found)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "config.json").write_text(json.dumps(SEEING[case]))
+    save_file({_other_name(name): weight for name, weight in found.items()}, tmp_path / "before" / "model.safetensors")
+    for folder in ("now", "before"):
+        model = load_checkpoint(tmp_path / folder).model
+        runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=64))
+        runner.cache.open(0)
+        assert_close(runner.forward([Run(0, tokens)]).logits[0], expected)
+        assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
+
+
+def _other_name(name: str) -> str:
+    """What the other generation of transformers calls a tensor."""
+    if name.startswith("language_model.model."):
+        return "model." + name.replace("language_model.model.", "language_model.")
+    if name.startswith("model.language_model."):
+        return name.replace("model.language_model.", "language_model.model.")
+    return {"lm_head.weight": "language_model.lm_head.weight", "language_model.lm_head.weight": "lm_head.weight"}.get(
+        name, name.removeprefix("model.")
+    )
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
+    """The long one where a text may be longer than those of training, as transformers has it for such a text."""
+    raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}
+    folder = write_checkpoint(raw)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    assert load_checkpoint(folder).model.config.max_positions == 16
+    operators = make_ops(ops, "cpu")
+    for longest, tokens in ((16, tokens_of(16, 1)), (17, tokens_of(17, 2)), (64, tokens_of(50, 3))):
+        model = load_checkpoint(folder, ops=operators, max_seq_len=longest, dtype="float32").model
+        cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=longest)
+        cache.open(0)
+        found = Runner(model, cache).forward([Run(0, tokens)]).logits[0]
+        with torch.inference_mode():
+            assert_close(found, oracle(torch.tensor([tokens])).logits[0])
+    options: Raw = {"draft": "none", "dtype": "float32", "ops": ops}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    (out,) = LLM(str(folder), max_seq_len=64, **options).generate([tokens_of(20, 4)], params)
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([tokens_of(20, 4) + out.token_ids])).logits[0, 19:-1]
+    chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+    with pytest.raises(PromptTooLong):
+        LLM(str(folder), **options).generate([tokens_of(20, 4)], params)
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.errors import NotFound, UnsupportedModel
+from forerun.models.families import model_types
 from forerun.models.loading import load_checkpoint, read_config
 from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 
 Raw = dict[str, Any]
-TYPES = "bart or gemma3_text or gpt2 or llama or marian or mistral or qwen2 or qwen3 or t5 or t5gemma"
-KNOWN = "['bart', 'gemma3_text', 'gpt2', 'llama', 'marian', 'mistral', 'qwen2', 'qwen3', 't5', 't5gemma']"
+TYPES, KNOWN = " or ".join(model_types()), str(list(model_types()))
 WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
     "org/name"
@@ -183,9 +183,10 @@ CONFIGS: list[tuple[str, Raw, str]] = [
             kind,
             {"rope_scaling": {"rope_type": kind, "factor": 4.0}},
             f"config.json sets rope_type='{kind}', which forerun does not compute: it must be one of ['default', "
-            "'linear', 'llama3'], or, where it was only added for texts longer than those in training, be taken out",
+            "'linear', 'llama3', 'yarn', 'longrope'], or, where it was only added for texts longer than those in "
+            "training, be taken out",
         )
-        for kind in ("yarn", "longrope", "dynamic", "mrope")
+        for kind in ("dynamic", "mrope", "su")
     ),
 ]
 
@@ -195,6 +196,15 @@ def test_configs(llama_raw: Raw, keys: Raw, sentence: str) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         read_config(llama_raw | keys)
     assert str(refused.value) == sentence
+
+
+def test_code_that_is_known_to_be_what_is_computed_does_not_matter(llama_raw: Raw) -> None:
+    """Phi-3's and Phi-4-mini's files bring along what transformers has."""
+    phi, own = llama_raw | {"model_type": "phi3"}, "modeling_phi3.Phi3ForCausalLM"
+    assert read_config(phi | {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": own}}) == read_config(phi)
+    for model_type, name in (("phi3", "modeling_phi4.Phi4ForCausalLM"), ("llama", own)):
+        with pytest.raises(UnsupportedModel, match="never runs a checkpoint's code"):
+            read_config(llama_raw | {"model_type": model_type, "auto_map": {"AutoModelForCausalLM": name}})
 
 
 def test_code_for_anything_but_the_model_does_not_matter(llama_raw: Raw) -> None:

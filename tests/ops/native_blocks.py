@@ -66,6 +66,7 @@ GPT2 = Block(
     mlp=Mlp(88, "gelu_tanh", gated=False, bias=True),
 )
 PLAIN = Block(RMS, Attention(2, 1, 16, rope=Rope()), pre_mlp=RMS, mlp=Mlp(33))
+MLP = Mlp(70, "gelu", gated=False, bias=True)
 
 SPECS: dict[str, Spec] = {
     "gemma3": spec_of([gemma(5, 1e4), gemma(None, 1e6), gemma(5, 1e4)], final_norm=PLUS_ONE, embed_scale=math.sqrt(44)),
@@ -96,6 +97,25 @@ SPECS: dict[str, Spec] = {
         tied=False,
         logit_scale=0.25,
         logit_softcap=5.0,
+    ),
+    "parallel": spec_of(
+        [
+            Block(LAYER, Attention(4, 2, 20, rope=Rope(dims=8)), pre_mlp=LAYER, mlp=MLP, parallel=True),
+            Block(
+                RMS,
+                Attention(4, 2, 20),
+                post_attention=RMS,
+                pre_mlp=RMS,
+                mlp=MLP,
+                post_mlp=RMS,
+                parallel=True,
+                branch_scale=0.5,
+            ),
+        ],
+        final_norm=LAYER,
+    ),
+    "growing": spec_of(
+        [replace(PLAIN, attention=Attention(4, 2, 16, rope=Rope(), scale=0.2, position_scale=(0.7, 5)))] * 2
     ),
     "sums": spec_of(  # norms behind the sums, as BERT's; norms over all heads at once, as OLMo 2's
         [
@@ -288,13 +308,14 @@ class Reference:
             x = x + self.w(blocks.POSITIONS)[torch.arange(len(tokens)) + s.positions.offset]
         x = self.norm(x, s.embed_norm, "model.embed_norm")
         for i, block in enumerate(s.blocks):
-            at = f"model.layers.{i}."
+            at, before = f"model.layers.{i}.", x
             if block.attention is not None:
                 y = self.norm(x, block.pre_attention, at + "input_layernorm")
                 y = self.attention(y, block.attention, at + "self_attn.")
                 x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
             if block.mlp is not None:
-                y = self.mlp(self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block)), block.mlp, at + "mlp.")
+                y = self.norm(before if block.parallel else x, block.pre_mlp, at + blocks.pre_mlp_name(block))
+                y = self.mlp(y, block.mlp, at + "mlp.")
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
         x = self.norm(x, s.final_norm, "model.norm")
         logits = x @ self.w(blocks.EMBEDDING if s.tied else blocks.HEAD).T
@@ -336,6 +357,9 @@ class Reference:
         k = self.heads(self.product(y, at + "k_proj"), a.kv_heads, a.head_dim, a.k_norm, at + "k_norm")
         v = self.heads(self.product(y, at + "v_proj"), a.kv_heads, a.head_dim, a.v_norm, at + "v_norm")
         q, k = self.turned(q, a), self.turned(k, a)
+        if a.position_scale is not None:
+            beta, length = a.position_scale
+            q = q * (1 + beta * torch.log1p(torch.arange(len(q)).double() // length))[:, None, None]
         k, v = (x.repeat_interleave(a.heads // a.kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * (a.head_dim**-0.5 if a.scale is None else a.scale)
         scores = self.capped(scores, a.softcap)

@@ -42,15 +42,14 @@ def yarn(**changes: Any) -> Rope:
     return Rope(THETA, "yarn", 4.0, original_max_positions=8, **changes)
 
 
+LONGROPE = Rope(THETA, "longrope", 8.0, original_max_positions=8, short_factor=SHORT, long_factor=LONG)
 SPECS = {
     "plain": spec_of(BLOCK, BLOCK),
     "yarn": spec_of(with_attention(rope=yarn()), BLOCK),
     "yarn, mscale": spec_of(with_attention(rope=yarn(beta_fast=2.0, beta_slow=0.5, mscale=0.7, mscale_all_dim=1.3))),
-    "longrope": spec_of(
-        with_attention(
-            rope=Rope(THETA, "longrope", 8.0, original_max_positions=8, short_factor=SHORT, long_factor=LONG)
-        )
-    ),
+    "yarn, whole numbers": spec_of(with_attention(rope=yarn(beta_fast=0.9, beta_slow=0.2, truncate=False))),
+    "longrope": spec_of(with_attention(rope=LONGROPE)),
+    "longrope, far": spec_of(with_attention(rope=replace(LONGROPE, far=True))),
     "sinks": spec_of(with_attention(sinks=True), with_attention(sinks=True, window=4)),
     "gate": spec_of(with_attention(gate=True)),
     "buckets": spec_of(with_attention(bias=BUCKETS, rope=None, scale=1.0), with_attention(bias=0, rope=None)),
@@ -77,7 +76,7 @@ def angles_of(rope: Rope, position: int) -> tuple[list[float], float]:
     if rope.kind == "default":
         return [position * f for f in plain], 1.0
     if rope.kind == "longrope":
-        factors = SHORT if position < 8 else LONG
+        factors = LONG if rope.far else SHORT
         return [position * f / by for f, by in zip(plain, factors, strict=True)], math.sqrt(
             1 + math.log(8) / math.log(8)
         )
@@ -85,7 +84,9 @@ def angles_of(rope: Rope, position: int) -> tuple[list[float], float]:
     def pair(turns: float) -> float:  # which makes so many turns within 8 positions
         return DIM * math.log(8 / (turns * 2 * math.pi)) / (2 * math.log(THETA))
 
-    low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), DIM - 1)
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    low, high = (math.floor(first), math.ceil(last)) if rope.truncate else (first, last)
+    low, high = max(low, 0), min(high, DIM - 1)
     found = []
     for i, f in enumerate(plain):
         slowed = min(max((i - low) / max(high - low, 0.001), 0), 1)

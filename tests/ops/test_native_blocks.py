@@ -245,7 +245,6 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="encoder")), "window of an encoder"),
     "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),
     "act": (replace(PLAIN, mlp=Mlp(8, "clamped_silu")), "activation clamped_silu"),
-    "parallel": (replace(PLAIN, parallel=True), "side by side"),
 }
 
 

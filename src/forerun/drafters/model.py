@@ -689,6 +689,7 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
         with_tokenizer=target.tokenizer is not None,
         ignore_config_keys=target.ignore_config_keys,
         quantization=quantization,
+        max_seq_len=target.max_seq_len,
     )
     return target.shared(OwnCheckpoint(name, quantization).weights(None), load)
 

@@ -134,6 +134,7 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
         with_tokenizer=with_tokenizer,
         ignore_config_keys=config.ignored_config_keys,
         quantization=config.quantization,
+        max_seq_len=config.max_seq_len,
     )
 
 
@@ -151,6 +152,7 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
         dtype=dtype,
         with_tokenizer=True,
         ignore_config_keys=config.ignored_config_keys,
+        max_seq_len=config.max_seq_len,
     )
 
 

@@ -9,11 +9,12 @@ Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from forerun.blocks import Plain, Rope, Spec
+from forerun.blocks import Act, Plain, Rope, Spec
 from forerun.errors import UnsupportedModel, shown
 
 Raw = Mapping[str, Any]
@@ -48,10 +49,27 @@ ROPE_KINDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
+    "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+                       "mscale", "mscale_all_dim", "truncate"}),
+    "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor",
+                           "long_factor"}),
+}  # fmt: skip
+LISTS = ("short_factor", "long_factor")  # of one number for each pair of turned dimensions
+# Keys of rotary positions that may be left out; the factor is then how much longer texts are than those of training.
+MAY_LACK = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 # Of the keys that are written, those that matter to training alone.
 UNTRAINED = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
+# Of a family for which transformers has a padding id of its own, which may be beyond a small vocabulary.
+UNPADDED = {"pad_token_id": None}
 LAYER_KINDS = ("full_attention", "sliding_attention")
+ACTS: Mapping[str, Act] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
 
 MOST_TOKENS = (1 << 31) - 1
 # The largest size under each key; under any other it is MOST_TOKENS.
@@ -88,19 +106,34 @@ RANGES = {
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3),
+    "partial_rotary_factor": (0, 1),
+    "norm_epsilon": (1e-20, 1),
+    "layer_norm_eps": (1e-20, 1),
+    "embedding_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "llama_4_scaling_beta": (0, 1e3),
 }
 
 
-def plain_spec(raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, **more: Any) -> Spec:
+def plain_spec(
+    raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, turns_parts: bool = False, **more: Any
+) -> Spec:
     """A decoder as Llama's: the sizes and rotary positions of config.json; `more` are the fields of one family.
 
     honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
-    out. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
+    out. turns_parts: whether the family may turn a part of each head. Raises UnsupportedModel, naming the key, for
+    whatever is missing, broken or not honoured.
     """
     refuse_unknown(raw, SHARED_KEYS | frozenset(honoured))
     filled = {"rms_norm_eps": 1e-6, **(defaults or {}), **{k: v for k, v in raw.items() if v is not None}}
     require(filled.get("hidden_act", "silu") == "silu", filled, "hidden_act", "'silu'")
-    require(filled.get("partial_rotary_factor", 1) == 1, filled, "partial_rotary_factor", "1")
     heads, kv_heads, head_dim = head_sizes(filled)
     return Plain(
         model_type=str(raw.get("model_type")),
@@ -113,17 +146,26 @@ def plain_spec(raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None
         ffn_size=size(filled, "intermediate_size"),
         norm_eps=number(filled, "rms_norm_eps"),
         max_positions=size(filled, "max_position_embeddings"),
-        rope=rope_of(filled),
+        rope=rope_of(filled, head_dim if turns_parts else None),
         tied=flag(filled, "tie_word_embeddings"),
         **more,
     ).spec
 
 
+def text_part(raw: Raw, usual: Raw) -> Raw:
+    """What config.json of a checkpoint that holds more says of its text model. usual: of what it leaves out.
+
+    Whether the head is tied is what is said of the whole, as transformers has it.
+    """
+    text = raw.get("text_config")
+    require(isinstance(text, Mapping), raw, "text_config", "a mapping")
+    said = {k: v for k, v in (text or {}).items() if v is not None or k not in usual}
+    return {**usual, **said, **_set({"tie_word_embeddings": raw.get("tie_word_embeddings")})}
+
+
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
     """config.json of a decoder as Llama's, as old and new versions of transformers and others read it."""
-    rope = Plain.of(spec).rope
-    turned = {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope)}
-    return {**usual_config(spec, architecture), "hidden_act": "silu", **turned}
+    return {**usual_config(spec, architecture), "hidden_act": "silu", **rope_config(Plain.of(spec).rope)}
 
 
 def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
@@ -149,13 +191,28 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
     }
 
 
+def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any]:
+    """What config.json says of rotary positions. head_dim: of a family that may turn a part of a head."""
+    rope = rope or Rope()
+    turned = {} if head_dim is None else {"partial_rotary_factor": share(rope.dims or head_dim, head_dim)}
+    return {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope), **turned}
+
+
+def share(dims: int, head_dim: int) -> float:
+    """The partial_rotary_factor of so many dimensions of a head, whose product with its size is rounded down."""
+    found = dims / head_dim
+    return found if int(head_dim * found) == dims else math.nextafter(found, 1)
+
+
 def rope_scaling(rope: Rope) -> dict[str, Any] | None:
     """`rope_scaling` of config.json; None for what needs none."""
     if rope.kind == "default":
         return None
     names = {"original_max_position_embeddings": "original_max_positions"}
     values = {key: getattr(rope, names.get(key, key)) for key in sorted(ROPE_KINDS[rope.kind])}
-    return {"rope_type": rope.kind, **values}
+    usual = {key: getattr(Rope(), key) for key in (*MAY_LACK, "truncate")}
+    said = {key: value for key, value in values.items() if key not in usual or value != usual[key]}
+    return {"rope_type": rope.kind, **{key: list(v) if key in LISTS else v for key, v in said.items()}}
 
 
 def head_sizes(raw: Raw) -> tuple[int, int, int]:
@@ -183,18 +240,22 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
         )
 
 
-def rope_of(raw: Raw) -> Rope:
-    """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree."""
+def rope_of(raw: Raw, turned_of: int | None = None) -> Rope:
+    """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree.
+
+    turned_of: the size of a head, of a family that may turn a part of it.
+    """
     for key in ("rope_parameters", "rope_scaling"):
         require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
     new = _one_for_all(raw.get("rope_parameters") or {})
     old = raw.get("rope_scaling") or {}
-    readings = {read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
+    base = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    readings = {read_rope({**base, **_set(part)}, raw, turned_of) for part in (new, old) if part}
     if len(readings) > 1:
         raise UnsupportedModel(
             f"config.json has rope_parameters={shown(new)} and rope_scaling={shown(old)}, which disagree: keep one"
         )
-    rope = readings.pop() if readings else read_rope({"rope_theta": raw.get("rope_theta")}, raw)
+    rope = readings.pop() if readings else read_rope(base, raw, turned_of)
     require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
     return rope
 
@@ -226,8 +287,8 @@ def rope_parameters(raw: Raw) -> tuple[Raw, Raw]:
     return old or full, local
 
 
-def read_rope(rope: Raw, raw: Raw) -> Rope:
-    """The rotary positions that a part of config.json asks for. raw: all of it."""
+def read_rope(rope: Raw, raw: Raw, turned_of: int | None = None) -> Rope:
+    """The rotary positions that a part of config.json asks for. raw: all of it. turned_of: see `rope_of`."""
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -235,21 +296,48 @@ def read_rope(rope: Raw, raw: Raw) -> Rope:
             f"config.json sets rope_type={shown(kind)}, which forerun does not compute: it must be one of "
             f"{list(ROPE_KINDS)}, or, where it was only added for texts longer than those in training, be taken out"
         )
-    require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
+    dims = None
+    if turned_of is None:
+        require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
+    else:
+        dims = int(turned_of * number({"partial_rotary_factor": 1, **rope}, "partial_rotary_factor"))
+        require(dims > 1 and dims % 2 == 0, rope, "partial_rotary_factor", f"an even part of a head's {turned_of}")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key in rope.keys() - known:
         raise UnsupportedModel(
             f"config.json sets {key}={shown(rope[key])} for rope_type={shown(kind)}, which forerun does not compute: "
             "use a checkpoint without it"
         )
-    config = Rope(theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"), kind=kind)  # type: ignore[arg-type]
-    for key in ROPE_KINDS[kind] - {"original_max_position_embeddings"}:
-        config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
-    if kind != "llama3":
-        return config
-    require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
-    trained = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **rope}
-    return replace(config, original_max_positions=size(trained, "original_max_position_embeddings"))
+    config = Rope(
+        theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"),
+        kind=kind,  # type: ignore[arg-type]
+        dims=None if dims == turned_of else dims,
+    )
+    if "original_max_position_embeddings" in ROPE_KINDS[kind]:
+        longest = raw.get("max_position_embeddings")
+        rope = {"original_max_position_embeddings": longest, **rope}
+        trained = size(rope, "original_max_position_embeddings")
+        config = replace(config, original_max_positions=trained)
+        if kind in ("yarn", "longrope") and rope.get("factor") is None:
+            rope = {**rope, "factor": size(raw, "max_position_embeddings") / trained}
+    for key in sorted(ROPE_KINDS[kind] - {"original_max_position_embeddings", "truncate", *LISTS}):
+        if key in rope or key not in MAY_LACK:
+            config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
+    for key in LISTS:
+        if key in ROPE_KINDS[kind]:
+            config = replace(config, **{key: _factors(rope, key, dims or head_sizes(raw)[2])})  # type: ignore[arg-type]
+    if kind == "llama3":
+        require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
+    return replace(config, truncate=flag({"truncate": True, **rope}, "truncate"))
+
+
+def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
+    """The factors by which longrope divides the frequency of each pair."""
+    found, (least, most) = rope.get(key), RANGES["factor"]
+    fits = isinstance(found, list) and len(found) == dims // 2
+    fits = fits and all(type(x) in (int, float) and least <= x <= most for x in found or ())
+    require(fits, rope, key, f"a list of {dims // 2} numbers in {least} .. {most:g}")
+    return tuple(float(x) for x in rope[key])
 
 
 def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
@@ -270,6 +358,20 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
             "the number of tokens"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
+    """Sliding window of each layer, which is the same in all; () where there is none.
+
+    Raises UnsupportedModel for `layer_types` that want another one: transformers ignores them in such a family.
+    """
+    found = windows(raw, size(raw, "num_hidden_layers"), window)
+    if window is not None and (not found or None in found):
+        raise UnsupportedModel(
+            f"config.json has sliding_window={window} and full_attention in layer_types, which model_type="
+            f"{shown(raw.get('model_type'))} does not mix: set sliding_window to null, or slide in every layer"
+        )
+    return found
 
 
 def full_attention_only(raw: Raw) -> None:
@@ -293,6 +395,16 @@ def number(raw: Raw, key: str) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"a number in {least} .. {most:g}")
     return float(raw[key])
+
+
+def whole(number: float) -> float:
+    """A number without what rounding added to it; of type int where it can be, as published files have it."""
+    return round(number) if abs(number - round(number)) < 1e-6 else number
+
+
+def act_name(act: Act) -> str:
+    """What published files call an activation."""
+    return next(name for name, own in ACTS.items() if own == act)
 
 
 def flag(raw: Raw, key: str) -> bool:

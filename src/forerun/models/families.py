@@ -17,7 +17,9 @@ class Family(Protocol):
     """What a file of this folder must define to be a family.
 
     It may have `NAMES`, of published tensors where they are not the usual ones, or `names(spec)` where they depend on
-    the model, and `GGUF`, if there are such files.
+    the model, and `GGUF`, if there are such files; `CODE` is the class that published checkpoints bring along, where
+    what it computes is what is computed here. A family of checkpoints that hold more than a text model reads as the
+    spec of the family of its text part.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -50,6 +52,20 @@ def names_of(spec: Spec) -> Names | None:
         return None
     own = family(spec.model_type)
     return cast("Names | None", own.names(spec) if hasattr(own, "names") else getattr(own, "NAMES", None))
+
+
+def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
+    """What the tensors of a checkpoint with this config.json are called, which reads as this spec; None = as here."""
+    kind = raw.get("model_type")
+    if kind == spec.model_type or kind not in model_types():
+        return names_of(spec)
+    return cast("Names | None", getattr(family(kind), "NAMES", None))
+
+
+def computes(raw: Mapping[str, Any]) -> str | None:
+    """The class that checkpoints of this model_type bring along, where it computes what is computed here."""
+    kind = raw.get("model_type")
+    return cast("str | None", getattr(family(kind), "CODE", None)) if kind in model_types() else None
 
 
 @cache

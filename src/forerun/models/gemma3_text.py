@@ -85,15 +85,10 @@ def write(spec: Spec) -> Raw:
         "rope_parameters": turned,
         "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
         "sliding_window": next((a.window for a in found if a.window is not None), None),
-        "query_pre_attn_scalar": _whole((found[0].scale or 0.0625) ** -2),
+        "query_pre_attn_scalar": configs.whole((found[0].scale or 0.0625) ** -2),
         **dict(zip(CAPS, (found[0].softcap, spec.logit_softcap), strict=True)),
     }
 
 
 def _given(entry: Raw) -> Raw:
     return {key: value for key, value in entry.items() if value is not None}
-
-
-def _whole(number: float) -> float:
-    """A number without what rounding added to it; of type int where it can be, as published files have it."""
-    return round(number) if abs(number - round(number)) < 1e-6 else number

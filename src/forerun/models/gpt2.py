@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from forerun.blocks import Act, Attention, Block, Mlp, Norm, Positions, Spec
+from forerun.blocks import Attention, Block, Mlp, Norm, Positions, Spec
 from forerun.models import configs
-from forerun.models.configs import UNTRAINED, Raw, number, size
+from forerun.models.configs import ACTS, UNTRAINED, Raw, number, size
 from forerun.models.naming import OUTER, Fused, Gguf, Names
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -48,13 +47,6 @@ GGUF = Gguf(
         },
     ),
 )
-ACTS: Mapping[str, Act] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
 SIZES = {"vocab_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "layer_norm_epsilon"}
 KEYS = {*SIZES, "model_type", "activation_function", "tie_word_embeddings", "scale_attn_weights",
         "scale_attn_by_inverse_layer_idx", "torch_dtype", "dtype"}  # fmt: skip
@@ -102,7 +94,7 @@ def write(spec: Spec) -> Raw:
         "n_positions": spec.max_positions,
         "n_ctx": spec.max_positions,
         "layer_norm_epsilon": norm.eps,
-        "activation_function": next(name for name, act in ACTS.items() if act == mlp.act),
+        "activation_function": configs.act_name(mlp.act),
         "scale_attn_weights": scales[0] != 1.0,
         "scale_attn_by_inverse_layer_idx": len({*scales}) > 1,
         "tie_word_embeddings": spec.tied,

@@ -7,6 +7,7 @@ checkpoints of other formats, source/ for the formats that are read, weights.py 
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from forerun.blocks import EMBEDDING, HEAD, Spec, weight_shapes
+from forerun.blocks import EMBEDDING, HEAD, Spec, reaching, weight_shapes
 from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.models import packings, refusals
-from forerun.models.families import family, model_types, names_of
+from forerun.models.families import computes, family, model_types, published_names
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.naming import NamedSource
@@ -36,6 +37,7 @@ from forerun.ops.torch import empty_weights
 from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Model
 
+LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -101,6 +103,7 @@ def load_checkpoint(
     with_tokenizer: bool = False,
     ignore_config_keys: Collection[str] = (),
     quantization: str | None = None,
+    max_seq_len: int | None = None,
 ) -> Checkpoint:
     """Read a checkpoint as `save_pretrained` writes it; if asked with the tokenizer it has, before any weight is read.
 
@@ -110,6 +113,7 @@ def load_checkpoint(
     config.json, which is read as if it did not have them. quantization: int8 or int4[:group=N][:again]: matrices are
     rounded while they are read, "auto" = where that pays for a draft model;
     while they are read; operators that pack no such weights get what the rounded ones stand for, in `dtype`.
+    max_seq_len: tokens of the longest text, for rotary positions that depend on it, see `blocks.reaching`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 20 MB.
@@ -120,6 +124,9 @@ def load_checkpoint(
     opened = partial(_opened, ignore=ignore_config_keys)
     path = locate(name, check=opened)
     source, raw, config, end_ids = opened(path)
+    config = reaching(config, max_seq_len)
+    if (kind := raw.get("model_type")) != config.model_type:
+        LOG.warning("%s is a %s, of which the text model runs alone, a %s", name, kind, config.model_type)
     source.check(with_tokenizer)
     tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(path), in_one_file=path.is_file())
@@ -183,7 +190,7 @@ def _give_freed_memory_back() -> None:
 
 def under_our_names(source: Source, spec: Spec) -> Source:
     """The same source with the names of blocks.weights, where its family has others."""
-    names = names_of(spec)
+    names = published_names(source.config, spec)
     return source if names is None else cast(Source, NamedSource(source, names, spec))
 
 
@@ -222,7 +229,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
     path: of the folder or file that it comes from, where that is known.
     """
     try:
-        refusals.refuse_code(raw, model_types())
+        refusals.refuse_code(raw, model_types(), computes(raw))
         module = family(raw.get("model_type"))
         packings.layout_of(raw)
         return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})

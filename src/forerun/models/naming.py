@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Plain, Spec, weight_shapes
+from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Spec, weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
@@ -41,7 +41,8 @@ class Names:
     """Published names of modules -> ours, both without `.weight` and `.bias`.
 
     outer: of those outside of blocks. block: how the names inside of a block begin, {} being its number. inner: what
-    follows there. prefix: what may stand before any name. ignored: endings of tensors that are no weights. ours_at: our
+    follows there; another module has our name. prefix: what may stand before any name. ignored: endings of tensors that
+    are no weights; beside: beginnings of those of other parts than the text model. ours_at: our
     blocks, {} being their number, which is that of the published one times step, plus first. more: other blocks. exact:
     whole names, of tensors that may be stored as one row of a matrix.
     """
@@ -51,6 +52,7 @@ class Names:
     inner: Mapping[str, str | Fused]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     ours_at: str = "model.layers.{}."
     step: int = 1
     first: int = 0
@@ -95,6 +97,11 @@ class Names:
                 return f"{self.block.format(number)}{theirs}"
         return next((found for names in self.more if (found := names.theirs(module)) is not None), None)
 
+    def published(self, module: str) -> str:
+        """Return the published name of a module of ours, with its prefix; one that is not known has our name."""
+        theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
+        return module if theirs is None else theirs if module == head else self.prefix + theirs
+
 
 @dataclass(frozen=True)
 class Place:
@@ -112,10 +119,12 @@ class Place:
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
     """Return by our names where each tensor lies; one whose name is not known lies under its own."""
     found, shapes = dict[str, Place](), weight_shapes(spec)
+    if shapes.keys() <= set(published):  # those of a GGUF file, whose names were read as ours before
+        names = None
     for name in published:
-        known = None if names is None or name in shapes else names.ours(name)
+        known = None if names is None else names.ours(name)
         if known is None:
-            if names is None or not name.endswith(names.ignored or "\n"):
+            if names is None or not (name.endswith(names.ignored) or name.startswith(names.beside)):
                 found[name] = Place(name)
             continue
         ours, how = known
@@ -136,7 +145,7 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
     if not how.by_head:
         yield from (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         return
-    heads = Plain.of(spec).num_kv_heads
+    [heads] = {a.kv_heads for block in spec.blocks if (a := block.attention) is not None}
     step, each = sum(sizes) // heads, [size // heads for size in sizes]
     for i, size in enumerate(each):
         first = sum(each[:i])
@@ -241,9 +250,7 @@ def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[s
             found[rows[name]] = weight[None]
             continue
         module, _, ending = name.rpartition(".")
-        theirs = f"{names.theirs(module)}.{ending}"
-        theirs = theirs if name == HEAD else names.prefix + theirs
-        made.setdefault(theirs, {})[name] = weight
+        made.setdefault(f"{names.published(module)}.{ending}", {})[name] = weight
     for theirs, parts in made.items():
         held = places(names, spec, [theirs])
         first = held[next(iter(parts))]
@@ -288,6 +295,27 @@ SIZES = {
     "rope.freq_base": "rope_theta",
 }
 
+
+def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
+    """Names of a text model inside of a checkpoint of more, as both generations of transformers write them.
+
+    more: modules of its blocks that Llama does not have. beside: the other parts.
+    """
+    inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
+    outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}
+
+    def at(start: str) -> Names:
+        found = {start + name: ours for ours, name in outer.items() if ours.startswith("model.")}
+        return Names(found, f"{start}layers.{{}}.", inner)
+
+    return replace(
+        at("language_model.model."),
+        outer={**at("language_model.model.").outer, "language_model.lm_head": "lm_head"},
+        more=(at("model.language_model."),),
+        beside=tuple(f"{start}{part}." for part in beside for start in ("", "model.")),
+    )
+
+
 Own = Mapping[str, Any]  # an architecture's keys, without its name before them
 More = Callable[[Own, Collection[str]], dict[str, Any]]
 
@@ -302,16 +330,19 @@ class Gguf:
     """How GGUF files of a family are read.
 
     architecture: general.architecture. keys: of its metadata -> of config.json. more: what else config.json says, from
-    the metadata and the names of the tensors. names: of tensors. turned: q and k have the rows of the two halves of a
-    head in turn. stored_offset: what has been added to the weights of norms.
+    the metadata and the names of the tensors; by_more: keys that it alone reads. names: of tensors. turned: q and k
+    have the rows of the two halves of a head in turn. stored_offset: what has been added to the weights of norms.
+    turns_parts: whether the family may turn a part of each head.
     """
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=lambda: SIZES)
     more: More = nothing_more
+    by_more: frozenset[str] = frozenset()
     names: Names = Names(OUTER, "blk.{}.", INNER)
     turned: bool = False
     stored_offset: float = 0.0
+    turns_parts: bool = False
 
 
 def has_bias(tensors: Collection[str], module: str) -> bool:

@@ -126,11 +126,14 @@ def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
     )
 
 
-def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise where config.json names code of the checkpoint's own for the model, or for a type that is not known."""
+def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | None = None) -> None:
+    """Raise where config.json names code of the checkpoint's own for the model, or for a type that is not known.
+
+    computed: the class that published checkpoints of the type name, where it is known to be what is computed here.
+    """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}
-    own_model = next((name for name in classes if name.startswith("AutoModel")), None)
+    own_model = next((name for name in classes if name.startswith("AutoModel") and classes[name] != computed), None)
     is_known = raw.get("model_type") in known
     if not classes or (is_known and own_model is None):
         return

@@ -61,7 +61,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
     tensors = dict[str, Tensor]()
     for name in source.tensors:
         module, _, ending = name.rpartition(".")
-        theirs = module if names is None else f"{names.prefix}{names.theirs(module)}"
+        theirs = module if names is None else names.published(module)
         tensors |= {f"{theirs}.{part}": tensor for part, tensor in _tensors(source, name, ending).items()}
     write_weights(folder, tensors, None, SHARD_BYTES)
     for pattern in SMALL:
@@ -109,7 +109,7 @@ def quantization_config(source: QuantisingSource, names: Names | None = None) ->
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": whole if names is None else [f"{names.prefix}{names.theirs(module)}" for module in whole],
+        "ignore": whole if names is None else [names.published(module) for module in whole],
         "kv_cache_scheme": None,
     }
 

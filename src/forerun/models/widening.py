@@ -126,6 +126,12 @@ def wide_config(spec: Spec, shape: WideShape) -> Spec:
 
 
 def _check_heads(config: Plain, wide: Plain) -> None:
+    rope = config.rope
+    if wide.head_dim != config.head_dim and (rope.kind in ("yarn", "longrope") or rope.dims is not None):
+        raise UnsupportedModel(
+            f"head_dim={wide.head_dim} is not possible: the model has {config.head_dim}, and its rotary positions "
+            f"({rope.kind}, of {rope.dims or 'all'} dimensions) are not the same in another size"
+        )
     if wide.head_dim % config.head_dim:
         raise BadOption(f"head_dim={wide.head_dim} is not possible: it must be a multiple of {config.head_dim}")
     if wide.num_heads % wide.num_kv_heads:

@@ -18,9 +18,6 @@ class Rotations:
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self.rope = rope
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        self._far = self.inv_freq
-        if rope.kind == "longrope":
-            self._far = inverse_frequencies(rope, head_dim, far=True).to(device)
         self._factor = attention_factor(rope)
         self._table = torch.empty(0, 2, 1, 2 * len(self.inv_freq), device=device, dtype=dtype)
         self._num_positions = 0
@@ -36,9 +33,6 @@ class Rotations:
             first = self._num_positions
             block = torch.arange(first, first + self.BLOCK, device=self.inv_freq.device)
             angles = block[:, None].float() * self.inv_freq[None]
-            if self._far is not self.inv_freq:
-                far = block[:, None].float() * self._far[None]
-                angles = torch.where(block[:, None] < self.rope.original_max_positions, angles, far)
             cos, sin = angles.cos(), angles.sin()
             if self._factor != 1:
                 cos, sin = cos * self._factor, sin * self._factor
@@ -58,12 +52,12 @@ def sinusoids(num: int, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, *, far: bool = False) -> Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the angle per position of each turned pair of dimensions, float32 [pairs].
 
     llama3 blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), yarn by dimension (Peng et al.
-    2023, section 3.2). longrope divides by factors of its own for positions within those of training and, with `far`,
-    for those beyond (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned.
+    2023, section 3.2). longrope divides by factors of its own for texts within those of training and for longer ones
+    (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned.
     """
     dims = rope.dims or head_dim
     whole = head_dim if rope.kind == "proportional" else dims
@@ -77,7 +71,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, *, far: bool = False) -> Tens
         rest = torch.zeros(head_dim // 2 - dims // 2)
         return torch.cat((inv_freq, rest)) / rope.factor
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.long_factor if far else rope.short_factor) * rope.theta**exponents)
+        return 1.0 / (torch.tensor(rope.long_factor if rope.far else rope.short_factor) * rope.theta**exponents)
     if rope.kind == "yarn":
         return _yarn(rope, dims, inv_freq)
     wavelength = 2 * math.pi / inv_freq
@@ -95,8 +89,11 @@ def _yarn(rope: Rope, dims: int, inv_freq: Tensor) -> Tensor:
         turns = math.log(rope.original_max_positions / (num_turns * 2 * math.pi))
         return dims * turns / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(dimension(rope.beta_fast)), 0), min(math.ceil(dimension(rope.beta_slow)), dims - 1)
-    ramp = (torch.arange(dims // 2).float() - low) / (high - low if high > low else 0.001)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, dims - 1)
+    ramp = (torch.arange(dims // 2).float() - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return inv_freq / rope.factor * (1 - kept) + inv_freq * kept
 

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from forerun.blocks import Rope
 from forerun.errors import UnsupportedModel
-from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number
+from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number, share
 from forerun.models.families import gguf_families
 from forerun.models.gguf.header import Header, Texts, Value
 from forerun.models.naming import Gguf
-from forerun.ops.rotary import inverse_frequencies
+from forerun.ops.rotary import attention_factor, inverse_frequencies
 
-ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long"))
+ROPE_TENSORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # factors of rotary frequencies: Llama 3's, longrope's
 # Keys that are read otherwise, or say again what the tensors show, or count what is not there.
 _READ = (
     "attention.sliding_window rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.finetuned "
@@ -29,11 +30,20 @@ _READ = (
     "tensor_data_layout expert_used_count"
 )
 READ = frozenset(_READ.split())
+# Keys of rotary positions that are scaled by YaRN -> of config.json.
+YARN = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
+TEMPERATURE = "rope.scaling.attn_factor"  # cos and sin are multiplied by it, of YaRN beside its own factor
 TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in float32
 
 
-def read_config(header: Header, rope_factors: NDArray[np.float32] | None, path: Path) -> dict[str, Any]:
-    """Return config.json. rope_factors: what the tensor of that name holds.
+def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]], path: Path) -> dict[str, Any]:
+    """Return config.json. rope_factors: what those of the tensors ROPE_TENSORS hold that are there.
 
     Raises UnsupportedModel for other architectures, and for what config.json cannot say.
     """
@@ -47,10 +57,13 @@ def read_config(header: Header, rope_factors: NDArray[np.float32] | None, path: 
             raise UnsupportedModel(f"{path} sets no possible number as {name} of {kind}: fetch it again")
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     if "rope.freq_base" in gguf.keys:
-        raw |= _rotary(kind, own, rope_factors, raw, path)
+        raw |= _rotary(kind, own, rope_factors, raw, path, turns_parts=gguf.turns_parts)
     raw |= gguf.more(own, header.tensors)
     raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
-    unknown = own.keys() - READ - gguf.keys.keys()
+    scaling = raw.get("rope_scaling") or {}
+    scaled = {*YARN, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
+    scaled |= {TEMPERATURE} if scaling.get("rope_type") == "longrope" else set()
+    unknown = own.keys() - READ - gguf.keys.keys() - gguf.by_more - scaled
     return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
 
 
@@ -65,11 +78,21 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 
 
 def _rotary(
-    kind: str, own: Mapping[str, Any], factors: NDArray[np.float32] | None, raw: dict[str, Any], path: Path
+    kind: str,
+    own: Mapping[str, Any],
+    factors: Mapping[str, NDArray[np.float32]],
+    raw: dict[str, Any],
+    path: Path,
+    *,
+    turns_parts: bool,
 ) -> dict[str, Any]:
     """Return the size of a head and its rotary positions."""
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    for key in ("rope.dimension_count", "attention.value_length"):
+    turned = own.get("rope.dimension_count", head_dim)
+    is_part = turns_parts and type(head_dim) is int and type(turned) is int and 0 < turned <= head_dim
+    if is_part:
+        raw["partial_rotary_factor"] = share(turned, head_dim)
+    for key in ("rope.dimension_count", "attention.value_length")[is_part:]:
         if own.get(key, head_dim) != head_dim:
             raise UnsupportedModel(
                 f"{path} sets {kind}.{key}={own[key]!r:.80}, which forerun does not compute: it must be the size of a "
@@ -121,10 +144,15 @@ def _dtype_name(header: Header) -> str:
 
 
 def _rope_scaling(
-    own: Mapping[str, Any], factors: NDArray[np.float32] | None, raw: Mapping[str, Any], path: Path
+    own: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any] | None:
+    factors = tensors.get(ROPE_FREQS)
+    if tensors.keys() - {ROPE_FREQS}:
+        return _longrope(own, tensors, raw, path)
     kind = own.get("rope.scaling.type", "linear")  # as in llama.cpp, where only a factor is given
     factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1
+    if kind == "yarn" and factors is None:
+        return _yarn(own, factor)
     if kind not in ("none", "linear"):
         return {"rope_type": kind, "factor": factor}  # which configs.py refuses
     linear = {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
@@ -136,6 +164,33 @@ def _rope_scaling(
         f"{path} has factors of rotary frequencies ({ROPE_FREQS}) that are not those of Llama 3, {sorted(ROPE_KINDS)} "
         "being the kinds that are computed: use a file of the model without them"
     )
+
+
+def _yarn(own: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return the rope_scaling of YaRN. llama.cpp takes mscale for 1 where a file has a factor of all dimensions."""
+    said = {"factor": factor, **{name: own[key] for key, name in YARN.items() if key in own}}
+    said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
+    times = own.get(TEMPERATURE, 1)
+    if times != 1:
+        rope = Rope(kind="yarn", factor=factor, mscale=said.get("mscale"), mscale_all_dim=said.get("mscale_all_dim"))
+        said["attention_factor"] = attention_factor(rope) * times
+    return {"rope_type": "yarn", **said}
+
+
+def _longrope(
+    own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the rope_scaling of longrope, of which a file has both lists of factors as tensors."""
+    if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
+        raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
+    lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
+    trained = own.get("rope.scaling.original_context_length")
+    said = {} if trained is None else {"original_max_position_embeddings": trained}
+    times, longest = own.get(TEMPERATURE), raw.get("max_position_embeddings")
+    if type(times) is float and type(longest) is int and type(trained) is int and 1 < trained <= longest:
+        usual = attention_factor(Rope(kind="longrope", factor=longest / trained, original_max_positions=trained))
+        said |= {} if abs(times - usual) <= TOLERANCE * usual else {"attention_factor": times}
+    return {"rope_type": "longrope", **lists, **said}
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:

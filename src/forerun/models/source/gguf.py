@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.families import family
-from forerun.models.gguf.config import ROPE_FREQS, family_of, read_config
+from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_header
 from forerun.models.gguf.tokenizer import write_tokenizer
 from forerun.models.naming import Place, chosen, part_of, placed, places
@@ -52,7 +52,7 @@ class GgufFile:
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
         self._gguf = family_of(self._header, path)[2]
         for name in self._header.tensors:
-            if name != ROPE_FREQS and self._gguf.names.ours(name) is None:
+            if name not in ROPE_TENSORS and self._gguf.names.ours(name) is None:
                 raise UnsupportedModel(
                     f"{path} holds the tensor {name!r:.80}, which no {self.config['model_type']} has: use another file"
                 )
@@ -63,13 +63,13 @@ class GgufFile:
         # What the file adds of its own has a dot; whether it is refused or left out is not decided here.
         known = {key: value for key, value in self.config.items() if "." not in key}
         spec = family(self.config["model_type"]).read(known)
-        return places(self._gguf.names, spec, [name for name in self._header.tensors if name != ROPE_FREQS])
+        return places(self._gguf.names, spec, [name for name in self._header.tensors if name not in ROPE_TENSORS])
 
     @cached_property
     def folder(self) -> Path:
         """See `Source.folder`; written where it is missing."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
-        key += b"" if self._rope_factors is None else self._rope_factors.tobytes()
+        key += b"".join(factors.tobytes() for factors in self._rope_factors.values())
         folder = cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
         if not _is_whole(folder):
             self._write_folder(folder)
@@ -153,15 +153,18 @@ class GgufFile:
         is_turned = self._gguf.turned and (".attn_q." in name or ".attn_k." in name)
         return int(self.config["head_dim"]) if is_turned else 1
 
-    def _read_rope_factors(self) -> NDArray[np.float32] | None:
-        entry = self._header.tensors.get(ROPE_FREQS)
-        if entry is None:
-            return None
-        if entry.type.name != "F32" or len(entry.shape) != 1:
-            raise UnsupportedModel(f"{self.path} has no float32 vector as {ROPE_FREQS}: fetch it again")
-        with self.path.open("rb") as file:
-            file.seek(entry.start)
-            return np.frombuffer(file.read(entry.num_bytes), np.float32)
+    def _read_rope_factors(self) -> dict[str, NDArray[np.float32]]:
+        found = {}
+        for name in ROPE_TENSORS:
+            entry = self._header.tensors.get(name)
+            if entry is None:
+                continue
+            if entry.type.name != "F32" or len(entry.shape) != 1:
+                raise UnsupportedModel(f"{self.path} has no float32 vector as {name}: fetch it again")
+            with self.path.open("rb") as file:
+                file.seek(entry.start)
+                found[name] = np.frombuffer(file.read(entry.num_bytes), np.float32)
+        return found
 
     # ---------------------------------------------------------------------------------------------------- small files
 

@@ -1,0 +1,30 @@
+"""Gemma 3 as published from 4B on, which sees images: the text model in it alone."""
+
+from __future__ import annotations
+
+from forerun.blocks import Spec
+from forerun.models import configs, gemma3_text
+from forerun.models.configs import Raw
+from forerun.models.naming import nested
+
+NAMES = nested(gemma3_text.NORMS.values(), beside=("vision_tower", "multi_modal_projector"))
+KEYS = {"model_type", "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
+        "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings", "torch_dtype",
+        "dtype"}  # fmt: skip
+# What published files leave out of text_config.
+USUAL = {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, KEYS)
+    text = configs.text_part(raw, USUAL)
+    configs.require(text["model_type"] == "gemma3_text", text, "model_type", "'gemma3_text' in text_config")
+    cap = gemma3_text.CAPS[1]  # which transformers leaves out here and computes in the text model by itself
+    configs.require(text.get(cap) is None, text, cap, "null in text_config")
+    return gemma3_text.read(text)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json of the text model by itself."""
+    return gemma3_text.write(spec)

@@ -1,0 +1,67 @@
+"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms behind both parts too; half of a head is turned, neighbour pairs.
+
+Its files join gate and up. The older glm-4-9b-chat-hf is another family, glm, without those norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Attention, Block, Mlp, Norm, Spec
+from forerun.models import configs
+from forerun.models.configs import SHARED_KEYS, Raw, flag, full_attention_only, number, size
+from forerun.models.naming import INNER, OUTER, Fused, Gguf, Names, Own, has_bias
+
+GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
+NAMES = Names(
+    {},
+    "model.layers.{}.",
+    {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp.gate_up_proj": GATE_UP,
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+)
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return {"attention_bias": has_bias(tensors, "attn_q")}
+
+
+NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+         "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
+GGUF = Gguf("glm4", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS, "ffn_up": GATE_UP}), turns_parts=True)
+DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, SHARED_KEYS | {"attention_bias"})
+    full_attention_only(raw)
+    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    configs.require(c.get("hidden_act", "silu") == "silu", c, "hidden_act", "'silu'")
+    heads, kv_heads, head_dim = configs.head_sizes(c)
+    rope = replace(configs.rope_of(c, head_dim), pairs="adjacent")
+    attention = Attention(heads, kv_heads, head_dim, rope=rope, qkv_bias=flag(c, "attention_bias"))
+    norm, mlp = Norm(eps=number(c, "rms_norm_eps")), Mlp(size(c, "intermediate_size"))
+    block = Block(norm, attention, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm)
+    blocks = (block,) * size(c, "num_hidden_layers")
+    hidden, positions = size(c, "hidden_size"), size(c, "max_position_embeddings")
+    return Spec("glm4", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=flag(c, "tie_word_embeddings"))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    a = spec.blocks[0].attention
+    assert a is not None
+    return {
+        **configs.usual_config(spec, "Glm4ForCausalLM"),
+        **configs.rope_config(a.rope, a.head_dim),
+        **configs.UNPADDED,
+        "hidden_act": "silu",
+        "attention_bias": a.qkv_bias,
+    }

@@ -1,0 +1,117 @@
+"""GPT-NeoX and Pythia: both parts of a layer read the same rows; a quarter of each head is turned.
+
+Layer norms, biases everywhere, GELU without a gate. Files join q, k and v head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from forerun.blocks import Attention, Block, Mlp, Norm, Spec
+from forerun.models import configs
+from forerun.models.configs import ACTS, UNTRAINED, Raw, flag, number, size
+from forerun.models.naming import OUTER, Fused, Gguf, Names, Own, has_bias
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+NAMES = Names(
+    {"embed_in": "model.embed_tokens", "final_layer_norm": "model.norm", "lm_head": "lm_head", "embed_out": "lm_head"},
+    "layers.{}.",
+    {
+        "input_layernorm": "input_layernorm",
+        "attention.query_key_value": Fused(QKV, by_head=True),
+        "attention.dense": "self_attn.o_proj",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "mlp.dense_h_to_4h": "mlp.up_proj",
+        "mlp.dense_4h_to_h": "mlp.down_proj",
+    },
+    prefix="gpt_neox.",
+    ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+)
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return {"attention_bias": has_bias(tensors, "attn_qkv")}
+
+
+GGUF = Gguf(
+    "gptneox",
+    {
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads",
+        "feed_forward_length": "intermediate_size",
+        "attention.layer_norm_epsilon": "layer_norm_eps",
+        "use_parallel_residual": "use_parallel_residual",
+        "attention.key_length": "head_dim",
+        "rope.freq_base": "rope_theta",
+    },
+    more=_more,
+    names=Names(
+        OUTER,
+        "blk.{}.",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": Fused(QKV),
+            "attn_output": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+    ),
+    turns_parts=True,
+)
+KEYS = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "head_dim", "max_position_embeddings", "layer_norm_eps", "hidden_act", "tie_word_embeddings",
+        "use_parallel_residual", "attention_bias", "rotary_pct", "rotary_emb_base", "partial_rotary_factor",
+        "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}  # fmt: skip
+INERT = {"classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "is_decoder"}
+DEFAULTS = {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "hidden_act": "gelu", "attention_bias": True,
+            "use_parallel_residual": True}  # fmt: skip
+NAMED_HERE = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, KEYS | INERT)
+    named = {ours: raw.get(theirs) for theirs, ours in NAMED_HERE.items()}
+    usual = {**DEFAULTS, "partial_rotary_factor": 0.25}
+    c = {**usual, **{key: value for part in (named, raw) for key, value in part.items() if value is not None}}
+    configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
+    heads, kv_heads, head_dim = configs.head_sizes(c)
+    configs.require(heads * head_dim == size(c, "hidden_size"), c, "head_dim", "hidden_size / num_attention_heads")
+    bias, hidden = flag(c, "attention_bias"), size(c, "hidden_size")
+    attention = Attention(heads, kv_heads, head_dim, rope=configs.rope_of(c, head_dim), qkv_bias=bias, o_bias=bias)
+    mlp = Mlp(size(c, "intermediate_size"), ACTS[c["hidden_act"]], gated=False, bias=True)
+    norm = Norm("layer", number(c, "layer_norm_eps"), bias=True)
+    block = Block(norm, attention, pre_mlp=norm, mlp=mlp, parallel=flag(c, "use_parallel_residual"))
+    blocks, positions = (block,) * size(c, "num_hidden_layers"), size(c, "max_position_embeddings")
+    tied = flag(c, "tie_word_embeddings")
+    return Spec("gpt_neox", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=tied)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    first = spec.blocks[0]
+    mlp, norm, a = first.mlp or Mlp(1), spec.final_norm or Norm(), first.attention or Attention(1, 1, 2)
+    rope = configs.rope_config(a.rope, a.head_dim)
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": mlp.size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": a.heads,
+        "max_position_embeddings": spec.max_positions,
+        "layer_norm_eps": norm.eps,
+        "hidden_act": configs.act_name(mlp.act),
+        "attention_bias": a.o_bias,
+        "use_parallel_residual": first.parallel,
+        "rotary_emb_base": rope["rope_theta"],
+        "rotary_pct": rope.get("partial_rotary_factor", 1.0),
+        "rope_scaling": rope["rope_scaling"],
+        "tie_word_embeddings": spec.tied,
+        **UNTRAINED,
+    }

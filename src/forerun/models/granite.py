@@ -1,0 +1,69 @@
+"""Granite 3 (dense): Llama with four numbers more, of embeddings, scores, what each part adds, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Block, Spec
+from forerun.models import configs
+from forerun.models.configs import Raw, flag, full_attention_only, number, plain_spec
+from forerun.models.naming import SIZES, Gguf, Own, has_bias
+
+SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    biases = {"attention_bias": has_bias(tensors, "attn_q"), "mlp_bias": has_bias(tensors, "ffn_gate")}
+    return {key: True for key, value in biases.items() if value}
+
+
+GGUF = Gguf(
+    "granite",
+    keys={**SIZES, **dict(zip(("embedding_scale", "attention.scale", "residual_scale", "logit_scale"), SCALES,
+                              strict=True))},
+    more=_more,
+    turned=True,
+)  # fmt: skip
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    full_attention_only(raw)
+    bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
+    honoured = {"attention_bias", "mlp_bias", *SCALES}
+    defaults = {"max_position_embeddings": 2048}
+    spec = plain_spec(raw, honoured=honoured, defaults=defaults, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    scales = {key: number({key: 1.0, **{k: v for k, v in raw.items() if v is not None}}, key) for key in SCALES}
+
+    def scaled(block: Block) -> Block:
+        assert block.attention is not None
+        attention = replace(block.attention, scale=scales["attention_multiplier"])
+        return replace(block, attention=attention, branch_scale=scales["residual_multiplier"])
+
+    return replace(
+        spec,
+        blocks=tuple(map(scaled, spec.blocks)),
+        embed_scale=scales["embedding_multiplier"],
+        logit_scale=1 / scales["logits_scaling"],
+    )
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    first = spec.blocks[0]
+    a, mlp = first.attention, first.mlp
+    assert a is not None
+    assert mlp is not None
+    return {
+        **configs.usual_config(spec, "GraniteForCausalLM"),
+        **configs.rope_config(a.rope),
+        "hidden_act": "silu",
+        "attention_bias": a.o_bias,
+        "mlp_bias": mlp.bias,
+        "embedding_multiplier": spec.embed_scale,
+        "attention_multiplier": a.scale,
+        "residual_multiplier": first.branch_scale,
+        "logits_scaling": configs.whole(1 / spec.logit_scale),
+    }

@@ -1,0 +1,73 @@
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama whose files join q, k and v, and gate and up.
+
+Phi-4-mini turns three quarters of a head. Long contexts have longrope's two lists of factors: see `blocks.reaching` for
+which of them a model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forerun.blocks import Plain, Spec
+from forerun.models import configs
+from forerun.models.configs import Raw, plain_config, plain_spec, size
+from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names
+
+QKV = Fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
+NAMES = Names({}, "model.layers.{}.", {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP})
+GGUF = Gguf(
+    "phi3",
+    keys={**SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
+    more=lambda own, tensors: {"sliding_window": own.get("attention.sliding_window") or None},
+    names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": QKV, "ffn_up": GATE_UP}),
+    turns_parts=True,
+)
+CODE = "modeling_phi3.Phi3ForCausalLM"  # what published checkpoints bring along is what transformers has
+TRAINED = "original_max_position_embeddings"
+OWN_KEYS = frozenset({"sliding_window", TRAINED, "full_attn_mod", "interpolate_factor"})
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    for key in ("full_attn_mod", "interpolate_factor"):
+        configs.require(raw.get(key, 1) in (1, None), raw, key, "1")
+    window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")
+    return plain_spec(
+        _renamed(raw),
+        honoured=OWN_KEYS,
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        turns_parts=True,
+        windows=configs.same_window(raw, window),
+    )
+
+
+def _renamed(raw: Raw) -> Raw:
+    """Longrope was called su; the length of training stands beside the rotary positions, and is what counts."""
+    changed = dict(raw)
+    trained = 4096 if raw.get(TRAINED) is None else raw[TRAINED]
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := raw.get(key), Mapping) and rope:
+            kind = rope.get("rope_type", rope.get("type"))
+            named = {"type": None, "rope_type": "longrope"} if kind in ("su", "yarn") else {}
+            length = {TRAINED: trained} if kind in ("su", "yarn", "longrope") else {}
+            changed[key] = {**{k: v for k, v in rope.items() if k != TRAINED}, **named, **length}
+    return changed
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json. Rotary positions are said as files of every version of transformers say them."""
+    own = Plain.of(spec)
+    raw = plain_config(spec, "Phi3ForCausalLM")
+    trained = own.rope.original_max_positions if own.rope.kind == "longrope" else spec.max_positions
+    if scaling := raw["rope_scaling"]:
+        is_usual = scaling.get("factor") == spec.max_positions / trained
+        kept = ("short_factor", "long_factor", *([] if is_usual else ["factor"]), "attention_factor")
+        raw["rope_scaling"] = {"type": "longrope", **{key: scaling[key] for key in kept if key in scaling}}
+    return {
+        **raw,
+        **configs.UNPADDED,
+        TRAINED: trained,
+        "partial_rotary_factor": configs.share(own.rope.dims or own.head_dim, own.head_dim),
+        "sliding_window": own.windows[0] if own.windows else None,
+    }

@@ -1,0 +1,62 @@
+"""StarCoder 2: layer norms, biases everywhere, GELU without a gate, rotary positions and a window in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from forerun.blocks import Attention, Block, Mlp, Norm, Spec
+from forerun.models import configs
+from forerun.models.configs import ACTS, SHARED_KEYS, Raw, flag, number, size
+from forerun.models.naming import SIZES, Gguf, Names, Own, has_bias
+
+NAMES = Names({}, "model.layers.{}.", {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    window = own.get("attention.sliding_window")
+    return {"use_bias": has_bias(tensors, "attn_q"), **({"sliding_window": window} if window else {})}
+
+
+GGUF = Gguf("starcoder2", keys={**SIZES, "attention.layer_norm_epsilon": "norm_epsilon"}, more=_more)
+OWN_KEYS = {"norm_epsilon", "use_bias", "sliding_window"}
+# What published files say besides, in the one way in which it is computed.
+FIXED = {"norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}
+INERT = {"layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embedding_dropout",
+         "residual_dropout", "activation_function"}  # fmt: skip
+DEFAULTS = {"norm_epsilon": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": 2, "use_bias": True,
+            "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}  # fmt: skip
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, (SHARED_KEYS - {"rms_norm_eps"}) | OWN_KEYS | INERT | FIXED.keys())
+    c = {**DEFAULTS, **FIXED, **{key: value for key, value in raw.items() if value is not None}}
+    for key, value in FIXED.items():
+        configs.require(c[key] == value and type(c[key]) is type(value), c, key, repr(value))
+    configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
+    num, bias = size(c, "num_hidden_layers"), flag(c, "use_bias")
+    window = size(c, "sliding_window") if "sliding_window" in c else None
+    configs.same_window(c, window)
+    norm = Norm("layer", number(c, "norm_epsilon"), bias=True)
+    attention = Attention(*configs.head_sizes(c), window=window, rope=configs.rope_of(c), qkv_bias=bias, o_bias=bias)
+    mlp = Mlp(size(c, "intermediate_size"), ACTS[c["hidden_act"]], gated=False, bias=bias)
+    blocks = (Block(norm, attention, pre_mlp=norm, mlp=mlp),) * num
+    hidden, positions = size(c, "hidden_size"), size(c, "max_position_embeddings")
+    tied = flag(c, "tie_word_embeddings")
+    return Spec("starcoder2", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=tied)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    first = spec.blocks[0]
+    a, mlp = first.attention, first.mlp
+    assert a is not None
+    assert mlp is not None
+    raw = {**configs.usual_config(spec, "Starcoder2ForCausalLM"), **configs.rope_config(a.rope)}
+    return {
+        **{("norm_epsilon" if key == "rms_norm_eps" else key): value for key, value in raw.items()},
+        "hidden_act": configs.act_name(mlp.act),
+        "use_bias": mlp.bias,
+        "sliding_window": a.window,
+    }
