@@ -22,6 +22,16 @@ constexpr size_t ALONE_BYTES = 1 << 20;  // what reads less runs on one thread: 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to,
              const std::function<void()>& prepare = nullptr);
 
+// One of several products that are computed together.
+struct Product {
+    const Matrix* w;
+    Inputs x;
+    Output to;
+};
+
+// Computes products of different weights and rows, none of which waits for another; as `product` otherwise.
+void products(Backend& backend, int thread, const std::vector<Product>& all);
+
 // A norm of rows. weight: with its offset; ones where a norm has none. bias: or null. is_per_head: over each head of a row.
 struct Norm {
     bool is_layer;

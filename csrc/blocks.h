@@ -37,11 +37,27 @@ struct MlpPart {
     const Matrix *up, *down;  // up: gate and up, paired, where it is gated
 };
 
+// What the scores of a router become: a softmax of all of them, a sigmoid of each, or a softmax of those that are chosen.
+enum class Scores { softmax, sigmoid, softmax_of_chosen };
+
+// A mixture of feed-forward parts, of which a row takes those of the `chosen` largest scores.
+struct ExpertsPart {
+    int num, chosen;
+    std::vector<MlpPart> parts;
+    std::optional<MlpPart> shared;  // of every row
+    const Matrix *router, *shared_gate;  // shared_gate: of whose sigmoid the shared part is a multiple; null = it counts whole
+    std::optional<Norm> router_norm;
+    Scores scores;
+    bool normalises;  // whether the chosen scores are divided by their sum
+    float scale;      // of the chosen scores
+};
+
 // post-norms are of a branch before it is added, or of the sum.
 struct Block {
     std::optional<Norm> pre_attention, post_attention, pre_mlp, post_mlp;
     std::optional<AttentionPart> attention;
     std::optional<MlpPart> mlp;
+    std::optional<ExpertsPart> experts;  // in place of it
     bool norms_sum, parallel;  // parallel: both parts read the rows that come in
     float branch_scale;
 };

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffers.h"
 #include "philox.h"
 
 namespace forerun {
@@ -22,32 +23,27 @@ HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head
 
 // ------------------------------------------------------------------------------------------------------------ buffers
 
-// The buffers that one pass writes, besides the caches. The inputs of one product after the other use the same memory.
-struct Model::Buffers {
-    int num_rows, width;
-    float *residual, *branch, *qkv, *normed, *attention, *parts;
-    size_t normed_stride, attention_stride;
-    uint32_t *inputs, *ffn;  // inputs of products; those of the heads are where those of the hidden rows were
-    uint32_t* own;           // each thread's own copy of the normed rows, or null
-    size_t own_stride;
-    std::vector<AttentionWork> work;  // by shape
-
-    Inputs inputs_of(const Matrix& w, uint32_t* words) const { return {words, w.type, num_rows, w.num_steps}; }
-    float* row(float* rows, int i) const { return rows + static_cast<size_t>(i) * static_cast<size_t>(width); }
-    Output add() const { return added(residual, static_cast<size_t>(width)); }
-};
-
 BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats) {
     const auto steps = [&](int n) {  // at most
         return static_cast<size_t>(steps_of(weights_are_quantised ? Type::int8 : model.type, n));
     };
     const size_t rows = static_cast<size_t>(num_rows), hidden = static_cast<size_t>(model.hidden_size);
     size_t qkv = 0, widest = steps(model.hidden_size), read = model.hidden_size, ffn = 0, attention = 0;
-    bool has_branch = false;
+    size_t scores = 0, chosen = 0, inner = 0, groups = 0;
+    bool has_branch = false, has_experts = false, has_shared = false;
     for (const Block& block : model.blocks) {
         has_branch |= (block.post_attention || block.post_mlp) && !block.norms_sum;
         has_branch |= block.branch_scale != 1.0f;
         if (block.mlp) ffn = std::max(ffn, steps(block.mlp->size));
+        if (block.experts) {
+            const ExpertsPart& e = *block.experts;
+            const size_t choices = rows * static_cast<size_t>(e.chosen), size = steps(e.parts[0].size);
+            has_branch = has_experts = true;
+            scores = std::max(scores, rows * static_cast<size_t>(e.num)), chosen = std::max(chosen, choices);
+            inner = std::max(inner, choices * size), groups += 4 * choices;
+            if (e.shared) ffn = std::max(ffn, steps(e.shared->size)), has_shared = true;
+            widest = std::max(widest, hidden);  // the router's inputs are float32
+        }
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
         qkv = std::max(qkv, static_cast<size_t>(a.qkv_size()));
@@ -62,8 +58,12 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     sizes.inputs = rows * widest;
     sizes.ffn = rows * ffn;
     sizes.parts = part_floats;
+    sizes.experts_in = has_experts ? rows * hidden : 0, sizes.scores = scores;
+    sizes.experts_out = chosen * hidden, sizes.shared_out = has_shared ? rows * hidden : 0;
+    sizes.experts_words = chosen * steps(model.hidden_size), sizes.experts_inner = inner, sizes.groups = groups;
     sizes.each_normed = up_to(read, 64);
-    sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * steps(static_cast<int>(read)), 32);
+    const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);  // a gate's inputs are float32
+    sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * of_own, 32);
     sizes.each_attention = up_to(attention, 64);
     return sizes;
 }
@@ -75,6 +75,8 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     int widest = model.hidden_size;
     for (const Block& block : model.blocks) {
         if (block.mlp) widest = std::max(widest, block.mlp->size);
+        if (block.experts) widest = std::max(widest, block.experts->parts[0].size);
+        if (block.experts && block.experts->shared) widest = std::max(widest, block.experts->shared->size);
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
         widest = std::max({widest, a.q_size(), a.reads});
@@ -86,7 +88,8 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     const size_t own = buffer_sizes(model, weights_are_quantised, std::min(num_rows, few_rows), 0).each_own;
     size_t bytes = 0;
     for (size_t count : {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
-                         threads * s.each_attention})
+                         threads * s.each_attention, s.experts_in, s.scores, s.experts_out, s.shared_out, s.experts_words,
+                         s.experts_inner, s.groups})
         bytes += count > 0 ? allocated_bytes(4 * count) : 0;
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
     const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
@@ -111,6 +114,16 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     b.inputs = room.inputs.words(sizes.inputs);
     b.ffn = room.ffn.words(sizes.ffn);
     b.parts = room.parts.floats(sizes.parts);
+    b.experts_in = room.experts_in.floats(sizes.experts_in), b.scores = room.scores.floats(sizes.scores);
+    b.experts_out = room.experts_out.floats(sizes.experts_out), b.shared_out = room.shared_out.floats(sizes.shared_out);
+    b.experts_words = room.experts_words.words(sizes.experts_words);
+    b.experts_inner = room.experts_inner.words(sizes.experts_inner);
+    b.groups.resize(parts_.blocks.size());
+    for (int i : pass.layers) {
+        const Block& block = parts_.blocks[static_cast<size_t>(i)];
+        const size_t choices = block.experts ? static_cast<size_t>(pass.num_rows) * static_cast<size_t>(block.experts->chosen) : 0;
+        b.groups[static_cast<size_t>(i)].chosen.resize(choices), b.groups[static_cast<size_t>(i)].shares.resize(choices);
+    }
     b.normed_stride = sizes.each_normed, b.normed = room.normed.floats(threads * sizes.each_normed);
     b.own_stride = sizes.each_own, b.own = sizes.each_own ? room.own.words(threads * sizes.each_own) : nullptr;
     b.attention_stride = sizes.each_attention, b.attention = room.attention.floats(threads * sizes.each_attention);
@@ -139,6 +152,10 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
             if (shape == shapes_.size()) shapes_.push_back(wanted);
         }
         if (block.mlp) count(block.mlp->up), count(block.mlp->down);
+        if (block.experts) {
+            for (const MlpPart& part : block.experts->parts) count(part.up), count(part.down);
+            if (block.experts->shared) count(block.experts->shared->up), count(block.experts->shared->down);
+        }
         shape_of_.push_back(shape);
     }
 }
@@ -241,6 +258,10 @@ void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     if (block.attention) run_attention(thread, index, pass, b);
     if (!block.parallel && block.mlp) feed(thread, block, b);
     if (block.mlp) add_branch(thread, block, block.post_mlp, *block.mlp->down, b.inputs_of(*block.mlp->down, b.ffn), b);
+    if (block.experts) {
+        run_experts(thread, index, block, b);
+        join_branch(thread, block, block.post_mlp, b);
+    }
 }
 
 void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
@@ -312,7 +333,13 @@ void Model::add_branch(int thread, const Block& block, const std::optional<Norm>
         return;
     }
     product(backend_, thread, w, x, stored(b.branch, static_cast<size_t>(b.width)));
-    team.tiles(thread, b.num_rows, [&](int i) {
+    join_branch(thread, block, post, b);
+}
+
+// Adds what a part gave to the residual stream.
+void Model::join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b) {
+    const bool norms_branch = post && !block.norms_sum, norms_sum = post && block.norms_sum;
+    backend_.team.tiles(thread, b.num_rows, [&](int i) {
         float *const branch = b.row(b.branch, i), *const sum = b.row(b.residual, i);
         if (norms_branch) norm_row(backend_.kernels, *post, branch, b.width, branch);
         for (int k = 0; k < b.width; ++k) sum[k] += branch[k] * block.branch_scale;

@@ -38,6 +38,7 @@ struct Pass {
 // Floats and words of the buffers of a pass, by name; `each` = of every thread.
 struct BufferSizes {
     size_t residual, branch, qkv, inputs, ffn, parts;
+    size_t experts_in, scores, experts_out, shared_out, experts_words, experts_inner, groups;
     size_t each_normed, each_own, each_attention;
 };
 
@@ -119,6 +120,7 @@ class Model {
     struct Room {
         std::mutex turn;
         Scratch residual, branch, qkv, inputs, own, ffn, normed, attention, parts;
+        Scratch experts_in, scores, experts_out, shared_out, experts_words, experts_inner;
     };
     const Matrix& head() const;
     void check(const Pass& pass) const;
@@ -128,6 +130,7 @@ class Model {
     void run_block(int thread, int index, const Pass& pass, Buffers& b);
     void run_attention(int thread, int index, const Pass& pass, Buffers& b);
     void feed(int thread, const Block& block, Buffers& b);
+    void run_experts(int thread, int index, const Block& block, Buffers& b);
     void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w, const Output& to,
                     Buffers& b);
     void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
@@ -136,6 +139,7 @@ class Model {
     std::vector<Next> likeliest(const float* hidden, const std::vector<int>& rows, int num_ids, bool is_told);
     std::vector<Next> drawn(const float* hidden, const std::vector<int>& rows, int num_ids, const std::vector<const Draw*>& draws,
                             uint64_t depth, bool is_told);
+    void join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b);
     std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     bool alone(int num_rows) const;

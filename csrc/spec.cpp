@@ -31,7 +31,8 @@ const std::map<string, std::set<string>> READ = {
                    "o_bias", "softcap", "reads", "sees", "position_scale", "bias"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias"}},
-    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "parallel",
+    {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias"}},
+    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
                "branch_scale"}},
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
@@ -46,7 +47,6 @@ const std::map<string, string> WORDS = {
     {"Attention.k_is_v", "values that are keys"},
     {"Attention.shares_kv_of", "blocks that share keys and values"},
     {"Block.recurrence", "blocks that keep a state"},
-    {"Block.experts", "mixtures of experts"},
     {"Block.out_scale", "scaled outputs of blocks"},
     {"Block.per_layer_input", "embeddings of single layers"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
@@ -77,6 +77,10 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     if (type == "Attention" && nb::cast<string>(object.attr("sees")) == "encoder")
         for (const char* name : {"window", "rope", "k_norm", "v_norm"})
             if (!object.attr(name).is_none()) return no(string(name) + " of an encoder's keys and values");
+    if (type == "Block" && !object.attr("mlp").is_none() && !object.attr("experts").is_none())
+        return no("feed-forward part beside experts");
+    if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
+        return no("experts beside attention");
     if (type == "Mlp" && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
         return no("activation " + nb::cast<string>(object.attr("act")));
     return {};
@@ -168,6 +172,7 @@ class Reader {
         found.branch_scale = real(b, "branch_scale");
         if (!b.attr("attention").is_none()) found.attention = attention(b.attr("attention"), at);
         if (!b.attr("mlp").is_none()) found.mlp = mlp(b.attr("mlp"), at + "mlp.");
+        if (!b.attr("experts").is_none()) found.experts = experts(b.attr("experts"), at + "mlp.");
         return found;
     }
 
@@ -206,6 +211,20 @@ class Reader {
 
     MlpPart mlp(nb::handle m, const string& at) {
         return {whole(m, "size"), act_of(text(m, "act")), yes(m, "gated"), matrix(at + "gate_up"), matrix(at + "down")};
+    }
+
+    ExpertsPart experts(nb::handle e, const string& at) {
+        ExpertsPart found{};
+        found.num = whole(e, "num"), found.chosen = whole(e, "chosen");
+        for (int i = 0; i < found.num; ++i) found.parts.push_back(mlp(e.attr("mlp"), at + "experts." + std::to_string(i) + "."));
+        if (!e.attr("shared").is_none()) found.shared = mlp(e.attr("shared"), at + "shared_expert.");
+        found.router = matrix(at + "router");
+        if (yes(e, "shared_gate")) found.shared_gate = matrix(at + "shared_gate");
+        found.router_norm = norm(e.attr("router_norm"), at + "router_norm", hidden_);
+        const string score = text(e, "score");
+        found.scores = score == "softmax" ? Scores::softmax : score == "sigmoid" ? Scores::sigmoid : Scores::softmax_of_chosen;
+        found.normalises = yes(e, "normalise"), found.scale = real(e, "scale");
+        return found;
     }
 
     // The table of cos and sin that a block uses: blocks with equal ropes and heads share one.

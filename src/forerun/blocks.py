@@ -347,6 +347,7 @@ class Weight:
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
+SCORES = (".router", ".shared_gate")  # products that decide about experts: in float32, for a choice has no middle
 MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
 
 

@@ -51,6 +51,9 @@ CASES: dict[str, tuple[str, Raw, str, Raw]] = {
 GEMMA = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "query_pre_attn_scalar": 13, "sliding_window": 6,
          "model_type": "gemma3_text", "final_logit_softcapping": 3.0}  # fmt: skip
+MOE = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8,
+       "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts": 5, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 24, "num_hidden_layers": 2}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
 SIZES = {
     "vocab_size": 97,
@@ -85,6 +88,12 @@ WHOLE: dict[str, Raw] = {
                  "rope_parameters": {"full_attention": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0},
                  "sliding_attention": {"rope_theta": 1e3, "rope_type": "default"}}},
     "gpt2": GPT2,
+    "qwen3_moe": {**MOE, "model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3_moe-dense": {**MOE, "model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2,
+                        "mlp_only_layers": [1], "sliding_window": 5, "use_sliding_window": True},
+    "qwen2_moe": {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 20},
+    "mixtral": {**{key: value for key, value in MOE.items() if key not in ("num_experts", "moe_intermediate_size")},
+                "model_type": "mixtral", "num_local_experts": 5, "sliding_window": 7},
     "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
     "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 6, "original_max_position_embeddings": 128},
     "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,

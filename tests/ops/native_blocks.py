@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import Attention, Block, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.blocks import Attention, Block, Experts, Mlp, Norm, Positions, Rope, Spec, products, weights
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
 from ops.native_cases import NAN, ops_of, seeded
@@ -67,6 +67,11 @@ GPT2 = Block(
 )
 PLAIN = Block(RMS, Attention(2, 1, 16, rope=Rope()), pre_mlp=RMS, mlp=Mlp(33))
 MLP = Mlp(70, "gelu", gated=False, bias=True)
+
+
+def mixture(experts: Experts, **changes: Any) -> Block:
+    return Block(RMS, PLAIN.attention, pre_mlp=RMS, experts=experts, **changes)
+
 
 SPECS: dict[str, Spec] = {
     "gemma3": spec_of([gemma(5, 1e4), gemma(None, 1e6), gemma(5, 1e4)], final_norm=PLUS_ONE, embed_scale=math.sqrt(44)),
@@ -130,7 +135,27 @@ SPECS: dict[str, Spec] = {
         * 2,
         final_norm=None,
     ),
+    "experts": spec_of(  # of Qwen 3, DeepSeek, gpt-oss and Qwen 2; the last between norms
+        [
+            mixture(Experts(8, 3, Mlp(33))),
+            mixture(Experts(5, 2, Mlp(20, "gelu_tanh"), score="sigmoid", normalise=False, scale=1.5)),
+            mixture(
+                Experts(6, 4, Mlp(17, "gelu", gated=False, bias=True), score="softmax_of_chosen", router_bias=True),
+                branch_scale=0.5,
+            ),
+            mixture(Experts(7, 1, Mlp(24), Mlp(40), True, router_norm=PLUS_ONE, normalise=False), post_mlp=PLUS_ONE),
+            mixture(Experts(4, 2, Mlp(24), Mlp(16, "relu"), score="sigmoid"), norm_at="sum", post_mlp=RMS),
+        ],
+        tied=False,
+    ),
 }
+
+
+MATRICES = ("matrix", "experts")
+
+
+def is_wide(weight: blocks.Weight) -> bool:
+    return weight.product.endswith(blocks.SCORES)
 
 
 def random_weights(spec: Spec, dtype: torch.dtype, bits: int = 0) -> dict[str, Tensor]:
@@ -138,8 +163,9 @@ def random_weights(spec: Spec, dtype: torch.dtype, bits: int = 0) -> dict[str, T
     generator, found = seeded(len(spec.blocks) + spec.hidden_size), {}
     for weight in weights(spec):
         centre = 1.0 if "norm" in weight.name and weight.name.endswith("weight") and "model_type" else 0.0
-        made = (torch.randn(weight.shape, generator=generator) * 0.25 + centre * 0.8).to(dtype)
-        found[weight.name] = made.float() if bits and weight.role == "matrix" else made
+        size = 2.0 if is_wide(weight) else 0.25  # scores that differ much, so that rounding seldom changes a choice
+        made = (torch.randn(weight.shape, generator=generator) * size + centre * 0.8).to(dtype)
+        found[weight.name] = made.float() if is_wide(weight) or (bits and weight.role in MATRICES) else made
     return found
 
 
@@ -178,7 +204,7 @@ class Native:
             if product == "embedding" and not spec.tied:
                 continue
             parts: list[Any] = [stored[m.name] for m in members]
-            if bits and members[0].role == "matrix":
+            if bits and members[0].role in MATRICES and not is_wide(members[0]):
                 scheme = scheme_of(bits, _group(members[0].shape[1]))
                 parts = [_rounded(part, bits) for part in parts]
                 assert all(part.scheme == scheme for part in parts)
@@ -317,6 +343,11 @@ class Reference:
                 y = self.norm(before if block.parallel else x, block.pre_mlp, at + blocks.pre_mlp_name(block))
                 y = self.mlp(y, block.mlp, at + "mlp.")
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
+            if block.experts is not None:
+                y = self.experts(
+                    self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block)), block.experts, at + "mlp."
+                )
+                x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
         x = self.norm(x, s.final_norm, "model.norm")
         logits = x @ self.w(blocks.EMBEDDING if s.tied else blocks.HEAD).T
         logits = (logits + (self.w("lm_head.bias") if s.head_bias else 0)) * s.logit_scale
@@ -393,11 +424,29 @@ class Reference:
         inner = acts[mlp.act](self.product(y, at + "gate_proj")) * up if mlp.gated else acts[mlp.act](up)
         return self.product(inner, at + "down_proj")
 
+    def experts(self, y: Tensor, e: Experts, at: str) -> Tensor:
+        scores = self.product(self.norm(y, e.router_norm, at + "router_norm"), at + "gate")
+        shares = {"softmax": scores.softmax(-1), "sigmoid": scores.sigmoid()}.get(e.score, scores)
+        out = torch.zeros_like(y)
+        for row in range(len(y)):
+            found = sorted(range(e.num), key=lambda i: -float(scores[row, i]))[: e.chosen]
+            own = shares[row, found]
+            if e.score == "softmax_of_chosen":
+                own = own.softmax(-1)
+            elif e.normalise:
+                own = own / own.sum()
+            for i, share in zip(found, own, strict=True):
+                out[row] += self.mlp(y[row : row + 1], e.mlp, f"{at}experts.{i}.")[0] * share * e.scale
+        if e.shared is not None:
+            gate = self.product(y, at + "shared_expert_gate").sigmoid() if e.shared_gate else 1.0
+            out = out + self.mlp(y, e.shared, at + "shared_expert.") * gate
+        return out
+
 
 def stands_for(spec: Spec, stored: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """The same weights with matrices as their rounded integers stand for them."""
     found = dict(stored)
     for weight in weights(spec):
-        if bits and weight.role == "matrix":
+        if bits and weight.role in MATRICES and not is_wide(weight):
             found[weight.name] = next(iter(_rounded(stored[weight.name], bits).blocks())).dequantise()
     return found

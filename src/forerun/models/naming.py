@@ -41,10 +41,10 @@ class Names:
     """Published names of modules -> ours, both without `.weight` and `.bias`.
 
     outer: of those outside of blocks. block: how the names inside of a block begin, {} being its number. inner: what
-    follows there; another module has our name. prefix: what may stand before any name. ignored: endings of tensors that
-    are no weights; beside: beginnings of those of other parts than the text model. ours_at: our
-    blocks, {} being their number, which is that of the published one times step, plus first. more: other blocks. exact:
-    whole names, of tensors that may be stored as one row of a matrix.
+    follows there, {} being an expert's number; another module has our name. prefix: what may stand before any name.
+    ignored: endings of tensors that are no weights; beside: beginnings of those of other parts than the text model.
+    ours_at: our blocks, {} being their number, which is that of the published one times step, plus first. more: other
+    blocks. exact: whole names, of tensors that may be stored as one row of a matrix.
     """
 
     outer: Mapping[str, str]
@@ -74,13 +74,14 @@ class Names:
             return [f"{self.outer[module]}.{ending}"], Fused((self.outer[module],))
         head, tail = map(re.escape, self.block.split("{}"))
         match = re.fullmatch(rf"{head}(0|[1-9]\d{{0,3}}){tail}(.+)", module)
-        if match is None or match[2] not in self.inner:
+        key, expert = (None, "") if match is None else _without_expert(match[2], self.inner)
+        if match is None or key is None:
             others = (names.ours(name.removeprefix(self.prefix)) for names in self.more)
             return next((found for found in others if found is not None), None)
-        found = self.inner[match[2]]
+        found = self.inner[key]
         how = Fused((found,)) if isinstance(found, str) else found
         at = self.ours_at.format(int(match[1]) * self.step + self.first)
-        return [f"{at}{part}.{ending}" for part in how.parts], how
+        return [f"{at}{part.format(expert)}.{ending}" for part in how.parts], how
 
     def theirs(self, module: str) -> str | None:
         """Return the published name of a module of ours, without prefix; None for one that is not known."""
@@ -93,14 +94,25 @@ class Names:
             if match is None:
                 break
             number, rest = divmod(int(match[1]) - self.first, self.step)
-            if rest == 0 and match[2] in (how.parts if isinstance(how, Fused) else (how,)):
-                return f"{self.block.format(number)}{theirs}"
+            part, expert = _without_expert(match[2], how.parts if isinstance(how, Fused) else (how,))
+            if rest == 0 and part is not None:
+                return f"{self.block.format(number)}{theirs.format(expert)}"
         return next((found for names in self.more if (found := names.theirs(module)) is not None), None)
 
     def published(self, module: str) -> str:
         """Return the published name of a module of ours, with its prefix; one that is not known has our name."""
         theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
+
+
+def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
+    """Return a module's name as it is known, with {} in place of an expert's number, and that; None if it is not."""
+    if module in known:
+        return module, ""
+    match = re.fullmatch(r"(.+?\.)(0|[1-9]\d{0,3})(\..+)?", module)
+    if match is None or (name := f"{match[1]}{{}}{match[3] or ''}") not in known:
+        return None, ""
+    return name, match[2]
 
 
 @dataclass(frozen=True)
@@ -281,6 +293,19 @@ INNER: Mapping[str, str | Fused] = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Tensors of all experts, which are read as one of each (source/gguf.py).
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.{}": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps.{}": "mlp.experts.{}.up_proj",
+    "ffn_down_exps.{}": "mlp.experts.{}.down_proj",
+}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 # Keys of an architecture -> of config.json.
 SIZES = {

@@ -66,7 +66,8 @@ class CpuModel:
             self._take_embedding(source)
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         for product, names in groups.items():
-            self.matrices[product] = self._pack(source, names, paired=product.endswith(".gate_up") and len(names) == 2)
+            is_paired, is_wide = product.endswith(".gate_up") and len(names) == 2, product.endswith(blocks.SCORES)
+            self.matrices[product] = self._pack(source, names, paired=is_paired, is_wide=is_wide)
         for weight in found:
             if weight.role == "vector" and not weight.product:
                 self._vectors[weight.name] = source.weights[weight.name].detach().float().contiguous().clone()
@@ -406,8 +407,10 @@ class CpuModel:
     def _all_matrices(self) -> list[PackedMatrix]:
         return [*self.matrices.values(), *([] if self._embedding is None else [self._embedding])]
 
-    def _pack(self, source: _Source, names: Seq[str], *, paired: bool = False) -> PackedMatrix:
+    def _pack(self, source: _Source, names: Seq[str], *, paired: bool = False, is_wide: bool = False) -> PackedMatrix:
         parts, bias = source.parts(names)
+        if is_wide:
+            parts = [(dequantised(part) if isinstance(part, QuantisedMatrix) else part).float() for part in parts]
         sizes = [part.shape[0] for part in parts]
         packed = self.ops.pack(parts, bias, paired=paired, consume=source.consume)
         for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):

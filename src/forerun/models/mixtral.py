@@ -1,0 +1,45 @@
+"""Mixtral: Mistral with experts. A row takes the two of the largest scores, whose softmax their shares are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Experts, Mlp, Spec
+from forerun.models.configs import Raw, full_attention_only, plain_config, plain_spec, size
+from forerun.models.naming import Names
+from forerun.models.qwen3_moe import numbers_of, without_experts
+
+NUM, PER_TOKEN = "num_local_experts", "num_experts_per_tok"
+TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+MOE = "block_sparse_moe."
+NAMES = Names(
+    {},
+    "model.layers.{}.",
+    {f"{MOE}gate": "mlp.gate", **{f"{MOE}experts.{{}}.{w}": f"mlp.experts.{{}}.{part}" for w, part in PARTS.items()}},
+)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    full_attention_only(raw)
+    c = {NUM: 8, PER_TOKEN: 2, **{key: value for key, value in raw.items() if value is not None}}
+    honoured, defaults = (
+        TRAINING | {NUM, PER_TOKEN, "sliding_window"},
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    )
+    num = size(c, "num_hidden_layers")
+    window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")
+    spec = plain_spec(c, honoured=honoured, defaults=defaults, windows=(window,) * num)
+    experts = Experts(*numbers_of(c, NUM), Mlp(size(c, "intermediate_size")), score="softmax_of_chosen")
+    return replace(spec, blocks=tuple(replace(block, mlp=None, experts=experts) for block in spec.blocks))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    dense, found = without_experts(spec)
+    attention = spec.blocks[0].attention
+    window = None if attention is None else attention.window
+    own: dict[str, Any] = {NUM: found.num, PER_TOKEN: found.chosen, "sliding_window": window}
+    return {**plain_config(dense, "MixtralForCausalLM"), **own}

@@ -1,0 +1,54 @@
+"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): one more expert, behind a gate of its own, counts for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from forerun.blocks import Experts, Mlp, Spec
+from forerun.models.configs import Raw, flag, plain_config, plain_spec, require, size
+from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Names, Own
+from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
+from forerun.models.qwen3_moe import EXPERT_KEYS, KEYS, LAYER_KEYS, expert_keys, mixed, numbers_of, without_experts
+
+SHARED = "shared_expert_intermediate_size"
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    """The shared expert's size has a key in newer files; older ones have as much as the chosen ones together."""
+    each, chosen = own.get("expert_feed_forward_length"), own.get("expert_used_count")
+    size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
+    return {**window_of(own), SHARED: size if size or not (each and chosen) else each * chosen}
+
+
+GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS, **SHARED_EXPERT}))
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    given = "layer_types" in raw or not flag(raw, "use_sliding_window")
+    require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
+    spec = plain_spec(
+        raw,
+        honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED, "qkv_bias"},
+        defaults={"max_position_embeddings": 32768},
+        qkv_bias=flag({"qkv_bias": True, **raw}, "qkv_bias"),
+        windows=qwen_windows(raw),
+    )
+    each, shared = Mlp(size(raw, "moe_intermediate_size")), Mlp(size(raw, SHARED))
+    normalise = flag(raw, "norm_topk_prob")
+    return mixed(spec, raw, Experts(*numbers_of(raw), each, shared, shared_gate=True, normalise=normalise))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    dense, found = without_experts(spec)
+    shared = found.mlp.size if found.shared is None else found.shared.size
+    attention = spec.blocks[0].attention
+    return {
+        **plain_config(dense, "Qwen2MoeForCausalLM"),
+        **window_keys(dense),
+        **expert_keys(spec, found),
+        SHARED: shared,
+        "qkv_bias": attention is not None and attention.qkv_bias,
+    }

@@ -1,0 +1,121 @@
+"""Qwen 3 with experts (Qwen3-30B-A3B): in place of a feed-forward part, a row's share of a few of many small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Experts, Mlp, Plain, Spec
+from forerun.errors import UnsupportedModel
+from forerun.models import configs
+from forerun.models.configs import Raw, flag, plain_config, plain_spec, size
+from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Names, Own
+from forerun.models.qwen2 import WINDOW_KEYS, window_of
+
+EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
+# Which layers have experts; what only training reads.
+LAYER_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef"})
+KEYS = {**SIZES, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return {**window_of(own), "norm_topk_prob": True}
+
+
+GGUF = Gguf("qwen3moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS}))
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    bias = flag(raw, "attention_bias")
+    spec = plain_spec(
+        {**raw, "num_experts": None, "num_local_experts": None},
+        honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {"attention_bias"},
+        defaults={"max_position_embeddings": 32768, "head_dim": 128, "intermediate_size": 6144},
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        windows=_windows(raw),
+    )
+    c = {
+        "num_experts": raw.get("num_local_experts"),
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        **_given(raw),
+    }
+    return mixed(
+        spec, c, Experts(*numbers_of(c), Mlp(size(c, "moe_intermediate_size")), normalise=flag(c, "norm_topk_prob"))
+    )
+
+
+def _windows(raw: Raw) -> tuple[int | None, ...]:
+    """Of each layer the same one: transformers reads no `max_window_layers` here."""
+    has_window = flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None
+    window = size({"sliding_window": 4096, **raw}, "sliding_window") if has_window else None
+    return (window,) * size(raw, "num_hidden_layers")
+
+
+def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
+    """Return how many experts there are, and how many a row takes."""
+    num, chosen = size(raw, key), size(raw, "num_experts_per_tok")
+    configs.require(chosen <= num, raw, "num_experts_per_tok", f"at most {num}, the number of experts")
+    return num, chosen
+
+
+def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
+    """Return a decoder with experts in those of its layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
+    dense, step = (
+        raw.get("mlp_only_layers") or [],
+        size({"decoder_sparse_step": 1, **_given(raw)}, "decoder_sparse_step"),
+    )
+    is_list = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
+    configs.require(is_list, raw, "mlp_only_layers", "a list of layers")
+    blocks = [
+        block if i in dense or (i + 1) % step else replace(block, mlp=None, experts=experts)
+        for i, block in enumerate(spec.blocks)
+    ]
+    return replace(spec, blocks=tuple(blocks))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    dense, found = without_experts(spec)
+    window = next(iter(Plain.of(dense).windows), None)
+    return {
+        **plain_config(dense, "Qwen3MoeForCausalLM"),
+        **expert_keys(spec, found),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "attention_bias": Plain.of(dense).o_bias,
+    }
+
+
+def without_experts(spec: Spec) -> tuple[Spec, Experts]:
+    """Return the decoder with a feed-forward part in each layer, and its experts. Raises UnsupportedModel for none."""
+    found = {block.experts for block in spec.blocks if block.experts is not None}
+    if len(found) != 1:
+        raise UnsupportedModel(
+            f"a {spec.model_type} checkpoint has experts of one size, and this model has {len(found)}"
+        )
+    [experts] = found
+    mlp = next((block.mlp for block in spec.blocks if block.mlp is not None), experts.mlp)
+    blocks = [replace(block, mlp=mlp, experts=None) for block in spec.blocks]
+    return replace(spec, blocks=tuple(blocks)), experts
+
+
+def expert_keys(spec: Spec, experts: Experts) -> Raw:
+    """The keys that `numbers_of` and `mixed` read."""
+    return {
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.mlp.size,
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, block in enumerate(spec.blocks) if block.experts is None],
+    }
+
+
+def _given(raw: Raw) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
