@@ -31,7 +31,8 @@ HALVES = {
     "Q6_K": (208,),
 }
 Array = np.ndarray[Any, Any]
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox"}
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
+                 "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # fmt: skip
 TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -94,7 +95,7 @@ def write_model(
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
-    kept, names = {}, names_of(config)
+    kept, names, stacked = {}, names_of(config), dict[tuple[str, str], list[Array]]()
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
     stored = dict(weights) if names is None else published(names, config, weights)
@@ -112,11 +113,17 @@ def write_model(
         offset = float(arch.startswith("gemma") and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
         data = gguf.quants.quantize(weight + np.float32(offset), Type[kind])
-        writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), data, raw_dtype=Type[kind])
+        if ".experts." in name:  # of all experts one tensor
+            before, _, after = name.partition(".experts.")
+            stacked.setdefault((f"{before}.experts.{after.partition('.')[2]}", kind), []).append(data)
+        else:
+            writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), data, raw_dtype=Type[kind])
         numbers = numbers_of(data, kind) - np.float32(offset)
         numbers = turned_back(numbers, heads) if heads else numbers
         numbers = by_head(numbers, attention.heads) if is_by_head else numbers
         kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
+    for (name, kind), parts in stacked.items():
+        writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), np.stack(parts), raw_dtype=Type[kind])
     rope = attention.rope
     if rope is not None and rope.kind == "llama3":
         plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
@@ -146,7 +153,8 @@ def write_tiny_model(path: Path) -> Path:
 def usual(spec: Spec, arch: str) -> dict[str, Any]:
     """The metadata of a model, without its tokenizer."""
     found = [block.attention for block in spec.blocks if block.attention is not None]
-    a, mlp, norm = found[0], spec.blocks[0].mlp, spec.final_norm
+    a, norm, experts = found[0], spec.final_norm, next((b.experts for b in spec.blocks if b.experts is not None), None)
+    mlp = next((block.mlp for block in spec.blocks if block.mlp is not None), experts and experts.mlp)
     assert mlp is not None
     assert norm is not None
     own = {
@@ -179,6 +187,10 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
             own |= {key: value for key, value in said.items() if value is not None}
         if full.kind == "longrope":
             own |= {"rope.scaling.attn_factor": attention_factor(full)}
+    if experts is not None:
+        own |= {"expert_count": experts.num, "expert_used_count": experts.chosen}
+        own |= {"expert_feed_forward_length": experts.mlp.size}
+        own |= {} if experts.shared is None else {"expert_shared_feed_forward_length": experts.shared.size}
     if arch == "phi3":
         own |= {"rope.scaling.original_context_length": a.rope.original_max_positions if a.rope else 0}
         own |= {"attention.sliding_window": 0}

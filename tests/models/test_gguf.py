@@ -258,6 +258,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 96, "n_layer": 2, "n_
 SIZES = {"vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
          "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PLAIN_SIZES = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
 EPS = float(np.float32(1e-5))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -277,22 +278,24 @@ RAW: dict[str, dict[str, Any]] = {
     "olmo2": {**SIZES, "model_type": "olmo2", "rope_theta": 5e3},
     "glm4": {**SIZES, "model_type": "glm4", "head_dim": 16},
     "starcoder2": {**PLAIN_SIZES, "model_type": "starcoder2", "norm_epsilon": EPS, "sliding_window": 7},
+    "qwen3_moe": {**SIZES, **MOE, "model_type": "qwen3_moe", "norm_topk_prob": True, "head_dim": 16},
+    "qwen2_moe": {**SIZES, **MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32},
     "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"},
                  "layer_norm_eps": EPS},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
-QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}
+QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0"}
 
 
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED])
 def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     """In float32, of a model that transformers reads from a folder with the same weights."""
-    config = {**MODELS, **OTHERS}.get(case, MODELS["llama-tied"])
+    config = {**MODELS, **OTHERS}.get(case.partition("-q")[0], MODELS["llama-tied"])
     path = tmp_path / f"{case}.gguf"
     weights = write_model(path, config, random_weights(config), lambda name: QUANTISED.get(case, "F32"))
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
-    rounded = config if case in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
+    rounded = config if case.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
     assert read_config(open_source(path).config) == rounded
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

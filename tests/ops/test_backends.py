@@ -26,8 +26,8 @@ needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the nativ
 
 
 def with_experts(**changes: Any) -> Spec:
-    experts = Experts(4, 2, Mlp(16), **changes)
-    return replace(PLAIN, blocks=tuple(replace(block, mlp=None, experts=experts) for block in PLAIN.blocks))
+    experts = Experts(4, 2, Mlp(16), **changes)  # beside a feed-forward part, as Gemma 4 has them
+    return replace(PLAIN, blocks=tuple(replace(block, experts=experts) for block in PLAIN.blocks))
 
 
 def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
@@ -45,9 +45,11 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     assert list(ops.faster("native", "cpu", PLAIN)) == []
     assert ops.resolve("auto", "cpu", with_experts()) == "reference"
     assert list(ops.faster("reference", "cpu", with_experts())) == [
-        ("native", "the native kernels compute no mixtures of experts")
+        ("native", "the native kernels compute no feed-forward part beside experts")
     ]
-    with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no mixtures"):
+    with pytest.raises(
+        UnsupportedModel, match="cannot run on ops='native': the native kernels compute no feed-forward part"
+    ):
         ops.resolve("native", "cpu", with_experts())
     with pytest.raises(BadOption, match="ops='native' computes on the CPU and contradicts"):
         ops.resolve("native", "cuda")

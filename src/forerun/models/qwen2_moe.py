@@ -9,18 +9,26 @@ from forerun.blocks import Experts, Mlp, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require, size
 from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Names, Own
 from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
-from forerun.models.qwen3_moe import EXPERT_KEYS, KEYS, LAYER_KEYS, expert_keys, mixed, numbers_of, without_experts
+from forerun.models.qwen3_moe import (
+    EXPERT_KEYS,
+    EXPERT_SIZES,
+    LAYER_KEYS,
+    expert_keys,
+    mixed,
+    numbers_of,
+    without_experts,
+)
 
 SHARED = "shared_expert_intermediate_size"
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """The shared expert's size has a key in newer files; older ones have as much as the chosen ones together."""
-    each, chosen = own.get("expert_feed_forward_length"), own.get("expert_used_count")
+    """Older files leave out the size of the shared expert: it is the usual one of a feed-forward part."""
     size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
-    return {**window_of(own), SHARED: size if size or not (each and chosen) else each * chosen}
+    return {**window_of(own), SHARED: size}
 
 
+KEYS = {**EXPERT_SIZES, "expert_shared_feed_forward_length": SHARED}
 GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS, **SHARED_EXPERT}))
 
 

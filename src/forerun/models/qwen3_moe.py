@@ -16,7 +16,7 @@ from forerun.models.qwen2 import WINDOW_KEYS, window_of
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
 # Which layers have experts; what only training reads.
 LAYER_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef"})
-KEYS = {**SIZES, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+EXPERT_SIZES = {**SIZES, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     return {**window_of(own), "norm_topk_prob": True}
 
 
-GGUF = Gguf("qwen3moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS}))
+GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS}))
 
 
 def read(raw: Raw) -> Spec:

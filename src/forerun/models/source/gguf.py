@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,7 +48,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._header: Header = read_header(path)
+        self._header: Header = _each_expert(read_header(path))
         self._rope_factors = self._read_rope_factors()
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
         self._gguf = family_of(self._header, path)[2]
@@ -192,6 +193,22 @@ class GgufFile:
                 f"the tokenizer of {self.path} cannot be written to {folder.parent} ({error.strerror}): set "
                 "FORERUN_CACHE_DIR to a folder with room that may be written to"
             ) from error
+
+
+def _each_expert(header: Header) -> Header:
+    """Return a header that has a tensor of each expert, ffn_up_exps.0, in place of one of them all, ffn_up_exps."""
+    tensors = dict[str, Entry]()
+    for name, entry in header.tensors.items():
+        module, _, ending = name.rpartition(".")
+        if not module.endswith("_exps") or len(entry.shape) != (3 if ending == "weight" else 2):
+            tensors[name] = entry
+            continue
+        num, each = entry.shape[0], entry.num_bytes // entry.shape[0]
+        for i in range(num):
+            tensors[f"{module}.{i}.{ending}"] = replace(
+                entry, shape=entry.shape[1:], start=entry.start + i * each, num_bytes=each
+            )
+    return replace(header, tensors=tensors)
 
 
 def _turned_back(rows: Tensor, turned: int) -> Tensor:
