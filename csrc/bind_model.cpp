@@ -166,6 +166,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     if (ahead) check_join(ahead->join, m.parts().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     if (!stops.empty() && stops.size() != counts.size()) throw std::invalid_argument("every run needs a stop, or none does");
+    if (!draws.empty() && ahead) throw std::invalid_argument("the ids of a head are not those that its coins are of");
     if (!draws.empty() && draws.size() != counts.size()) throw std::invalid_argument("every run needs a draw, or none does");
     for (const Stop& stop : stops)
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");

@@ -94,7 +94,8 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
     const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
                    steps_of(weights_are_quantised ? Type::int8 : model.type, widest), 0, nullptr, nullptr, nullptr, 0};
-    return bytes + threads * (allocated_bytes(4 * sum_floats(num_rows)) + allocated_bytes(kernels.prepared_bytes(w, num_rows)));
+    const size_t kept = allocated_bytes(4 * sum_floats(num_rows)) + allocated_bytes(kernels.prepared_bytes(w, num_rows));
+    return bytes + threads * kept * (s.experts_in > 0 ? 2 : 1);  // `products` keeps as much
 }
 
 Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
@@ -153,7 +154,11 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
         }
         if (block.mlp) count(block.mlp->up), count(block.mlp->down);
         if (block.experts) {
-            for (const MlpPart& part : block.experts->parts) count(part.up), count(part.down);
+            for (const MlpPart& part : block.experts->parts) {
+                const size_t before = bytes_;
+                count(part.up), count(part.down);
+                if (&part - block.experts->parts.data() >= block.experts->chosen) bytes_ = before;  // a row reads no more
+            }
             if (block.experts->shared) count(block.experts->shared->up), count(block.experts->shared->down);
         }
         shape_of_.push_back(shape);

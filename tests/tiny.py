@@ -16,6 +16,7 @@ SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hid
 # Families that are not like Llama, in the words of their config.json.
 OTHERS = {
     "gemma3_text": {**SIZES, "query_pre_attn_scalar": 13, "sliding_window": 6, "sliding_window_pattern": 2},
+    "qwen3_moe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt2": {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 

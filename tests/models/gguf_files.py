@@ -112,6 +112,7 @@ def write_model(
         weight = np.ascontiguousarray(weight.T) if is_turned else weight
         offset = float(arch.startswith("gemma") and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
+        weight = weight[0] if "shared_expert_gate" in name else weight  # as the converter squeezes it
         data = gguf.quants.quantize(weight + np.float32(offset), Type[kind])
         if ".experts." in name:  # of all experts one tensor
             before, _, after = name.partition(".experts.")
@@ -121,6 +122,7 @@ def write_model(
         numbers = numbers_of(data, kind) - np.float32(offset)
         numbers = turned_back(numbers, heads) if heads else numbers
         numbers = by_head(numbers, attention.heads) if is_by_head else numbers
+        numbers = numbers[None] if "shared_expert_gate" in name else numbers
         kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
     for (name, kind), parts in stacked.items():
         writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), np.stack(parts), raw_dtype=Type[kind])

@@ -102,6 +102,28 @@ def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bit
         assert torch.equal(weight, quantise(dense[name], scheme).dequantise()), name
 
 
+@pytest.mark.parametrize("text", ["int8:group=16", "int4:group=32"])
+def test_experts_are_rounded_and_their_router_is_not(tmp_path: Path, text: str) -> None:
+    """While they are loaded, and of a model in memory: the same weights, and so the same texts."""
+    folder = write_tiny(tmp_path / "moe", "qwen3_moe")
+    prompts, params = [[5, 80, 3], list(range(40, 60))], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    with LLM(str(folder), draft="none", quantization=text) as llm:
+        texts = [out.token_ids for out in llm.generate(prompts, params)]
+        model = llm.engine.runner.model
+    name = "model.layers.1.mlp.gate.weight"
+    stored = load_checkpoint(folder, dtype="float32").model.weight(name)  # type: ignore[attr-defined]
+    assert torch.equal(model.weight(name), stored.bfloat16().float())  # type: ignore[attr-defined]
+    expert = name.replace("gate.weight", "experts.3.up_proj.weight")
+    assert len(model.weight(expert)[0, :16].unique()) <= 16  # type: ignore[attr-defined]
+    dense = LLM(str(folder), draft="none", dtype="bfloat16").engine.runner.model
+    if hasattr(dense, "rounded"):
+        again = dense.rounded(Quantization.parse(text))
+        for own in (name, expert):
+            assert torch.equal(again.weight(own), model.weight(own))  # type: ignore[attr-defined]
+    with LLM(str(folder), draft="suffix", quantization=text, spec_length=4) as llm:
+        assert [out.token_ids for out in llm.generate(prompts, params)] == texts
+
+
 def test_target_and_draft_are_rounded_independently() -> None:
     """The draft's own option; a text stays the plain decoder's, whichever of the two is rounded."""
     params = SamplingParams(max_tokens=12, temperature=0)

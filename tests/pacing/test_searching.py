@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.pacing.auto import AutoPacing, Options, build
+from forerun.pacing.auto import PROBE_SHARE, AutoPacing, Options, build
 from forerun.pacing.cost import Costs, PassTime, Traits
 from forerun.pacing.searching import SHARE, Searching
 from forerun.params import SamplingParams
@@ -103,12 +103,12 @@ def test_a_search_that_is_cheap_is_never_given_up(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", ["suffix", "model"])
 def test_a_text_that_begins_to_repeat_itself_is_found(draft: str) -> None:
-    """By the probes, within 100 steps; and then every step searches."""
+    """By the probes, within 100 steps; and then the steps search."""
     machine = Machine(0.2, lambda step: None if step < 400 else LENGTH, draft=draft)
     machine.run(600)
     assert sum(machine.searched[300:400]) < 15
     assert machine.rate(500) > 3
-    assert machine.searched[500:] == [1] * 100
+    assert sum(machine.searched[500:]) > 90, "but for a few plain steps, to compare with"
 
 
 def test_guesses_that_are_wrong_gain_nothing() -> None:
@@ -116,6 +116,27 @@ def test_guesses_that_are_wrong_gain_nothing() -> None:
     machine.run(400)
     assert machine.rate(100) > 0.96
     assert sum(machine.searched[200:]) < 40
+
+
+def test_what_does_not_pay_is_decided_for_those_who_join_and_saved_up_for() -> None:
+    """A request that joins others is never asked without a price; tokens that are written save up for a probe."""
+    machine = Machine(0.1, lambda step: None, 4, "model")
+    machine.run(300)
+    spare = machine.pacing._stops.of("model").spare
+    machine.run(300)
+    assert machine.pacing._stops.of("model").spare - spare > 0.9 * PROBE_SHARE * 300 * 4
+    prompt = [1] * 5000
+    machine.seqs.append(Sequence(9, prompt, len(prompt), machine.seqs[0].params, 0, 10**6, draft="model"))
+    machine.run(40)  # which asserts that a model that never pays is not asked
+    assert machine.pacing._requests[9].is_decided
+
+
+def test_a_drafter_without_requests_is_not_waited_for() -> None:
+    machine = Machine(0.1, lambda step: None)
+    machine.run(300)
+    assert not machine.pacing._may_probe_search([])
+    machine.pacing._searching["suffix"]._spared_s = 99.0
+    assert machine.pacing._may_probe_search(list(machine.pacing._requests.values()))
 
 
 def test_who_waits_longest_is_probed_first() -> None:

@@ -39,10 +39,11 @@ def read(raw: Raw) -> Spec:
     spec = plain_spec(
         raw,
         honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED, "qkv_bias"},
-        defaults={"max_position_embeddings": 32768},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16},
         qkv_bias=flag({"qkv_bias": True, **raw}, "qkv_bias"),
         windows=qwen_windows(raw),
     )
+    raw = {"num_experts": 60, "num_experts_per_tok": 4, **raw}
     each, shared = Mlp(size(raw, "moe_intermediate_size")), Mlp(size(raw, SHARED))
     normalise = flag(raw, "norm_topk_prob")
     return mixed(spec, raw, Experts(*numbers_of(raw), each, shared, shared_gate=True, normalise=normalise))

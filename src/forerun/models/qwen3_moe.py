@@ -33,14 +33,14 @@ def read(raw: Raw) -> Spec:
     spec = plain_spec(
         {**raw, "num_experts": None, "num_local_experts": None},
         honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {"attention_bias"},
-        defaults={"max_position_embeddings": 32768, "head_dim": 128, "intermediate_size": 6144},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144},
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
         windows=_windows(raw),
     )
     c = {
-        "num_experts": raw.get("num_local_experts"),
+        "num_experts": raw.get("num_local_experts", 128),
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         **_given(raw),

@@ -156,13 +156,14 @@ class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
         known = list(weights)
         self.read, self.vector, self.as_tensors = read, vector, as_tensors
         self.shapes = {weight.name: weight.shape for weight in known}
+        self.matrices = {weight.name for weight in known if weight.role == "matrix"}
         self.schemes = {weight.name: scheme_for(weight, quantization) for weight in known if is_rounded(weight)}
 
     def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
         shape = self.shapes[name]
         if name not in self.schemes:
-            vector = self.vector(name)
-            return vector if self.as_tensors is None else vector.to(self.as_tensors)
+            kept = self.read(name, range(shape[0])) if name in self.matrices else self.vector(name)
+            return kept if self.as_tensors is None else kept.to(self.as_tensors)
         matrix = QuantisedMatrix(self.schemes[name], (shape[0], shape[1]), partial(self._rows, name))
         if self.as_tensors is None:
             return matrix

@@ -62,6 +62,7 @@ class _Request:
     pays: bool = True
     reading: Reading = field(default_factory=Reading)
     stop: Stop | None = None
+    is_decided: bool = False
 
 
 class _SafetyNet:
@@ -129,7 +130,8 @@ class AutoPacing(Pacing):
         had_drafts = self._drafts
         may_draft = not had_drafts or self._net.allows(self._step)
         # For many requests this is a good part of a small model's pass: where none drafts it is done now and then.
-        is_wanted = may_draft and (had_drafts or self._may_probe_search())
+        is_wanted = may_draft and (had_drafts or self._may_probe_search(requests))
+        is_wanted |= not all(request.is_decided for request in requests)
         if len(requests) <= self._choose_below:  # passes have become cheaper
             self._choose_at = 0
         if is_wanted or self._step >= min([self._choose_at, *[r.probe_at for r in requests if not r.pays]]):
@@ -178,16 +180,16 @@ class AutoPacing(Pacing):
                     self._replan_at = 0
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
+            if not request.pays and self.costs.traits_of(request.seq.draft).searches:
+                self._stops.of(request.seq.draft).spare += PROBE_SHARE * (1 + len(round_.accepted_ranks))
             if stop is not None and request.granted:
                 self._observe_search(request, stop, round_)
                 request.reading.observe(stop, round_.num_drafted, len(round_.accepted_ranks))
-                if not request.pays:
-                    self._stops.of(request.seq.draft).spare += PROBE_SHARE * (1 + len(round_.accepted_ranks))
                 if round_.num_drafted:
                     self._stops.observe(request.seq, stop, round_, report)
         deciding_s = report.draft_s - sum([step.seconds for step in report.drafts.values()])
         for name, searching in self._searching.items():
-            searching.observe_step(report.seconds, report.drafts.get(name), deciding_s)
+            searching.observe_step(report.seconds, report.drafts.get(name), deciding_s / max(1, report.num_decoding))
         if self._drafts and report.num_decoding and not report.num_prefill_tokens:
             self._net.observe(self._step, report.num_emitted, report.seconds)
 
@@ -202,6 +204,8 @@ class AutoPacing(Pacing):
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
         told = [request for request in requests if self._is_told(request)]
+        for request in requests:
+            request.is_decided |= not self._is_told(request)
         if not told:
             return
         others = [(r, most) for r, most in zip(requests, limits, strict=True) if not self._is_told(r)]
@@ -209,13 +213,15 @@ class AutoPacing(Pacing):
         num_rows = len(requests) + sum(min(own, most) for own, (_, most) in zip(lengths, others, strict=True))
         seqs, are_drafting = [r.seq for r in told], [r.length > 0 for r in told]
         prices = self._stops.prices(seqs, are_drafting, len(others), num_rows)
-        searched, probed = self._searched(told, prices.rate)
+        may_search = [r for r, most in zip(requests, limits, strict=True) if most > 0 and self._is_told(r)]
+        searched, probed = self._searched(may_search, prices.rate)
         is_time, does_pay = self._step >= self._choose_at, bool(searched)
         for request in told:
             is_searched = request.seq.id in searched or request.seq.id in probed
             is_probe = not request.pays and self._step >= request.probe_at
-            if not (request.length or is_searched or is_time or is_probe):
+            if request.is_decided and not (request.length or is_searched or is_time or is_probe):
                 continue
+            request.is_decided = True
             stop, traits = self._stops.stop(request.seq, prices), self.costs.traits_of(request.seq.draft)
             pays = is_searched if traits.is_free else stop.pays
             if request.pays and not pays:
@@ -244,8 +250,9 @@ class AutoPacing(Pacing):
             probed |= self._searching[name].probes(own, self._step)
         return found, probed
 
-    def _may_probe_search(self) -> bool:
-        return any(searching.may_probe() for searching in self._searching.values())
+    def _may_probe_search(self, requests: Seq[_Request]) -> bool:
+        found = {request.seq.draft for request in requests} & self._searching.keys()
+        return any(self._searching[name].may_probe() for name in found)
 
     def _observe_search(self, request: _Request, stop: Stop, round_: SequenceStep) -> None:
         """Learn from a round what a search of its text gained, beside what the model would have gained."""
@@ -277,7 +284,7 @@ class AutoPacing(Pacing):
                 known.spare -= owed
                 stop.is_shut, stop.worth = False, stop.worth[:1]
             else:
-                request.probe_at = self._step + REPLAN_STEPS
+                request.probe_at = max(self._choose_at, self._step + REPLAN_STEPS)
         stop.bar = 0.0 if stop.is_shut else reading.gain
         # A model that pays and is not read yet is asked, too: what rounds without it lose is counted.
         request.length = self.spec_length if is_searched or request.pays or not stop.is_shut else 0

@@ -118,14 +118,13 @@ class Costs:
 
     drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to calibrate
     before the first draft, by drafter, the target under ""; without runners the curves stay as they are. traits: by
-    drafter. deciding_s: seconds that it takes to decide about the draft of one request, in a step that drafts.
+    drafter.
     """
 
     target: PassTime = field(default_factory=PassTime)
     drafts: dict[str, PassTime] = field(default_factory=dict)
     runners: Mapping[str, Seq[Runner]] = field(default_factory=dict)
     traits: Mapping[str, Traits] = field(default_factory=dict)
-    deciding_s: float = 0.0
     _calibrated: Seq[Runner] = ()  # of the target, until its curve was contradicted once
     _doubt: _Doubt = field(default_factory=_Doubt)
     _is_contradicted: bool = False
@@ -176,9 +175,6 @@ class Costs:
             self.runners = {"": self._calibrated}
             self._calibrated = ()
             self._is_contradicted = True
-        if report.drafts:
-            found = (report.draft_s - sum([step.seconds for step in report.drafts.values()])) / report.num_decoding
-            self.deciding_s += FRESH * (max(0.0, found) - self.deciding_s)
         for name, step in report.drafts.items():
             if step.passes and not step.num_catchup_tokens:
                 cost = self.draft(name)

@@ -46,6 +46,7 @@ class Searching:
     _all: _Gains = field(default_factory=lambda: _Gains(FIRST_WEIGHT, FIRST_WEIGHT * FIRST_GAIN))
     _requests: dict[int, _Gains] = field(default_factory=dict)
     _spared_s: float = 0.0
+    _num_seen: int = 0
     _last: dict[int, int] = field(default_factory=dict)  # by request: the step of its last probe
 
     def pays(self, request: int, rate: float) -> bool:
@@ -73,12 +74,14 @@ class Searching:
         self._requests.setdefault(request, _Gains()).add(gain)
 
     def observe_step(self, seconds: float, drafting: DraftStep | None, deciding_s: float) -> None:
-        """Add a step, what the drafter did in it, and the seconds that it took to decide about drafts."""
+        """Add a step, what the drafter did in it, and the seconds that it took to decide about one request's draft."""
         self._spared_s = min(self._spared_s + SHARE * seconds, MOST_SPARED * (self.search_s or 0.0))
         if drafting is not None and drafting.num_searched:
-            found = (drafting.search_s + max(0.0, deciding_s)) / drafting.num_searched
+            self._num_seen += 1
+            found = drafting.search_s / drafting.num_searched + max(0.0, deciding_s)
             had = found if self.search_s is None else self.search_s
-            self.search_s = had + FRESH * (min(found, 3 * had) - had)  # another process may have held one up
+            weight = max(FRESH, 1 / self._num_seen)  # the first ones come from cold caches
+            self.search_s = had + weight * (min(found, 3 * had) - had)  # another process may have held one up
 
     def forget(self, request: int) -> None:
         """Forget what a request has shown."""

@@ -174,9 +174,7 @@ class Stops:
         """Return when the chain of a request ends."""
         if (worth := prices.worth.get(seq.draft)) is None:
             pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
-            costs_s = pass_s + prices.rows_s
-            costs_s[0] += self.costs.deciding_s
-            worth = np.minimum(prices.rate * costs_s, 2.0).tolist()
+            worth = np.minimum(prices.rate * (pass_s + prices.rows_s), 2.0).tolist()
             prices.worth[seq.draft] = worth
         shares, share = self.of(seq.draft).shares(seq.id)
         return Stop(shares, worth, share)

@@ -196,10 +196,15 @@ class GgufFile:
 
 
 def _each_expert(header: Header) -> Header:
-    """Return a header that has a tensor of each expert, ffn_up_exps.0, in place of one of them all, ffn_up_exps."""
+    """Return a header that has a tensor of each expert, ffn_up_exps.0, in place of one of them all, ffn_up_exps.
+
+    The gate of a shared expert is a matrix of one row.
+    """
     tensors = dict[str, Entry]()
     for name, entry in header.tensors.items():
         module, _, ending = name.rpartition(".")
+        if module.endswith("ffn_gate_inp_shexp") and len(entry.shape) == 1:  # the only row of a matrix
+            entry = replace(entry, shape=(1, *entry.shape))
         if not module.endswith("_exps") or len(entry.shape) != (3 if ending == "weight" else 2):
             tensors[name] = entry
             continue
