@@ -13,7 +13,6 @@ prompt) within a budget; until that is done the sequence has no draft and decode
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -297,11 +296,11 @@ class ModelDrafter(SearchingDrafter):
                 num_tokens -= take
         if not feeds:
             return
-        started = time.perf_counter()
+        started = self.clock()
         self._feed(feeds, "none")
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
-        self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, time.perf_counter() - started)
+        self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
         """Add what was run only to catch up, by sequence."""
@@ -324,9 +323,9 @@ class ModelDrafter(SearchingDrafter):
                 run[seq.id] = num
                 num_tokens, num_blocks = max(0, num_tokens - num), num_blocks - missing
         if run:
-            started = time.perf_counter()
+            started = self.clock()
             sources.run(list(run))
-            self._count(run, time.perf_counter() - started)
+            self._count(run, self.clock() - started)
         return [seq for seq in seqs if not sources.num_unrun(seq.id)], num_tokens
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
