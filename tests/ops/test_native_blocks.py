@@ -125,6 +125,17 @@ def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
 
 
 @every_isa
+def test_of_equal_scores_the_lowest_experts_are_chosen(isa: str) -> None:
+    """Of a router whose rows are all alike, and of one in which the last two are alike and the largest."""
+    spec = spec_of([replace(PLAIN, mlp=None, experts=Experts(6, 2, Mlp(24)))])
+    for weight in (torch.zeros(6, 44), torch.cat((torch.zeros(3, 44), torch.ones(3, 44) * 0.5))):
+        stored = random_weights(spec, FLOAT32) | {"model.layers.0.mlp.gate.weight": weight}
+        found = Native(spec, stored, FLOAT32, isa).run({0: tokens_of(1, 9)}, {0: 0})
+        exact = Reference(spec, stored, FLOAT32).rows(tokens_of(1, 9))
+        assert float((found.double() - exact).norm()) <= 1e-5 * float(exact.norm())
+
+
+@every_isa
 @every_spec
 def test_threads_do_not_matter(name: str, isa: str) -> None:
     one, three = (passes(model_of(name, BFLOAT16, 0, isa, num)[0]) for num in (1, 3))
