@@ -3,7 +3,8 @@
     python tests/models/gguf_vocabularies.py PYTHON_WITH_LLAMA_CPP [SMOLLM2.gguf]
 
 writes gguf_tokens.npz anew. Recorded with llama-cpp-python 0.3.36; the vocabularies are made of the shipped tokenizer,
-apart from that of SmolLM2, which is in its own file.
+apart from that of SmolLM2, which is in its own file, and from that of pairs of bytes. There a word that is cut
+otherwise has other ids in every script, so each way to cut has its record: of each text the checksum of its ids.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import random
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forerun.engine.factory import DATA
+from forerun.models.gguf.cuttings import CUTTINGS
 from forerun.text.tokenizer import BYTES
 
 RECORDED = Path(__file__).with_name("gguf_tokens.npz")
@@ -74,8 +78,41 @@ def vocabularies() -> dict[str, dict[str, Any]]:
         "unknown_token_id": 0,
     }
     kinds["spm"] = words
+    kinds["gemma4"] = words | {"model": "gemma4", "merges": _merges(pieces), "add_bos_token": False}
+    blanks = [SPACE * n for n in range(1, 17)]  # of one score, as in published files
+    runs = [*(piece for piece in pieces if piece not in blanks), *blanks]
+    kinds["spm-blanks"] = words | {
+        "tokens": [*words["tokens"][:259], *runs, *ADDED],
+        "token_type": [*words["token_type"][:259], *[1] * len(runs), *ADDED.values()],
+        "scores": [0.0] * 259 + [-1e9 if run in blanks else -float(i) for i, run in enumerate([*runs, *ADDED])],
+    }
     kinds["spm-no-prefix"] = words | {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True}
     return {name: {f"tokenizer.ggml.{k}": v for k, v in kind.items()} for name, kind in kinds.items()}
+
+
+def pairs() -> dict[str, Any]:
+    """Metadata without a way to cut: a token for each byte, and for each pair of bytes that the texts have."""
+    chars = {byte: char for char, byte in BYTES.items()}
+    used = [chars[byte] for byte in sorted({byte for text in texts() for byte in text.encode()})]
+    merges = [f"{first} {second}" for first in used for second in used]
+    random.Random(3).shuffle(merges)
+    tokens = ["<|end|>", *chars.values(), *(merge.replace(" ", "") for merge in merges)]
+    types = [3] + [1] * (len(tokens) - 1)
+    made = {"model": "gpt2", "tokens": tokens, "token_type": types, "merges": merges}
+    made |= {"bos_token_id": 0, "eos_token_id": 0}
+    return {f"tokenizer.ggml.{key}": value for key, value in made.items()}
+
+
+def checksums(ids: Seq[Seq[int]]) -> list[int]:
+    """One number for the ids of each text."""
+    return [zlib.crc32(np.array(own, np.uint16).tobytes()) for own in ids]
+
+
+def _merges(pieces: list[str]) -> list[str]:
+    """Every way to put a piece together of two, the first pieces first."""
+    known = set(pieces)
+    cuts = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
+    return [f"{first} {second}" for first, second in cuts if first in known and second in known]
 
 
 def _pieces(tokens: list[str]) -> list[str]:
@@ -95,6 +132,13 @@ def smollm2() -> Path | None:
     folders = found.submodule_search_locations or () if found else ()
     files = (Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf" for folder in folders)
     return next((file for file in files if file.exists()), None)
+
+
+def recorded_checksums(cutting: str) -> list[int]:
+    """Of the ids of every text with the vocabulary of `pairs`."""
+    with np.load(RECORDED) as file:
+        found: list[int] = file[f"pairs {cutting}"].tolist()
+        return found
 
 
 def recorded(name: str) -> list[list[int]]:
@@ -126,11 +170,16 @@ def _record(python: str, smollm2: str | None) -> None:
         (folder / "texts.json").write_text(json.dumps(texts()))
         for kind, metadata in vocabularies().items():
             write_vocabulary(folder / f"{kind}.gguf", metadata)
+        for cutting in CUTTINGS:
+            write_vocabulary(folder / f"pairs {cutting}.gguf", pairs() | {"tokenizer.ggml.pre": cutting})
         if smollm2:
             (folder / "smollm2.gguf").symlink_to(Path(smollm2).resolve())
         subprocess.run([python, "-c", LLAMA, name], check=True)
         for path in sorted(folder.glob("*.gguf")):
             ids = json.loads(path.with_suffix(".json").read_text())
+            if path.stem.startswith("pairs "):
+                kept[path.stem] = np.array(checksums(ids), np.uint32)
+                continue
             kept[path.stem] = np.array([i for text in ids for i in text], np.uint16)
             kept[f"{path.stem} lengths"] = np.array([len(text) for text in ids], np.uint16)
     np.savez_compressed(RECORDED, **kept)

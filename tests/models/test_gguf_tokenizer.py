@@ -1,24 +1,40 @@
-"""The tokenizers of GGUF files against llama.cpp: ids of 500 texts, recorded once for each vocabulary."""
+"""The tokenizers of GGUF files against llama.cpp: ids of 500 texts, recorded once for each vocabulary.
+
+FORERUN_TEST_LLAMA_SOURCE: a folder of llama.cpp's source, as it is in the source package of llama-cpp-python. Its
+models/ggml-vocab-*.gguf are whole published vocabularies, with the ids of some 47 texts for each.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
+import tokenizers
 
 from forerun.blocks import resized
 from forerun.errors import UnsupportedModel
 from forerun.models.generation import end_ids_of
+from forerun.models.gguf.cuttings import CUTTINGS
+from forerun.models.gguf.header import read_header
+from forerun.models.gguf.tokenizer import write_tokenizer
+from forerun.models.loading import load_checkpoint
 from forerun.models.source import open_source
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from models.gguf_files import usual, write_tensors
-from models.gguf_vocabularies import recorded, smollm2, texts, vocabularies
+from models.gguf_files import random_weights, usual, write_model, write_tensors, write_vocabulary
+from models.gguf_vocabularies import checksums, pairs, recorded, recorded_checksums, smollm2, texts, vocabularies
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 
-TEXTS = texts()
+TEXTS, KEY = texts(), "tokenizer.ggml."
 Metadata = dict[str, Any]
 
 
@@ -42,9 +58,126 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     assert not wrong, (len(wrong), wrong[:3])
 
 
+def tokenizer_of(file: Path) -> Tokenizer:
+    """That of a file which need not have any weights."""
+    folder = file.with_suffix("")
+    folder.mkdir()
+    write_tokenizer(read_header(file).metadata, 1 << 20, file, folder)
+    return Tokenizer.load(folder)
+
+
+# Patterns as they are published, in tekken.json, in tiktoken, and in two files tokenizer.json.
+_FRONT, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN = f"{_FRONT}{_UPPER}*{_LOWER}+|{_FRONT}{_UPPER}+{_LOWER}*|" + r"\p{N}" + _REST
+O200K = f"{_FRONT}{_UPPER}*{_LOWER}+{_SHORT}|{_FRONT}{_UPPER}+{_LOWER}*{_SHORT}|" + r"\p{N}{1,3}" + _REST
+CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+PUBLISHED = {"tekken": (TEKKEN,), "gpt-4o": (O200K,), "deepseek-coder": CODER}
+
+
+def has_case_or_marks(text: str) -> bool:
+    kinds = {unicodedata.category(char) for char in text if not char.isascii()}
+    return not kinds.isdisjoint({"Lu", "Lt", "Mn", "Mc", "Me"})
+
+
+def has_wide_blanks(text: str) -> bool:
+    return any(char.isspace() and not char.isascii() for char in text)
+
+
+# Where llama.cpp is known to make other words than the published pattern: for which texts.
+DEPARTS: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), has_case_or_marks),
+    **dict.fromkeys(("deepseek-llm", "deepseek-coder"), has_wide_blanks),
+}
+
+
+@pytest.mark.parametrize("name", CUTTINGS)
+def test_words_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    """Each name with the vocabulary of pairs of bytes, whose ids tell where a text was cut."""
+    write_vocabulary(tmp_path / "a.gguf", pairs() | {"tokenizer.ggml.pre": name})
+    tokenizer = tokenizer_of(tmp_path / "a.gguf")
+    found, expected = checksums([tokenizer.encode(text) for text in TEXTS]), recorded_checksums(name)
+    wrong = [text for text, a, b in zip(TEXTS, found, expected, strict=True) if a != b]
+    departs = DEPARTS.get(name, lambda text: False)
+    assert not [text for text in wrong if not departs(text)]
+    assert sum(not departs(text) for text in TEXTS) > 300
+
+
+def test_the_vocabulary_of_pairs_tells_ways_to_cut_apart() -> None:
+    """Two records are equal only where two names mean the same patterns, whole words and first tokens."""
+    records = {name: tuple(recorded_checksums(name)) for name in CUTTINGS}
+    names = dict[tuple[int, ...], str]()
+    for name, record in records.items():
+        first = names.setdefault(record, name)
+        assert CUTTINGS[first].patterns == CUTTINGS[name].patterns, (first, name)
+    assert len(names) > 20
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_words_are_those_of_the_published_pattern(tmp_path: Path, name: str) -> None:
+    write_vocabulary(tmp_path / "a.gguf", pairs() | {"tokenizer.ggml.pre": name})
+    tokenizer_of(tmp_path / "a.gguf")
+    cutter = tokenizers.Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).pre_tokenizer
+    assert cutter is not None
+    for text in [
+        *TEXTS,
+        "हिन्दी में",
+        "наПример ÜBERgroß ΕλληνΙκά",
+        "e\u0301te\u0301",
+        "I'LL we'Ve",
+        "\u3000\u3000。 日本",
+    ]:
+        parts = [text]
+        for pattern in PUBLISHED[name]:
+            parts = list(chain.from_iterable(map(partial(cut, pattern), parts)))
+        assert [text[slice(*place)] for _, place in cutter.pre_tokenize_str(text)] == parts, text
+
+
+def cut(pattern: str, part: str) -> list[str]:
+    """A text as what matches and what lies between."""
+    places = [0, *(at for match in regex.finditer(pattern, part) for at in match.span()), len(part)]
+    found = [part[start:end] for start, end in pairwise(places)]
+    return [piece for piece in found if piece]
+
+
+def test_roles_of_phi_3_take_the_blanks_behind_them(tmp_path: Path) -> None:
+    """As in its tokenizer.json, and in llama.cpp; no key of a file says so."""
+    metadata = vocabularies()["spm"]
+    write_tensors(tmp_path / "phi.gguf", {}, {"phi3.block_count": 1, **metadata}, "phi3")
+    write_vocabulary(tmp_path / "llama.gguf", metadata)
+    phi, llama = (tokenizer_of(tmp_path / f"{name}.gguf") for name in ("phi", "llama"))
+    assert phi.encode("<|im_end|> \n return") == phi.encode("<|im_end|>return") != llama.encode("<|im_end|> \n return")
+    assert phi.encode("<s> \n return") == llama.encode("<s> \n return")
+
+
+LLAMA_SOURCE = os.environ.get("FORERUN_TEST_LLAMA_SOURCE")
+# Of models that turn texts into vectors, and so of no family here; or without recorded ids.
+VECTORS, UNRECORDED = ("bert-bge", "nomic-bert-moe"), ("aquila", "baichuan", "gpt-neox")
+
+
+@pytest.mark.skipif(LLAMA_SOURCE is None, reason="FORERUN_TEST_LLAMA_SOURCE names no folder")
+def test_published_vocabularies(tmp_path: Path) -> None:
+    count = 0
+    for file in sorted((Path(LLAMA_SOURCE or "") / "models").glob("ggml-vocab-*.gguf")):
+        name = file.stem.removeprefix("ggml-vocab-")
+        if name in (*VECTORS, *UNRECORDED):
+            continue
+        link = tmp_path / f"{name}.gguf"
+        link.symlink_to(file)
+        tokenizer = tokenizer_of(link)
+        asked = file.with_suffix(".gguf.inp").read_text().split("\n__ggml_vocab_test__\n")
+        answers = file.with_suffix(".gguf.out").read_text().split("\n")
+        found = [" ".join(map(str, tokenizer.encode(text, add_special_tokens=False))) for text in asked]
+        assert found == [answer.strip() for answer in answers[: len(asked)]], name
+        assert len(asked) >= 46
+        count += 1
+    assert count >= 14
+
+
 def test_texts_come_back(tmp_path: Path) -> None:
     """What was encoded is decoded to the same text, but for one space that SentencePiece puts before it."""
-    for name in ("qwen2", "spm", "spm-no-prefix"):
+    for name in ("qwen2", "spm", "spm-no-prefix", "gemma4"):
         tokenizer = Tokenizer.load(folder_of(tmp_path / f"{name}.gguf", vocabularies()[name]))
         for text in ["def f(x):\n    return x", "naïve 日本語 🙂", "  two", "user\n<|im_end|>"]:
             ids = tokenizer.encode(text)
@@ -60,8 +193,28 @@ def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     known = {0, tokens.index("<|im_end|>")}  # <|endoftext|> is 0
     assert end_ids_of(folder_of(tmp_path / "a.gguf", metadata), {}) == known
-    more = {"tokenizer.ggml.eot_token_id": 77, "tokenizer.ggml.eom_token_id": 78, "tokenizer.ggml.eos_token_id": 79}
+    more: Metadata = {
+        "tokenizer.ggml.eot_token_id": 77,
+        "tokenizer.ggml.eom_token_id": 78,
+        "tokenizer.ggml.eos_token_id": 79,
+    }
     assert end_ids_of(folder_of(tmp_path / "b.gguf", metadata | more), {}) == known | {77, 78, 79}
+
+
+def test_an_end_text_beside_others_may_end_one_message_only(tmp_path: Path) -> None:
+    """Harmony's <|end|> stands behind each message of an answer, which <|return|> or <|call|> ends."""
+    metadata = vocabularies()["qwen2"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+
+    def ends(*texts: str) -> set[str]:
+        more = {"tokens": [*tokens, *texts], "token_type": [*metadata[KEY + "token_type"], *[3] * len(texts)]}
+        folder = folder_of(
+            tmp_path / f"{len(texts)}.gguf", metadata | {KEY + key: value for key, value in more.items()}
+        )
+        return {more["tokens"][i] for i in end_ids_of(folder, {})}
+
+    assert ends("<|end|>", "<|return|>") == {"<|endoftext|>", "<|im_end|>", "<|end|>", "<|return|>"}
+    assert ends("<|end|>", "<|return|>", "<|call|>") == {"<|endoftext|>", "<|im_end|>", "<|return|>", "<|call|>"}
 
 
 @pytest.mark.parametrize("lengths", [[3_000_000], range(1, 400)], ids=["one", "each one longer"])

@@ -1,7 +1,8 @@
 """The tokenizer in the metadata of a GGUF file, as the files of a checkpoint folder.
 
-It gives the ids that llama.cpp gives (llama-vocab.cpp): "gpt2" is a byte-level BPE whose texts are cut by one of a few
-patterns, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of tokens.
+It gives the ids that llama.cpp gives (llama-vocab.cpp): "gpt2" is a byte-level BPE whose texts are cut in one of the
+ways of cuttings.py, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of
+tokens; "gemma4" is a BPE with merges that spells as SentencePiece does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tokenizers import (
 
 from forerun.errors import UnsupportedModel
 from forerun.models.gguf.config import text
+from forerun.models.gguf.cuttings import CUTTINGS, Cutting
 from forerun.models.gguf.header import Texts, Value
 
 KEY = "tokenizer.ggml."
@@ -39,39 +41,28 @@ SPACE = "\u2581"  # SentencePiece's
 # 1,000 tokens that are each one "a" longer, in a file of 1 MB. Allowed are so many, or so many for each token.
 MOST_SQUARES, MOST_SQUARES_PER_TOKEN = 1 << 22, 256
 
-_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-
-
-@dataclass(frozen=True)
-class Cutting:
-    """How texts are cut into words before merges: by each pattern in turn.
-
-    whole_words: a word that is a token is that token, whatever the merges say. add_bos: unless the file says otherwise.
-    """
-
-    patterns: tuple[str, ...]
-    whole_words: bool = False
-    add_bos: bool = False
-
-
-_LLAMA3 = Cutting((_CONTRACTIONS + _WORDS % "{1,3}",), whole_words=True, add_bos=True)
-_QWEN2 = Cutting((_CONTRACTIONS + _WORDS % "",))
-CUTTINGS = {
-    "default": Cutting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": Cutting((_GPT2,)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": Cutting((r"\p{N}", _GPT2)),
-}
-
 # Texts that end an answer in published models, even where no key says so; llama.cpp stops at them.
-_END_TEXTS = "<|eot_id|> <|im_end|> <|end|> <|endoftext|> <|eom_id|> <|end_of_text|> <end_of_turn> <EOT> </s>"
+_END_TEXTS = (
+    "<|eot_id|> <|im_end|> <|end|> <|endoftext|> <|eom_id|> <|end_of_text|> <end_of_turn> <EOT> </s> <|return|> "
+    "<|call|> <|flush|> <|calls|> _<EOT> [EOT] [EOS] <end_of_utterance> <eos> <turn|> <|tool_response> [e~[ "
+    "<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
 END_TEXTS = frozenset(_END_TEXTS.split())
+# A text -> those beside which it does not end an answer: harmony's <|end|> ends one message of several.
+NO_END_BESIDE = {
+    "<|end|>": ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"}),
+    "</s>": ({"<|tool_response>"},),
+}
+MODELS = {
+    "gpt2": "byte-level BPE",
+    "llama": "SentencePiece BPE",
+    "gemma4": "BPE of words with SentencePiece's spaces",
+}
+NO_CUTTING = (
+    "%s has no tokenizer.ggml.pre, which says how texts are cut, so they are cut as by 'default', and most models were "
+    "trained with other ids than that gives: fetch a newer file, or name the way with gguf-new-metadata "
+    "--pre-tokenizer NAME of the package gguf, where NAME is llama-bpe for a Llama 3"
+)
 
 
 def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
@@ -92,6 +83,11 @@ def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, fo
     _write(folder / "generation_config.json", {key: value for key, value in ids.items() if value not in (None, [])})
 
 
+def guesses_cutting(metadata: Mapping[str, Value]) -> bool:
+    """Whether a file leaves out how texts are cut, which `NO_CUTTING` warns of."""
+    return metadata.get(KEY + "model") == b"gpt2" and not metadata.get(KEY + "pre")
+
+
 @dataclass(frozen=True)
 class _Vocabulary:
     """Everything that the metadata says of a tokenizer. types: one for each token."""
@@ -105,10 +101,10 @@ class _Vocabulary:
     @classmethod
     def read(cls, metadata: Mapping[str, Value], num_rows: int, path: Path) -> _Vocabulary:
         model = text(metadata, KEY + "model", path)
-        if model not in ("gpt2", "llama"):
+        if model not in MODELS:
+            known = ", ".join(f"{name!r} ({what})" for name, what in MODELS.items())
             raise UnsupportedModel(
-                f"{path} sets {KEY}model={model!r:.80}, and forerun reads 'gpt2' (byte-level BPE) and 'llama' "
-                "(SentencePiece BPE): use the original repository"
+                f"{path} sets {KEY}model={model!r:.80}, and forerun reads {known}: use the original repository"
             )
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_texts(metadata, KEY + "tokens", path))]
         if not 0 < len(tokens) <= num_rows:
@@ -125,9 +121,9 @@ class _Vocabulary:
 
     def backend(self) -> Tokenizer:
         """Return the tokenizer."""
-        backend = self._byte_level() if self.model == "gpt2" else self._sentencepiece()
+        backend = self._byte_level() if self.model == "gpt2" else self._spaced()
         added = [
-            AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False)
+            AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False, rstrip=self._strips(i))
             for i, kind in enumerate(self.types)
             if kind in ADDED
         ]
@@ -142,7 +138,7 @@ class _Vocabulary:
 
     def _byte_level(self) -> Tokenizer:
         cutting = self._cutting()
-        merges = [self._pair(merge) for merge in _texts(self.metadata, KEY + "merges", self.path)]
+        merges = self._pairs()
         backend = Tokenizer(models.BPE(vocab=self._vocab(), merges=merges, ignore_merges=cutting.whole_words))
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -152,6 +148,9 @@ class _Vocabulary:
         )
         backend.decoder = decoders.ByteLevel()
         return backend
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [self._pair(merge) for merge in _texts(self.metadata, KEY + "merges", self.path)]
 
     def _pair(self, merge: str) -> tuple[str, str]:
         first, _, second = merge.partition(" ") if merge[:1] != " " else ("", "", "")
@@ -168,29 +167,24 @@ class _Vocabulary:
             )
         return CUTTINGS[name]
 
-    def _sentencepiece(self) -> Tokenizer:
-        scores = _numbers(self.metadata, KEY + "scores", len(self.tokens), self.path)
-        if scores is None or not np.isfinite(scores).all():
-            raise UnsupportedModel(f"{self.path} has no finite {KEY}scores, which its tokenizer needs: fetch it again")
+    def _spaced(self) -> Tokenizer:
+        """Return a tokenizer whose tokens are texts with SPACE for a space, and bytes for what is no token."""
         vocab, unknown = self._vocab(), self.id_of("unknown")
-        if sum(len(token) ** 2 for token in vocab) > max(MOST_SQUARES, MOST_SQUARES_PER_TOKEN * len(vocab)):
-            raise UnsupportedModel(
-                f"{self.path} has too many long tokens, of up to {max(map(len, vocab)):,} characters, to find out "
-                "which ones make them up: fetch it again"
-            )
         backend = Tokenizer(
             models.BPE(
                 vocab=vocab,
-                merges=_merges(vocab, scores.tolist()),
+                merges=self._pairs() if self.model == "gemma4" else self._scored_pairs(vocab),
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
             )
         )
-        prefix = self._flag("add_space_prefix", True)
+        prefix = self.model == "llama" and self._flag("add_space_prefix", True)
         backend.normalizer = normalizers.Sequence(
             [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
         )
+        if self.model == "gemma4":
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
         backend.decoder = decoders.Sequence(
             [
                 decoders.Replace(SPACE, " "),
@@ -201,10 +195,28 @@ class _Vocabulary:
         )
         return backend
 
+    def _scored_pairs(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+        scores = _numbers(self.metadata, KEY + "scores", len(self.tokens), self.path)
+        if scores is None or not np.isfinite(scores).all():
+            raise UnsupportedModel(f"{self.path} has no finite {KEY}scores, which its tokenizer needs: fetch it again")
+        if sum(len(token) ** 2 for token in vocab) > max(MOST_SQUARES, MOST_SQUARES_PER_TOKEN * len(vocab)):
+            raise UnsupportedModel(
+                f"{self.path} has too many long tokens, of up to {max(map(len, vocab)):,} characters, to find out "
+                "which ones make them up: fetch it again"
+            )
+        return _merges(vocab, scores.tolist())
+
+    def _strips(self, token_id: int) -> bool:
+        """Whether blanks behind an added token belong to it: those of Phi-3's roles, which no key says."""
+        is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
+        return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
+
     def _add_ends(self, backend: Tokenizer) -> None:
         """Add the tokens that stand before and behind each text."""
-        default = self.model == "llama" or self._cutting().add_bos
-        names = {"bos": self._flag("add_bos_token", default), "eos": self._flag("add_eos_token", False)}
+        default = self.model != "gpt2" or self._cutting().add_bos
+        # Published files of Gemma 4 say that they want none, which llama.cpp overrules.
+        begins = self.model == "gemma4" or self._flag("add_bos_token", default)
+        names = {"bos": begins, "eos": self._flag("add_eos_token", False)}
         ids = {}
         for name in (name for name, wanted in names.items() if wanted):
             token_id = self.id_of(name)
@@ -239,8 +251,12 @@ class _Vocabulary:
     def end_ids(self) -> list[int]:
         """Return the ids that end an output."""
         named = [self.id_of(name) for name in ("eos", "eot", "eom")]
-        known = [i for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if _ends(t, kind)]
-        return sorted({i for i in named if i is not None} | set(known))
+        entries = enumerate(zip(self.tokens, self.types, strict=True))
+        known = {token: i for i, (token, kind) in entries if token in END_TEXTS and kind in (CONTROL, USER_DEFINED)}
+        for token, groups in NO_END_BESIDE.items():
+            if any(group <= known.keys() for group in groups):
+                known.pop(token, None)
+        return sorted({i for i in named if i is not None} | set(known.values()))
 
     def id_of(self, name: str) -> int | None:
         """Return the id of a token that a key names; None where none does. SentencePiece has three by default."""
@@ -269,14 +285,14 @@ class _Vocabulary:
         return value
 
 
-def _ends(token: str, kind: int) -> bool:
-    return token in END_TEXTS and kind in (CONTROL, USER_DEFINED)
-
-
 def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
-    """Return every way to put a token together of two, the best score first, as SentencePiece merges."""
+    """Return every way to put a token together of two, the best score first, as SentencePiece merges.
+
+    Of equal scores SentencePiece takes what stands first in the text, so that a run of blanks, whose tokens have one
+    score in published files, grows from its beginning. With the longest tokens first it does so here.
+    """
     found = [
-        (-scores[i], len(token), i, cut)
+        (-scores[i], -len(token), i, cut)
         for token, i in vocab.items()
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
