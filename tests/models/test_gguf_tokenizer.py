@@ -175,6 +175,25 @@ def test_published_vocabularies(tmp_path: Path) -> None:
     assert count >= 14
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_file_that_does_not_say_how_it_cuts_texts_is_warned_of(
+    tmp_path: Path, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one sentence, whenever it is loaded with its tokenizer, and whatever is kept in the cache."""
+    path, config = tmp_path / "a.gguf", resized(CONFIG, num_layers=1)
+    write_model(path, config, random_weights(config), **({} if is_named else {"tokenizer__ggml__pre": None}))
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load_checkpoint(path, dtype="float32", with_tokenizer=True)
+        warned = [record.getMessage() for record in caplog.records if "tokenizer.ggml.pre" in record.getMessage()]
+        assert len(warned) == (not is_named)
+        assert all(str(path) in line and "--pre-tokenizer NAME" in line for line in warned)
+    caplog.clear()
+    load_checkpoint(path, dtype="float32")
+    assert not caplog.records
+
+
 def test_texts_come_back(tmp_path: Path) -> None:
     """What was encoded is decoded to the same text, but for one space that SentencePiece puts before it."""
     for name in ("qwen2", "spm", "spm-no-prefix", "gemma4"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,15 +27,16 @@ from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.families import family
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_header
-from forerun.models.gguf.tokenizer import write_tokenizer
+from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
 from forerun.models.naming import Place, chosen, part_of, placed, places
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
 
+LOG = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-VERSION = 2  # of the files that are written: another one for every change of what is in them
+VERSION = 3  # of the files that are written: another one for every change of what is in them
 COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is unpacked
 
 
@@ -77,7 +79,9 @@ class GgufFile:
         return folder
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`: opening a file has shown it all."""
+        """See `Source.check`: opening a file has shown it all, but for what is only warned of."""
+        if with_tokenizer and guesses_cutting(self._header.metadata):
+            LOG.warning(NO_CUTTING, self.path)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
