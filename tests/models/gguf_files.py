@@ -263,6 +263,21 @@ def write_tensors(
     finish(writer)
 
 
+def split(whole: Path, most_tensors: int) -> list[Path]:
+    """Write the pieces of a file beside it, of so many tensors each or fewer, as the `gguf` package splits them."""
+    reader = gguf.GGUFReader(whole)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(whole, arch, split_max_tensors=most_tensors)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            items = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], items)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return sorted(whole.parent.glob(f"{whole.stem}-*-of-*.gguf"))
+
+
 def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a file without tensors, of which llama.cpp reads the tokenizer with vocab_only."""
     write_tensors(path, {}, {"llama.block_count": 1, "llama.context_length": 64, **metadata}, "llama")

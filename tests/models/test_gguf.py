@@ -443,7 +443,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general__architecture": "bloom"}, "general.architecture='bloom', which is not supported"),
-    "pieces": ({"split__count": 3}, "is one of 3 pieces"),
+    "pieces": ({"split__count": 3}, "says that it is piece 1 of 3, and the others are found by names that end with"),
     "longrope": ({"llama__rope__scaling__type": "longrope"}, "short_factor=None, which is not supported"),
     "ext factor": (
         {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
@@ -454,7 +454,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"llama__logit_scale": 0.5}, "sets llama.logit_scale=0.5, which forerun does not compute"),
     "partial": ({"llama__rope__dimension_count": 8}, "sets llama.rope.dimension_count=8, which forerun does not"),
     "tokenizer": ({"tokenizer__ggml__model": "t5"}, "sets tokenizer.ggml.model='t5', and forerun reads 'gpt2'"),
-    "pre": ({"tokenizer__ggml__pre": "tekken"}, "sets tokenizer.ggml.pre='tekken', a way to cut texts"),
+    "pre": ({"tokenizer__ggml__pre": "kimi-k2"}, "sets tokenizer.ggml.pre='kimi-k2', a way to cut texts"),
     "no merges": ({"tokenizer__ggml__merges": None}, "has no list of UTF-8 texts as tokenizer.ggml.merges"),
     "merge": ({"tokenizer__ggml__merges": ["x y"]}, "holds a tokenizer that makes no sense"),
     "end": ({"tokenizer__ggml__eos_token_id": 1000}, "eos_token_id=1000, and its tokens end at 257"),

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.models.saving import save_checkpoint
-from models.gguf_files import random_weights, write_model
+from models.gguf_files import random_weights, split, write_model
 from models.hubserver import LOCATE, Client, HubServer
 from tiny import tiny_config, write_tiny
 
@@ -149,7 +149,9 @@ def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, cli
     write_model(tmp_path / "a.gguf", config, random_weights(config))
     data = (tmp_path / "a.gguf").read_bytes()
     files = {"tiny-Q4_K_M.gguf": data, "tiny-Q8_0.gguf": b"8", "sub/tiny-f16.gguf": b"16", "README.md": b"text"}
-    files |= {f"tiny-BF16-0000{i}-of-00002.gguf": b"piece" for i in (1, 2)}
+    pieces = split(tmp_path / "a.gguf", 8)
+    files |= {piece.name.replace("a-", "sub/tiny-BF16-"): piece.read_bytes() for piece in pieces}
+    files |= {"tiny-F32-00002-of-00002.gguf": b"32"}
     commit = hub.publish("org/tiny-GGUF", files)
     found, asked = client.asked({"name": "org/tiny-GGUF:tiny-Q4_K_M.gguf", "load": True})
     assert (found.error, asked) == (None, ["tiny-Q4_K_M.gguf"])
@@ -158,32 +160,39 @@ def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, cli
     assert (again.folder.name, again.folder.parent.name, asked) == ("tiny-Q4_K_M.gguf", commit, [])
     sub, asked = client.asked("org/tiny-GGUF:F16")
     assert (sub.folder.name, asked) == ("tiny-f16.gguf", ["sub/tiny-f16.gguf"])
-    offline = client.find("org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:Q8_0", env={"HF_HUB_OFFLINE": "1"})
+    names = [f"sub/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    whole, asked = client.asked(f"org/tiny-GGUF:{names[1]}")
+    assert (whole.folder.name, asked) == (Path(names[0]).name, names)
+    by_type, loaded = client.find("org/tiny-GGUF:bf16", {"name": "org/tiny-GGUF:bf16", "load": True})
+    assert (by_type.folder, loaded.error, loaded.files) == (whole.folder, None, found.files)
+    offline = client.find(
+        "org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:Q8_0", "org/tiny-GGUF:BF16", env={"HF_HUB_OFFLINE": "1"}
+    )
     assert (offline[0].folder.name, offline[1].error) == ("tiny-Q4_K_M.gguf", "NotFound")
     assert "HF_HUB_OFFLINE forbids to fetch it" in offline[1].message
+    assert offline[2].folder == whole.folder
     before = len(hub.fetched())
-    names = ["org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:bf16", "org/tiny-GGUF:none.gguf"]
+    names = ["org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:f32", "org/tiny-GGUF:none.gguf"]
     assert [(f.error, f.message) for f in client.find(*names)] == [
         (
             "UnsupportedModel",
-            "org/tiny-GGUF has weights in sub/tiny-f16.gguf, tiny-BF16-00001-of-00002.gguf, "
-            "tiny-BF16-00002-of-00002.gguf and 2 more only: name one such file, as org/tiny-GGUF:sub/tiny-f16.gguf",
+            "org/tiny-GGUF has weights in sub/tiny-BF16-00001-of-00003.gguf, sub/tiny-f16.gguf, "
+            "tiny-F32-00001-of-00002.gguf and 2 more only: name one such file, as "
+            "org/tiny-GGUF:sub/tiny-BF16-00001-of-00003.gguf",
         ),
         (
             "NotFound",
-            "org/tiny-GGUF has no GGUF files named Q5_0: name one of sub/tiny-f16.gguf, tiny-BF16-00001-of-00002.gguf, "
-            "tiny-BF16-00002-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
-        ),
-        (
-            "UnsupportedModel",
-            "org/tiny-GGUF has tiny-BF16-00001-of-00002.gguf as one of several pieces, and forerun reads whole files: "
-            "fetch the pieces with hf download, and join them with llama-gguf-split --merge, which comes with "
-            "llama.cpp",
+            "org/tiny-GGUF has no GGUF files named Q5_0: name one of sub/tiny-BF16-00001-of-00003.gguf, "
+            "sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
         ),
         (
             "NotFound",
-            "org/tiny-GGUF has no GGUF files named none.gguf: name one of sub/tiny-f16.gguf, "
-            "tiny-BF16-00001-of-00002.gguf, tiny-BF16-00002-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
+            "org/tiny-GGUF has no file tiny-F32-00001-of-00002.gguf, one of 2 pieces: name another file",
+        ),
+        (
+            "NotFound",
+            "org/tiny-GGUF has no GGUF files named none.gguf: name one of sub/tiny-BF16-00001-of-00003.gguf, "
+            "sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
         ),
     ]
     assert len(hub.fetched()) == before

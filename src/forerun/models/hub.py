@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config import hub_id_of
-from forerun.errors import CapacityError, ForerunError, NotFound, UnsupportedModel
+from forerun.errors import CapacityError, ForerunError, NotFound
 from forerun.models import named
+from forerun.models.gguf.pieces import models_of
 from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
 from forerun.models.refusals import (
     CONFIG,
@@ -49,8 +50,7 @@ SMALL = (
 DEFAULT_REVISION = "main"
 REVISION = re.compile(r"\w(?!.*\.\.)[\w./+-]*")
 GGUF_FILE = re.compile(r"\w(?!.*\.\.)[\w./+ -]*\.gguf", re.IGNORECASE)
-GGUF_TYPE = re.compile(r"(UD-)?I?Q\d\w*|BF16|F16|F32", re.IGNORECASE)  # as the names of such files end
-GGUF_PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+GGUF_TYPE = re.compile(r"(UD-)?I?Q\d\w*|(MX|NV)FP4\w*|BF16|F16|F32", re.IGNORECASE)  # as names of such files end
 WRITTEN = "a model of the hub is written org/name, org/name@revision or org/name:FILE.gguf"
 LISTING_TIMEOUT_S = 10.0
 LISTING_KEPT_S = 60.0
@@ -66,9 +66,10 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
 
     name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
     nothing but a path. With :FILE.gguf behind it, or a type such as :Q4_K_M that one file's name ends with, a hub id
-    means that file, which is fetched whole. config_only: fetch config.json alone. weights=False: fetch all but the
-    weights. check: called with the folder when the small files are there and the weights are not yet fetched; what it
-    raises is raised. Without a network, a complete snapshot in the cache is used as it is.
+    means that file, which is fetched whole; of a file in pieces all are fetched, and the first one is returned.
+    config_only: fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when
+    the small files are there and the weights are not yet fetched; what it raises is raised. Without a network, a
+    complete snapshot in the cache is used as it is.
 
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
@@ -296,7 +297,7 @@ class _HubModel:
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A GGUF file of a model of the hub. wanted: its name, or the type that its name ends with."""
+    """A GGUF file of a model of the hub, or all its pieces. wanted: a name, or the type that names end with."""
 
     model: _HubModel
     wanted: str
@@ -320,29 +321,31 @@ class _HubFile:
             if cached is None or not is_unreachable(error):
                 raise
             return cached
-        name = self._choose(sizes)
-        there = try_to_load_from_cache(self.id, name, revision=commit)
-        if isinstance(there, str):
-            return Path(there)
-        self.model.check_disk({name: sizes[name]})
-        return self.model.download(name, self.revision)
+        names = self._choose(sizes)
+        there = {name: try_to_load_from_cache(self.id, name, revision=commit) for name in names}
+        self.model.check_disk({name: sizes[name] for name, path in there.items() if not isinstance(path, str)})
+        paths = [
+            Path(path) if isinstance(path, str) else self.model.download(name, commit if i else self.revision)
+            for i, (name, path) in enumerate(there.items())
+        ]
+        return paths[0]
 
-    def _choose(self, names: Collection[str]) -> str:
-        """The name of the file. Raises NotFound where there is none, or are several; UnsupportedModel for a piece."""
+    def _choose(self, names: Collection[str]) -> list[str]:
+        """The names of the file or of its pieces, the first one first. Raises NotFound for no model, or several."""
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
         found = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
-        if found and all(GGUF_PIECE.search(name) for name in found):
-            raise UnsupportedModel(
-                f"{self.id} has {found[0]} as one of several pieces, and forerun reads whole files: fetch the pieces "
-                "with hf download, and join them with llama-gguf-split --merge, which comes with llama.cpp"
-            )
-        if len(found) != 1:
+        models = models_of(found)
+        if len(models) != 1:
+            known = f"name one of {', '.join(models or models_of(files))}"
             raise NotFound(
-                f"{self.id} has {len(found) or 'no'} GGUF file{'s' * (len(found) != 1)} named {self.wanted}: "
-                + (f"name one of {', '.join(found or files)}" if files else "its files are all of other formats")
+                f"{self.id} has {len(models) or 'no'} GGUF file{'s' * (len(models) != 1)} named {self.wanted}: "
+                + (known if files else "its files are all of other formats")
             )
-        return found[0]
+        (pieces,) = models.values()
+        if lost := [name for name in pieces if name not in files]:
+            raise NotFound(f"{self.id} has no file {lost[0]}, one of {len(pieces)} pieces: name another file")
+        return pieces
 
     def _cached(self) -> Path | None:
         """The file in the snapshot that the revision meant when it was last asked for."""
@@ -351,7 +354,7 @@ class _HubFile:
 
         try:
             folder = Path(snapshot_download(self.id, revision=self.revision, local_files_only=True))
-            return folder / self._choose([file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")])
+            return folder / self._choose([file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")])[0]
         except (LocalEntryNotFoundError, NotFound):
             return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import NotFound, UnsupportedModel, shown
+from forerun.models.gguf.pieces import models_of
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
@@ -61,8 +62,9 @@ def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -
     if ADAPTER in names:
         raise UnsupportedModel(_adapter(where, read(ADAPTER).get("base_model_name_or_path")))
     if found := _with_suffix(names, GGUF):
-        named = Path(where, found[0]) if Path(where).is_dir() else f"{where}:{found[0]}"
-        raise UnsupportedModel(f"{where} has weights in {_few(found)} only: name one such file, as {named}")
+        models = list(models_of(found))
+        named = Path(where, models[0]) if Path(where).is_dir() else f"{where}:{models[0]}"
+        raise UnsupportedModel(f"{where} has weights in {_few(models)} only: name one such file, as {named}")
     if found := _with_suffix(names, PICKLES):
         raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_pickle_way_out(where)}")
     if found := _with_suffix(names, OTHERS):

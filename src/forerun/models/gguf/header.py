@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata by key, and where each tensor lies.
+"""The header of a GGUF file, or of several that are one model: metadata by key, and where each tensor lies.
 
 The `gguf` package has a reader, which is not used: it keeps an array for every string, so that a vocabulary of 49,152
 takes it 4 s (0.1 s here), and it believes the counts and lengths of a broken file, which can keep it busy without end.
@@ -22,8 +22,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.gguf.blocks import NAMES, TYPES, TensorType
+from forerun.models.gguf.pieces import pieces_of
 from forerun.text.files import unreadable
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -59,6 +60,7 @@ Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
 class Entry:
     """One tensor. shape: rows first, as torch has it. start: its first byte in the file. num_bytes: of all of it."""
 
+    file: Path
     shape: tuple[int, ...]
     type: TensorType
     start: int
@@ -89,7 +91,63 @@ def read_header(path: Path) -> Header:
         raise unreadable(path, error) from error
 
 
-@lru_cache(maxsize=4)  # a target, its draft, and a change of both
+def read_model(path: Path) -> Header:
+    """Read the header of a model: of a whole file, or of all its pieces, by the path of any of them.
+
+    The metadata is that of the first piece; the others have little more than their numbers. Raises as `read_header`,
+    and for pieces that are not there or of another model.
+    """
+    header = read_header(path)
+    count, number = _split(header, path)
+    if count <= 1:
+        return header
+    files = [path.with_name(name) for name in pieces_of(path.name)]
+    if len(files) != count or number >= count or files[number].name != path.name:
+        raise UnsupportedModel(
+            f"{path} says that it is piece {number + 1} of {count}, and the others are found by names that end with "
+            f"-{number + 1:05d}-of-{count:05d}.gguf: give it and them such names again"
+        )
+    headers: list[Header] = []
+    tensors = dict[str, Entry]()
+    for i, file in enumerate(files):
+        if not file.exists() and not file.is_symlink():
+            raise NotFound(
+                f"{file} is not there, piece {i + 1} of the {count} that {path.name} is one of: put all of them into "
+                "one folder"
+            )
+        headers.append(read_header(file))
+        if _split(headers[i], file) != (count, i):
+            said, at = _split(headers[i], file)
+            raise UnsupportedModel(
+                f"{file} says that it is piece {at + 1} of {said}, which its name does not: fetch it again"
+            )
+        for name, entry in headers[i].tensors.items():
+            if name in tensors:
+                raise UnsupportedModel(
+                    f"{file} and {tensors[name].file} both have the tensor {name!r:.80}: fetch all pieces again, from "
+                    "one place"
+                )
+            tensors[name] = entry
+    metadata = headers[0].metadata
+    if (wanted := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise UnsupportedModel(
+            f"{files[0]} says that the {count} pieces have {wanted!r:.80} tensors, and they have {len(tensors)}: fetch "
+            "all of them again, from one place"
+        )
+    return Header(metadata, tensors, hashlib.sha256("".join(own.digest for own in headers).encode()).hexdigest())
+
+
+def _split(header: Header, file: Path) -> tuple[int, int]:
+    """Return of how many pieces a file is one, and its number from 0 on; (1, 0) for a whole one."""
+    count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    if type(count) is not int or type(number) is not int or count < 0 or number < 0:
+        raise UnsupportedModel(
+            f"{file} sets split.count={count!r:.80} and split.no={number!r:.80}, which must be numbers: fetch it again"
+        )
+    return (count, number) if count > 1 else (1, 0)
+
+
+@lru_cache(maxsize=64)  # a target and its draft, of which each may be many files
 def _header(path: Path, version: tuple[int, ...]) -> Header:
     with path.open("rb") as file:
         return _Reader(file, path).header()
@@ -113,7 +171,6 @@ class _Reader:
             if key in metadata:
                 self._refuse(f"has the key {key!r:.80} twice")
             metadata[key] = self._value(key, self._number("I"))
-        self._refuse_split(metadata)
         found: dict[str, tuple[list[int], TensorType, int]] = {}
         for _ in range(num_tensors):
             name = self._name("tensor")
@@ -207,7 +264,7 @@ class _Reader:
             self._refuse(
                 f"puts {name!r:.80} at byte {offset:,} of its weights, which is no multiple of {self.alignment}"
             )
-        return Entry(tuple(reversed(dims)), kind, first + offset, num_bytes)
+        return Entry(self.path, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
         """Refuse a file that ends before its last tensor begins or ends, in the words of what has mostly happened."""
@@ -223,14 +280,6 @@ class _Reader:
             if entry.start < end:
                 self._refuse(f"has {name!r:.80} and {last!r:.80} in the same place")
             last, end = name, entry.start + entry.num_bytes
-
-    def _refuse_split(self, metadata: Mapping[str, Value]) -> None:
-        num = metadata.get("split.count", 1)
-        if isinstance(num, int) and num > 1:
-            raise UnsupportedModel(
-                f"{self.path} is one of {num} pieces, and forerun reads whole files: join them with "
-                "llama-gguf-split --merge FIRST_PIECE OUT.gguf, which comes with llama.cpp"
-            )
 
     # ------------------------------------------------------------------------------------------------------- the bytes
 

@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, mostly quantised.
+"""GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, or in pieces, mostly quantised.
 
 What a folder would have beside its weights is written to a folder of the cache, FORERUN_CACHE_DIR or else
 ~/.cache/forerun, named by a hash of the file's header. Weights are read from the file when they are asked for.
@@ -26,7 +26,7 @@ from torch import Tensor
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.families import family
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
-from forerun.models.gguf.header import Entry, Header, read_header
+from forerun.models.gguf.header import Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
 from forerun.models.naming import Place, chosen, part_of, placed, places
 from forerun.models.source import BLOCK_BYTES, Stored
@@ -46,11 +46,11 @@ def recognises(path: Path) -> bool:
 
 
 class GgufFile:
-    """One file. Opening it reads its header."""
+    """One model, by its file or any of its pieces. Opening it reads what comes before the weights."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._header: Header = _each_expert(read_header(path))
+        self._header: Header = _each_expert(read_model(path))
         self._rope_factors = self._read_rope_factors()
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
         self._gguf = family_of(self._header, path)[2]
@@ -109,7 +109,7 @@ class GgufFile:
         entry, turned = self._header.tensors[place.name], self._rows_of_a_head(place.name)
         assert entry.type.scheme is not None
         num_out, num_in = entry.shape
-        stored = StoredRows(self.path, entry.type.number, entry.start)
+        stored = StoredRows(entry.file, entry.type.number, entry.start)
         if turned > 1:
             stored = stored.chosen(_turned_back(torch.arange(num_out), turned).tolist())
         blocks = partial(self._quantised_rows, place.name)
@@ -119,7 +119,7 @@ class GgufFile:
     # --------------------------------------------------------------------------------------------------------- weights
 
     def _stored(self, entry: Entry) -> Stored:
-        return Stored(self.path, entry.shape, entry.type.dtype, entry.type.scheme if len(entry.shape) == 2 else None)
+        return Stored(entry.file, entry.shape, entry.type.dtype, entry.type.scheme if len(entry.shape) == 2 else None)
 
     def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
         entry = self._header.tensors[name]
@@ -135,7 +135,7 @@ class GgufFile:
         row_bytes = entry.num_bytes // num_rows
         step = max(1, BLOCK_BYTES // COPIES * entry.type.num_bytes // entry.type.block // 4 // row_bytes)
         step = -(-step // turned) * turned
-        with self.path.open("rb") as file:
+        with entry.file.open("rb") as file:
             file.seek(entry.start)
             for first in range(0, num_rows, step):
                 rows = self._read(file, min(step, num_rows - first) * row_bytes, entry)
@@ -144,7 +144,7 @@ class GgufFile:
     def _read(self, file: BinaryIO, num_bytes: int, entry: Entry) -> Tensor:
         numbers = torch.empty(num_bytes, dtype=torch.uint8)
         if file.readinto(numbers.numpy()) < num_bytes:  # type: ignore[attr-defined]
-            raise UnsupportedModel(f"{self.path} has become shorter while it was read: fetch it again")
+            raise UnsupportedModel(f"{entry.file} has become shorter while it was read: fetch it again")
         if entry.type.unpack is None:
             return numbers.view(entry.type.dtype).view(-1, *entry.shape[1:])
         return numbers.view(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
@@ -165,8 +165,8 @@ class GgufFile:
             if entry is None:
                 continue
             if entry.type.name != "F32" or len(entry.shape) != 1:
-                raise UnsupportedModel(f"{self.path} has no float32 vector as {name}: fetch it again")
-            with self.path.open("rb") as file:
+                raise UnsupportedModel(f"{entry.file} has no float32 vector as {name}: fetch it again")
+            with entry.file.open("rb") as file:
                 file.seek(entry.start)
                 found[name] = np.frombuffer(file.read(entry.num_bytes), np.float32)
         return found
