@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from forerun.blocks import Rope, resized
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
-from models.gguf_files import random_weights, write_model
+from models.gguf_files import random_weights, split, write_model
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 
 HUGE = (1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -87,6 +88,40 @@ def test_200_files_with_one_wrong_number(whole: Path, tmp_path: Path) -> None:
         struct.pack_into("<" + kind, broken, at, new)
         path.write_bytes(broken)
         check_sentence(refused(path), (what, old, new))
+
+
+def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
+    """A wrong number, key or end in one of three pieces, whichever of them is opened."""
+    pieces = split(shutil.copy(whole, tmp_path / "a.gguf"), 5)
+    good, chance = [piece.read_bytes() for piece in pieces], random.Random(17)
+    assert refused(pieces[0]) is None
+    places = [list(numbers(piece)) for piece in pieces]
+    own = [  # where a piece says which one it is
+        (at, form, key)
+        for data in good
+        for key, form in ((b"split.no", "H"), (b"split.count", "H"), (b"split.tensors.count", "i"))
+        for at in (data.index(key) + len(key) + 4,)
+    ]
+    assert sum(map(len, places)) > 150
+    for i in range(300):
+        which = i % len(pieces)
+        broken = bytearray(good[which])
+        if i % 3 == 0:
+            at, form, what = own[3 * which + i // 3 % 3]
+            new = chance.choice((0, 1, 7, (1 << 15) - 1))
+            new = new if new != struct.unpack_from("<" + form, broken, at)[0] else 9
+            struct.pack_into("<" + form, broken, at, new)
+        elif i % 3 == 1:
+            at, form, what = chance.choice(places[which])
+            struct.pack_into("<" + form, broken, at, chance.choice(HUGE if form == "Q" else HUGE[:2]))
+        else:
+            what = f"cut at {(end := chance.randrange(len(broken) - 32))}"
+            del broken[end:]
+        pieces[which].write_bytes(broken)
+        sentence = refused(chance.choice(pieces))
+        if what != b"split.tensors.count" or which == 0:  # which the first piece says for all
+            check_sentence(sentence, (pieces[which].name, what))
+        pieces[which].write_bytes(good[which])
 
 
 def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:
