@@ -69,6 +69,64 @@ def test_inert_and_neutral_keys_pass(llama_raw: Raw) -> None:
     assert read_config(llama_raw | more) == read_config(llama_raw)
 
 
+NEUTRAL: list[Raw] = [
+    {"hidden_act": "swish"},
+    {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
+    {"rope_scaling": {"type": "default", "factor": 1, "original_max_position_embeddings": 64}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "attention_factor": 1.0}},
+    {"max_sequence_length": 2048, "gradient_checkpointing": True, "model_max_length": 4096},
+    {"is_causal": True, "is_decoder": True, "num_local_experts": 0, "logits_scaling": 1.0, "residual_multiplier": 1},
+    {"llama.expert_count": 0, "llama.pooling_type": 0, "llama.attention.causal": True, "llama.logit_scale": 1.0},
+]
+
+
+@pytest.mark.parametrize("keys", NEUTRAL)
+def test_values_that_mean_what_is_computed_anyway_pass(llama_raw: Raw, keys: Raw) -> None:
+    assert read_config(llama_raw | keys) == read_config(llama_raw)
+
+
+def test_sizes_may_be_written_as_floats(llama_raw: Raw) -> None:
+    floats = {key: float(llama_raw[key]) for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    assert read_config(llama_raw | floats) == read_config(llama_raw)
+    with pytest.raises(UnsupportedModel, match=r"hidden_size=64\.5, which is not supported: it must be an integer"):
+        read_config(llama_raw | {"hidden_size": 64.5})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"is_causal": 1},
+        {"num_local_experts": 1},
+        {"logits_scaling": True},
+        {"llama.pooling_type": 1},
+        {"llama.attention.causal": False, "llama.expert_count": False, "x": 1},
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "default", "factor": True}},
+    ],
+)
+def test_other_values_of_these_keys_do_not(llama_raw: Raw, keys: Raw) -> None:
+    with pytest.raises(UnsupportedModel, match=r"which forerun does not compute"):
+        read_config(llama_raw | keys)
+
+
+def test_all_keys_are_refused_at_once(llama_raw: Raw) -> None:
+    """What one has to know before looking for another checkpoint."""
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(llama_raw | {"made_by": "us", "num_local_experts": 8})
+    assert str(refused.value) == (
+        "config.json sets made_by='us', num_local_experts=8, which forerun does not compute for model_type='llama': "
+        "use a checkpoint without them, or, where they change nothing that is computed, --ignore-config-key made_by "
+        "--ignore-config-key num_local_experts (ignore_config_keys= in Python)"
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"k4=1 and 6 more, which .* --ignore-config-key k4 \(ignore_config_keys="
+    ):
+        read_config(llama_raw | {f"k{i}": 1 for i in range(11)})
+    rope = {"rope_type": "linear", "factor": 2.0, "beta_fast": 32, "short_factor": [1.0]}
+    with pytest.raises(UnsupportedModel, match=r"sets beta_fast=32, short_factor=\[1\.0\] for .* without them"):
+        read_config(llama_raw | {"rope_scaling": rope})
+
+
 def test_what_published_files_say_besides_is_inert() -> None:
     """Keys of GPT-2's and Gemma 3's own files that change nothing."""
     more = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "n_special": 0, "predict_special_tokens": True}
@@ -141,7 +199,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("gemma3_text", {**WHOLE["gemma3"], "hidden_act": "silu"}, "hidden_act='silu'"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-    ("llama", {"num_experts": 0}, "num_experts=0"),
+    ("llama", {"num_experts": 8}, "num_experts=8"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5.*must be 1"),
     ("llama", {"sliding_window": 8}, "sliding_window=8"),
@@ -168,9 +226,9 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ("glm4", {"partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4.*even part"),
     ("starcoder2", {"rms_norm_eps": None, "norm_type": "rms_norm"}, "norm_type='rms_norm'.*must be 'layer_norm'"),
-    ("starcoder2", {"rms_norm_eps": None, "hidden_act": "swish"}, "hidden_act='swish'.*one of"),
+    ("starcoder2", {"rms_norm_eps": None, "hidden_act": "mish"}, "hidden_act='mish'.*one of"),
     ("gpt_neox", WHOLE["gpt_neox"] | {"head_dim": 12}, "head_dim=12.*hidden_size / num_attention_heads"),
-    ("gpt_neox", WHOLE["gpt_neox"] | {"hidden_act": "swish"}, "hidden_act='swish'"),
+    ("gpt_neox", WHOLE["gpt_neox"] | {"hidden_act": "mish"}, "hidden_act='mish'"),
     ("mistral3", SEEING["mistral3"] | {"hidden_size": 60}, "sets hidden_size=60"),
     ("gemma3", SEEING["gemma3"] | {"text_config": None}, "text_config=None.*must be a mapping"),
     ("gemma3", SEEING["gemma3"] | {"text_config": WHOLE["gemma3"]}, "final_logit_softcapping=3.0.*null in text_config"),

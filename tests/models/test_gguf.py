@@ -465,6 +465,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_values_that_change_nothing_are_taken(tmp_path: Path) -> None:
+    """As converters of several years wrote them."""
+    config = resized(CONFIG, head_dim=16)
+    weights = random_weights(config)
+    more = {"expert_count": 0, "expert_used_count": 0, "pooling_type": 0, "attention__causal": True, "logit_scale": 1.0}
+    more |= {"rope__scaling__type": "none", "rope__scaling__factor": 1.0, "rope__scaling__attn_factor": 1.0}
+    write_model(tmp_path / "a.gguf", config, weights)
+    write_model(tmp_path / "b.gguf", config, weights, **{f"llama__{key}": value for key, value in more.items()})
+    a, b = (load_checkpoint(tmp_path / name, dtype="float32") for name in ("a.gguf", "b.gguf"))
+    assert a.model.config == b.model.config
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case: str) -> None:
     metadata, sentence = REFUSED[case]

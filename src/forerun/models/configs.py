@@ -2,7 +2,8 @@
 
 Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
 it honours; INERT_KEYS, and those that begin with an underscore, are known not to change inference; any other key must
-be absent, null, false or empty. Numbers have bounds that no published model comes near.
+be absent, null, false or empty, or have the value that means as much (NEUTRAL). Numbers have bounds that no published
+model comes near.
 Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
 `rope_parameters` + `layer_types` + `dtype` (transformers 5).
 """
@@ -38,12 +39,39 @@ INERT_KEYS = _words(
     "unk_token_id sep_token_id decoder_start_token_id return_dict return_dict_in_generate output_attentions "
     "output_hidden_states output_scores torchscript use_bfloat16 id2label label2id problem_type finetuning_task "
     "task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation "
+    "max_sequence_length model_max_length gradient_checkpointing classifier_dropout embedding_dropout ffn_dropout "
+    "layerdrop output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
     "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "num_return_sequences remove_invalid_values exponential_decay_length_penalty "
     "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids"
 )
+
+# Values that change nothing, by their keys in config.json, and in GGUF files by what follows the architecture there.
+NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
+    **dict.fromkeys(_words("is_causal causal is_decoder attention.causal"), (True,)),
+    **dict.fromkeys(
+        _words(
+            "num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers expert_count "
+            "expert_used_count expert_shared_count leading_dense_block_count nextn_predict_layers pooling_type "
+            "attention.max_alibi_bias attention.clamp_kqv attention.shared_kv_layers attention.temperature_scale "
+            "embedding_length_per_layer_input attn_logit_softcapping final_logit_softcapping "
+            "rope.scaling.yarn_log_multiplier"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        _words(
+            "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb rope_ratio residual_scale "
+            "embedding_scale rope.scaling.attn_factor"
+        ),
+        (1,),
+    ),
+    **dict.fromkeys(_words("expert_group_count expert_group_used_count expert_weights_scale"), (0, 1)),
+}
+# Of rotary positions of any kind that does not have the key.
+NEUTRAL_ROPE: Mapping[str, tuple[float, ...]] = {"factor": (1,), "attention_factor": (1,), "mscale": (1,)}
 
 ROPE_KINDS = {
     "default": frozenset[str](),
@@ -69,9 +97,11 @@ ACTS: Mapping[str, Act] = {
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
+    "swish": "silu",
 }
 
 MOST_TOKENS = (1 << 31) - 1
+MOST_NAMED = 5  # keys in one refusal
 # The largest size under each key; under any other it is MOST_TOKENS.
 LARGEST = {
     "vocab_size": 1 << 24,
@@ -133,7 +163,7 @@ def plain_spec(
     """
     refuse_unknown(raw, SHARED_KEYS | frozenset(honoured))
     filled = {"rms_norm_eps": 1e-6, **(defaults or {}), **{k: v for k, v in raw.items() if v is not None}}
-    require(filled.get("hidden_act", "silu") == "silu", filled, "hidden_act", "'silu'")
+    require(is_silu(filled.get("hidden_act", "silu")), filled, "hidden_act", "'silu'")
     heads, kv_heads, head_dim = head_sizes(filled)
     return Plain(
         model_type=str(raw.get("model_type")),
@@ -229,15 +259,21 @@ def head_sizes(raw: Raw) -> tuple[int, int, int]:
 
 
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
-    """Raise UnsupportedModel for the first key that is set, may change the function, and is not read."""
-    for key, value in raw.items():
-        if key in honoured or key in INERT_KEYS or key.startswith("_") or _is_neutral(value):
-            continue
-        raise UnsupportedModel(
-            f"config.json sets {key:.80}={shown(value)}, which forerun does not compute for "
-            f"model_type={shown(raw.get('model_type'))}: use a checkpoint without it, or, where it changes nothing "
-            f"that is computed, --ignore-config-key {key:.80} (ignore_config_keys= in Python)"
-        )
+    """Raise UnsupportedModel for all keys that are set, may change the function, and are not read."""
+    known = {key for key in raw if key in honoured or key in INERT_KEYS or key.startswith("_")}
+    found = [key for key, value in raw.items() if key not in known and not _is_neutral(value, key)]
+    if not found:
+        return
+    named = found[:MOST_NAMED]
+    said = ", ".join(f"{key:.80}={shown(raw[key])}" for key in named)
+    said += f" and {len(found) - len(named)} more" if len(found) > len(named) else ""
+    options = " ".join(f"--ignore-config-key {key:.80}" for key in named)
+    it, changes = ("it", "it changes") if len(found) == 1 else ("them", "they change")
+    raise UnsupportedModel(
+        f"config.json sets {said}, which forerun does not compute for "
+        f"model_type={shown(raw.get('model_type'))}: use a checkpoint without {it}, or, where {changes} nothing "
+        f"that is computed, {options} (ignore_config_keys= in Python)"
+    )
 
 
 def rope_of(raw: Raw, turned_of: int | None = None) -> Rope:
@@ -303,10 +339,14 @@ def read_rope(rope: Raw, raw: Raw, turned_of: int | None = None) -> Rope:
         dims = int(turned_of * number({"partial_rotary_factor": 1, **rope}, "partial_rotary_factor"))
         require(dims > 1 and dims % 2 == 0, rope, "partial_rotary_factor", f"an even part of a head's {turned_of}")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    for key in rope.keys() - known:
+    if kind in ("default", "linear"):
+        known |= {"original_max_position_embeddings"}  # of which they make nothing
+    found = [k for k, value in rope.items() if k not in known and not _is_one_of(value, NEUTRAL_ROPE.get(k, ()))]
+    if found:
+        said = ", ".join(f"{key:.80}={shown(rope[key])}" for key in found[:MOST_NAMED])
         raise UnsupportedModel(
-            f"config.json sets {key}={shown(rope[key])} for rope_type={shown(kind)}, which forerun does not compute: "
-            "use a checkpoint without it"
+            f"config.json sets {said} for rope_type={shown(kind)}, which forerun does not compute: use a checkpoint "
+            f"without {'it' if len(found) == 1 else 'them'}"
         )
     config = Rope(
         theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"),
@@ -382,8 +422,9 @@ def full_attention_only(raw: Raw) -> None:
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """An integer of config.json, from `least` to what LARGEST allows."""
+    """An integer of config.json, from `least` to what LARGEST allows; it may be written as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"an integer in {least} .. {most}")
     return int(raw[key])
@@ -421,8 +462,21 @@ def require(ok: bool, raw: Raw, key: str, what: str) -> None:
         raise UnsupportedModel(f"config.json has {key}={found}, which is not supported: it must be {what}")
 
 
-def _is_neutral(value: object) -> bool:
-    return value is None or value is False or value in ("", [], {})
+def is_silu(act: object) -> bool:
+    """Whether an activation is SiLU, by either of its names."""
+    return isinstance(act, str) and ACTS.get(act) == "silu"
+
+
+def _is_neutral(value: object, key: str) -> bool:
+    if value is None or value is False or value in ("", [], {}):
+        return True
+    name = key.partition(".")[2]  # behind the architecture
+    return any(_is_one_of(value, NEUTRAL.get(own, ())) for own in (key, name))
+
+
+def _is_one_of(value: object, values: Collection[object]) -> bool:
+    """Whether a number or a flag is one of these; true is not 1."""
+    return any(value == own and (value is True) == (own is True) for own in values)
 
 
 def _set(raw: Raw) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def read(raw: Raw) -> Spec:
     configs.refuse_unknown(raw, SHARED_KEYS | {"attention_bias"})
     full_attention_only(raw)
     c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
-    configs.require(c.get("hidden_act", "silu") == "silu", c, "hidden_act", "'silu'")
+    configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
     heads, kv_heads, head_dim = configs.head_sizes(c)
     rope = replace(configs.rope_of(c, head_dim), pairs="adjacent")
     attention = Attention(heads, kv_heads, head_dim, rope=rope, qkv_bias=flag(c, "attention_bias"))
