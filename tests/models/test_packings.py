@@ -1,7 +1,8 @@
-"""GPTQ, AWQ and compressed-tensors: the weights of a file, exactly, and what is refused.
+"""GPTQ, AWQ, FP8 and compressed-tensors: the weights of a file, exactly, and what is refused.
 
-compressed-tensors is compared with its own package. GPTQ and AWQ files are packed here, word by word, as their formats
-are described, and compared with the weights that went in: their packages need a GPU.
+compressed-tensors is compared with its own package, FP8 with transformers, which makes numbers of its blocks. GPTQ and
+AWQ files are packed here, word by word, as their formats are described, and compared with the weights that went in:
+their packages need a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from forerun import native
 from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.models.loading import load_checkpoint, read_config
-from forerun.models.source import open_source
+from forerun.models.source import open_source, safetensors
 from forerun.ops.cpu import CpuOps
 
 RAW = {
@@ -78,12 +80,18 @@ def as_int32(words: np.ndarray[Any, Any]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- GPTQ
 
 
-def gptq(bits: int, group: int, is_v1: bool) -> Quantise:
-    """Words along the inputs for weights [I, O], along the outputs for zero points; version 1 stores them less 1."""
+def gptq(bits: int, group: int, is_v1: bool, is_permuted: bool = False) -> Quantise:
+    """Words along the inputs for weights [I, O], along the outputs for zero points; version 1 stores them less 1.
+
+    is_permuted: whether an input is of any group, as with desc_act.
+    """
 
     def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         num_out, num_in = weight.shape
         size, per_word, most = group if group > 0 else num_in, 32 // bits, (1 << bits) - 1
+        groups = torch.arange(num_in) // size
+        if is_permuted:
+            groups = groups[torch.randperm(num_in, generator=torch.Generator().manual_seed(len(name)))]
         codes, zeros = integers((num_in, num_out), most, 1), integers((num_in // size, num_out), most, 2)
         zeros = zeros.clamp(min=1)
         scales = (torch.rand(num_in // size, num_out) + 0.1).half()
@@ -94,9 +102,9 @@ def gptq(bits: int, group: int, is_v1: bool) -> Quantise:
         for o in range(num_out):
             stored = (zeros[:, o] - (1 if is_v1 else 0)).numpy().astype(np.uint64)
             qzeros[:, o // per_word] |= stored << np.uint64(bits * (o % per_word))
-        dense = torch.stack([(codes[i] - zeros[i // size]) * scales[i // size].float() for i in range(num_in)])
+        dense = torch.stack([(codes[i] - zeros[g]) * scales[g].float() for i, g in enumerate(groups.tolist())])
         parts = {"qweight": as_int32(qweight), "qzeros": as_int32(qzeros), "scales": scales}
-        parts["g_idx"] = torch.tensor([i // size for i in range(num_in)], dtype=torch.int32)
+        parts["g_idx"] = groups.int()
         return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense.T.contiguous()
 
     return quantise
@@ -112,18 +120,41 @@ def test_gptq(tmp_path: Path, bits: int, group: int, version: str | None) -> Non
     assert_loads(tmp_path, write(tmp_path, config, gptq(bits, group, is_v1=version is None)))
 
 
-def test_an_order_of_inputs_is_refused(tmp_path: Path) -> None:
-    """desc_act is refused by its setting, and by the order in the file where the setting says otherwise."""
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("desc_act", [True, False])
+def test_gptq_with_inputs_in_another_order(
+    tmp_path: Path, bits: int, desc_act: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the setting says, the order in the file counts; such a matrix becomes numbers, with a line."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": desc_act}
+    assert_loads(tmp_path, write(tmp_path, config, gptq(bits, 16, True, is_permuted=True)))
+    assert (
+        f"{tmp_path} has 14 matrices of {bits}-bit integers with inputs in another order (g_idx), which become numbers "
+        "while they are loaded: quantization=int8 rounds them"
+    ) in [record.getMessage() for record in caplog.records]
+    assert_rounds(tmp_path)
+
+
+def assert_rounds(folder: Path) -> None:
+    """What becomes numbers may be rounded to 8 bits while it is read."""
+    models = [load_checkpoint(folder, dtype="float32", quantization=q).model for q in (None, "int8:group=16")]
+    dense, rounded = (model.weights["model.layers.0.mlp.down_proj.weight"] for model in models)  # type: ignore[attr-defined]
+    assert 0 < float((dense - rounded).abs().max()) < float(dense.abs().max()) / 100
+
+
+def test_inputs_in_order_stay_packed_whatever_the_setting_says(tmp_path: Path) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    write(tmp_path, config, gptq(4, 32, True))
-    with pytest.raises(UnsupportedModel, match=r"sets desc_act=True in quantization_config, which permutes inputs"):
-        load_checkpoint(tmp_path)
-    write(tmp_path, config | {"desc_act": False}, gptq(4, 32, True))
+    assert_loads(tmp_path, write(tmp_path, config, gptq(4, 32, True)))
+    assert open_source(tmp_path).tensors["model.layers.1.mlp.up_proj.weight"].scheme is not None
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_a_group_that_is_not_there_is_refused(tmp_path: Path, wrong: int) -> None:
+    write(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq(4, 32, True))
     tensors = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
+    tensors["model.layers.1.mlp.down_proj.g_idx"][7] = wrong
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"GPTQ matrix model.layers.1.mlp.up_proj .*its g_idx permutes the in"):
+    with pytest.raises(UnsupportedModel, match=r"matrix model.layers.1.mlp.down_proj .*its g_idx names groups that"):
         load_checkpoint(tmp_path)
 
 
@@ -179,7 +210,7 @@ def compressed(kind: str, group: dict[str, Any]) -> Quantise:
         most = (1 << args["num_bits"]) - 1
         state = {"weight": weight, "weight_scale": (high - low) / most}
         if args["symmetric"]:
-            state["weight_scale"] = groups.abs().amax(-1) / (most // 2)
+            state["weight_scale"] = groups.abs().amax(-1) / (448 if args["type"] == "float" else most // 2)
         else:
             zeros = torch.round(-low / state["weight_scale"]) - (1 << (args["num_bits"] - 1))
             state["weight_zero_point"] = zeros.clamp(-(1 << (args["num_bits"] - 1)), most // 2).to(torch.int8)
@@ -200,13 +231,117 @@ def compressed(kind: str, group: dict[str, Any]) -> Quantise:
         ("pack-quantized", 8, False, 64),
         ("int-quantized", 8, True, None),
         ("int-quantized", 8, False, 32),
+        ("float-quantized", 8, True, None),
     ],
 )
 def test_compressed_tensors(tmp_path: Path, kind: str, bits: int, symmetric: bool, group: int | None) -> None:
     one = scheme(bits, symmetric, group)
+    one["weights"]["type"] = "float" if kind == "float-quantized" else "int"
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": one}}
     weights = write(tmp_path, config | {"quantization_status": "compressed"}, compressed(kind, one))
     assert_loads(tmp_path, weights)
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", "none"])
+def test_compressed_tensors_with_inputs_in_another_order(tmp_path: Path, order: str) -> None:
+    """As versions of the package up to 0.13 wrote it: an input has the group that g_idx names, and -1 names none."""
+
+    def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        num_out, num_in = weight.shape
+        groups = torch.arange(num_in) // 16
+        if order != "none":
+            groups = groups[torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))]
+        codes, zeros = integers((num_out, num_in), 15, 1), integers((num_out, num_in // 16), 15, 2)
+        scales = torch.rand(num_out, num_in // 16) + 0.1
+        dense = torch.stack([(codes[:, i] - zeros[:, g]) * scales[:, g] for i, g in enumerate(groups.tolist())], dim=1)
+        parts = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+        parts["weight_zero_point"] = words(zeros.T.contiguous()).T.contiguous()
+        parts["weight_g_idx"] = groups.int() if order != "none" else torch.full((num_in,), -1, dtype=torch.int32)
+        return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense
+
+    one = scheme(4, False, 16)
+    one["weights"]["actorder"] = "group" if order == "none" else order
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": one}}
+    assert_loads(tmp_path, write(tmp_path, config, quantise))
+
+
+def words(codes: Tensor) -> Tensor:
+    """4-bit integers [R, C] as int32 words [R, C / 8], lowest first."""
+    packed = np.zeros((len(codes), codes.shape[1] // 8), np.uint64)
+    for i in range(codes.shape[1]):
+        packed[:, i // 8] |= codes[:, i].numpy().astype(np.uint64) << np.uint64(4 * (i % 8))
+    return as_int32(packed)
+
+
+# --------------------------------------------------------------------------------------------------------------- FP8
+
+
+def fp8(block: tuple[int, int] | None, ending: str = "weight_scale_inv", by_row: bool = False) -> Quantise:
+    """Blocks of so many rows and columns, rows, or a whole matrix; what rounds inputs lies beside it."""
+
+    def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        num_out, num_in = weight.shape
+        height, width = block or ((1, num_in) if by_row else (num_out, num_in))
+        scales = torch.rand(-(-num_out // height), -(-num_in // width), generator=torch.Generator().manual_seed(9))
+        stored = (weight * 100).to(torch.float8_e4m3fn)
+        dense = stored.float()
+        for i in range(num_out):
+            for j in range(num_in):
+                dense[i, j] *= scales[i // height, j // width]
+        scales = scales if block or by_row else scales.reshape(())
+        parts = {"weight": stored, ending: scales, "input_scale": torch.tensor(1.0)}
+        return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense
+
+    return quantise
+
+
+FP8: dict[str, tuple[dict[str, Any], Quantise]] = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [32, 16]}, fp8((32, 16))),
+    "blocks that end beyond": ({"quant_method": "fp8", "weight_block_size": [24, 48]}, fp8((24, 48))),
+    "whole": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8(None, "weight_scale")),
+    "rows": ({"quant_method": "fbgemm_fp8"}, fp8(None, "weight_scale", by_row=True)),
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A few rows at a time."""
+    monkeypatch.setattr(safetensors, "BLOCK_WEIGHTS", 700)
+    config, quantise = FP8[case]
+    assert_loads(tmp_path, write(tmp_path, config, quantise))
+    assert "has 14 matrices of 8-bit floats, which become numbers while they are loaded: quantization" in caplog.text
+    assert_rounds(tmp_path)
+
+
+def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
+    weights = write(tmp_path, config, fp8((32, 16)))
+    tensors, theirs = load_file(tmp_path / "model.safetensors"), Fp8Dequantize(None)
+    for name in weights:
+        if "_proj" in name:
+            expected = theirs._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"], torch.float32)
+            assert torch.equal(weights[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "why"),
+    [
+        ("weight_scale_inv", None, "it has no scales, or is no matrix"),
+        ("weight_scale_inv", torch.ones(3, 3), r"its scales have shape \[3, 3\], which fits no matrix of \[32, 64\]"),
+        ("weight_scale_inv", torch.ones(1, 4, dtype=torch.int32), "its scales have type I32"),
+        ("weight_scale_inv", torch.full((1, 4), torch.nan), "scales that are no finite numbers"),
+        ("weight", torch.ones(32, 64, 1).to(torch.float8_e4m3fn), "it has no scales, or is no matrix"),
+        ("weight", torch.full((32, 64), torch.nan).to(torch.float8_e4m3fn), "NaN"),
+        ("weight", torch.ones(32, 64).to(torch.float8_e5m2), "has type F8_E5M2"),
+    ],
+)
+def test_a_broken_fp8_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
+    write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 16]}, fp8((32, 16)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    broken(tensors, part, tensor)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=why):
+        load_checkpoint(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -229,13 +364,16 @@ def with_weights(**settings: Any) -> dict[str, Any]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (AWQ | {"version": "gemv"}, "version='gemv'"),
         (AWQ | {"zero_point": False}, "zero_point=False"),
-        (PACKED | {"format": "float-quantized"}, "format='float-quantized'"),
+        (PACKED | {"format": "float-quantized"}, "num_bits=4 in weights of group_0"),
+        (PACKED | {"format": "marlin-24"}, "format='marlin-24'"),
         (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
         (PACKED | {"config_groups": {}}, "config_groups={}"),
         (with_weights(num_bits=3), "num_bits=3 in weights of group_0 of quantization_config"),
-        (with_weights(actorder="group"), "actorder='group' in weights of group_0"),
+        (with_weights(actorder="input"), "actorder='input' in weights of group_0"),
         (with_weights(strategy="tensor"), "strategy='tensor'"),
-        ({"quant_method": "fp8"}, "quant_method='fp8' in quantization_config"),
+        ({"quant_method": "modelopt"}, "quant_method='modelopt' in quantization_config"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=\\[128\\] in quantization_config"),
+        ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme='odd' in quantization_config"),
         ({"quant_method": ["gptq"]}, "quant_method=\\['gptq'\\]"),
     ],
 )

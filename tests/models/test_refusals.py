@@ -26,7 +26,7 @@ WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
     "org/name"
 )
-READABLE = "name the unquantised original, or one quantised as GPTQ, AWQ or compressed-tensors of 4 or 8 bits"
+READABLE = "name the unquantised original, or one quantised as GPTQ, AWQ, FP8 or compressed-tensors of 4 or 8 bits"
 QUANTISED = (
     "which means quantised weights, and no quantization_config in config.json says how they are to be read: "
     f"{READABLE} by a tool that writes that key"
@@ -149,7 +149,7 @@ CONFIGS: list[tuple[str, Raw, str]] = [
             {"quantization_config": {"quant_method": method, "bits": 4}},
             f"config.json sets quant_method='{method}' in quantization_config, which is not read: {READABLE}",
         )
-        for method in ("fp8", "bitsandbytes", "mxfp4")
+        for method in ("bitsandbytes", "mxfp4", "hqq")
     ),
     (
         "nameless",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,9 @@ def load_checkpoint(
     source.check(with_tokenizer)
     tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(path), in_one_file=path.is_file())
+    for was, num in Counter(stored.was for stored in source.tensors.values() if stored.was).items():
+        hint = ": quantization=int8 rounds them" if quantization is None else ""
+        LOG.warning("%s has %d matrices of %s, which become numbers while they are loaded%s", name, num, was, hint)
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])

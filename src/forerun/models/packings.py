@@ -1,8 +1,9 @@
-"""How GPTQ, AWQ and compressed-tensors store quantised matrices: which tensors belong together, and what they mean.
+"""How GPTQ, AWQ, FP8 and compressed-tensors store matrices: which tensors belong together, and what they mean.
 
-A layout is chosen by config.json (`layout_of`). Each stores a matrix as integers, scales and zero points, in tensors
-that share the matrix's name; nothing is rounded on the way to QuantisedRows. Sources: AutoGPTQ's and AutoAWQ's packers
-of 2024, compressed-tensors 0.20.
+What is read is chosen by config.json (`layout_of`). A `Layout` stores a matrix as integers, scales and zero points, in
+tensors that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores floats of 8 bits
+and scales, which no operator computes with, so they become numbers. Sources: AutoGPTQ's and AutoAWQ's packers of 2024,
+compressed-tensors 0.20, and transformers 5's FP8 and FBGEMM quantisers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from forerun.models.refusals import KEYS, READABLE
 from forerun.ops.quantised import QuantisedRows, Scheme
 
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+FLOAT8 = "F8_E4M3"  # as safetensors names it
+SCALES, INPUT_SCALES = ("weight_scale_inv", "weight_scale"), frozenset({"input_scale", "input_scale_ub"})
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
 
 Read = Callable[[str, slice, slice], Tensor]  # (part, rows, columns) of a stored tensor
@@ -34,6 +37,7 @@ class Layout:
     parts: frozenset[str]
     bits: int | None = None  # as the configuration says; None = as the shapes say
     zero_shift: int = 0  # what is added to a stored zero point
+    may_permute: bool = False  # whether inputs are said to be in another order than groups
 
     def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
         """Return the shape and scheme of a matrix; scales: their type in the file. Raises ValueError, saying why."""
@@ -52,7 +56,44 @@ class Layout:
         return QuantisedRows(scheme, codes[:, :num_in].contiguous(), scales.contiguous(), zeros.contiguous())
 
 
-def layout_of(raw: Mapping[str, Any]) -> Layout | None:
+@dataclass(frozen=True)
+class Floats:
+    """Matrices of FLOAT8, each with a scale of its own, of each row, or of each block.
+
+    scales: how tensors with scales may end, one of which each matrix has. others: those beside them, which round
+    inputs and are not needed. block: rows and columns that share a scale; None = the shape of the scales says it.
+    """
+
+    method: str
+    scales: tuple[str, ...]
+    others: frozenset[str]
+    block: tuple[int, int] | None = None
+
+    def spans(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns share a scale. Raises ValueError where the shapes do not fit."""
+        rows, columns = shape
+        if self.block is not None and scales == tuple(-(-n // span) for n, span in zip(shape, self.block, strict=True)):
+            return self.block
+        spans = {(): shape, (1,): shape, (1, 1): shape, (rows,): (1, columns), (rows, 1): (1, columns)}
+        if scales not in spans:
+            raise ValueError(f"its scales have shape {list(scales)}, which fits no matrix of {list(shape)}")
+        return spans[scales]
+
+
+def widened(numbers: Tensor, scales: Tensor, first: int, spans: tuple[int, int]) -> Tensor:
+    """Return some rows of a matrix of `Floats` in float32. numbers: [R, I], from row `first` on. scales: [O', I']."""
+    rows = torch.arange(first, first + len(numbers)) // spans[0]
+    columns = torch.arange(numbers.shape[1]) // spans[1]
+    return numbers.float() * scales.float()[rows][:, columns]
+
+
+def in_order(rows: QuantisedRows, groups: Tensor) -> Tensor:
+    """Return weights in float32 whose inputs are in another order than their groups. groups: int64 [I], of each."""
+    assert rows.zeros is not None
+    return (rows.codes.float() - rows.zeros.float()[:, groups]) * rows.scales.float()[:, groups]
+
+
+def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
     """Return how config.json says that weights are quantised; None where they are not.
 
     Raises UnsupportedModel for what is not read, naming the setting.
@@ -75,7 +116,7 @@ def said_scheme(raw: Mapping[str, Any], num_in: int) -> Scheme | None:
     None where they are dense. Of several groups of settings it is the one with the most bits. Raises as `layout_of`.
     """
     layout = layout_of(raw)
-    if layout is None:
+    if not isinstance(layout, Layout) or layout.may_permute:
         return None
     said = next(raw[key] for key in KEYS if raw.get(key))
     bits, group, is_symmetric = layout.bits or 4, said.get("group_size"), False
@@ -106,12 +147,12 @@ class _Settings:
 
 
 def _gptq(settings: _Settings) -> Layout:
-    """desc_act=true permutes the inputs; version 1 stores a zero point less one."""
-    settings.want("desc_act", False, None, why="permutes inputs and is not read")
+    """desc_act=true puts inputs into groups by g_idx; version 1 stores a zero point less one."""
+    permutes = settings.want("desc_act", False, True, None)
     version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
     bits = settings.want("bits", 4, 8)
     parts = frozenset({"qzeros", "scales", "g_idx"})
-    return Layout("GPTQ", "qweight", parts, bits, zero_shift=0 if version == "gptq_v2" else 1)
+    return Layout("GPTQ", "qweight", parts, bits, 0 if version == "gptq_v2" else 1, may_permute=bool(permutes))
 
 
 def _awq(settings: _Settings) -> Layout:
@@ -122,7 +163,39 @@ def _awq(settings: _Settings) -> Layout:
     return Layout("AWQ", "qweight", frozenset({"qzeros", "scales"}), settings.want("bits", 4))
 
 
-def _compressed_tensors(settings: _Settings) -> Layout:
+def _fp8(settings: _Settings) -> Floats:
+    """DeepSeek's: blocks, whose scales end with _inv and are multiplied by all the same. vLLM's: one scale."""
+    settings.want("activation_scheme", None, "dynamic", "static")
+    block = settings.values.get("weight_block_size")
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    if block is not None and not is_pair:
+        settings.want("weight_block_size", None)
+    return Floats("FP8", SCALES, INPUT_SCALES, None if block is None else (block[0], block[1]))
+
+
+def _fbgemm(settings: _Settings) -> Floats:
+    return Floats("FBGEMM", SCALES, INPUT_SCALES)
+
+
+def _float_quantized(settings: _Settings, groups: Mapping[str, Any]) -> Floats:
+    blocks = set()
+    for name, group in groups.items():
+        inner = _Settings(f"{name} of {settings.where}", group)
+        inner.want("format", "float-quantized", None)
+        weights = _Settings(f"weights of {inner.where}", group.get("weights") or {})
+        weights.want("num_bits", 8)
+        weights.want("type", "float")
+        weights.want("strategy", "tensor", "channel", "block")
+        weights.want("actorder", None, False)
+        inner.want("output_activations", None)
+        blocks.add(tuple(weights.values.get("block_structure") or ()))
+    if len(blocks) > 1:
+        settings.want("config_groups", why="has blocks of several sizes")
+    block = blocks.pop()
+    return Floats("compressed-tensors", SCALES, INPUT_SCALES, (int(block[0]), int(block[1])) if block else None)
+
+
+def _compressed_tensors(settings: _Settings) -> Layout | Floats:
     formats = ("pack-quantized", "int-quantized")
     groups = settings.values.get("config_groups")
     settings.want("quantization_status", None, "compressed", "frozen")
@@ -135,8 +208,10 @@ def _compressed_tensors(settings: _Settings) -> Layout:
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
         settings.want("config_groups", why="names no scheme of weights")
     assert isinstance(groups, Mapping)
-    overall = settings.want("format", *formats, "mixed-precision")
-    found = set()
+    overall = settings.want("format", *formats, "float-quantized", "mixed-precision")
+    if overall == "float-quantized":
+        return _float_quantized(settings, groups)
+    found, orders = set(), set()
     for name, group in groups.items():
         inner = _Settings(f"{name} of {settings.where}", group)
         found.add(inner.want("format", *formats, None) or overall)
@@ -144,7 +219,7 @@ def _compressed_tensors(settings: _Settings) -> Layout:
         weights.want("num_bits", 4, 8)
         weights.want("type", "int")
         weights.want("strategy", "group", "channel")
-        weights.want("actorder", None, False, "static", "weight", why="permutes inputs and is not read")
+        orders.add(weights.want("actorder", None, False, "static", "weight", "group", "dynamic"))
         inner.want("output_activations", None)
         if inputs := group.get("input_activations"):
             _Settings(f"input_activations of {inner.where}", inputs).want("dynamic", True)
@@ -152,10 +227,12 @@ def _compressed_tensors(settings: _Settings) -> Layout:
         settings.want("format", *formats, why="mixes formats and is not read")
     codes = "weight_packed" if found == {"pack-quantized"} else "weight"
     parts = frozenset({"weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"})
-    return Layout("compressed-tensors", codes, parts)
+    return Layout("compressed-tensors", codes, parts, may_permute=not orders.isdisjoint({"group", "dynamic"}))
 
 
-_READERS: Mapping[str, Callable[[_Settings], Layout]] = {
+_READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,

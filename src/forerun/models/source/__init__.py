@@ -22,12 +22,16 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 @dataclass(frozen=True)
 class Stored:
-    """Where and how a tensor is stored; dtype: of what `Source.blocks` gives. scheme: None = not quantised."""
+    """Where and how a tensor is stored; dtype: of what `Source.blocks` gives. scheme: None = not quantised.
+
+    was: what a quantised matrix is that no operator computes with, so that `blocks` gives numbers for it.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     scheme: Scheme | None = None
+    was: str | None = None
 
 
 class Source(Protocol):

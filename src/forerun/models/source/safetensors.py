@@ -1,14 +1,15 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
 safetensors maps a file into memory: what is read stays resident as long as its mapping does. Every block has a mapping
-of its own, which is gone when the next one is read. Quantised matrices are several tensors each, see packings.py.
+of its own, which is gone when the next one is read. Quantised matrices are several tensors each, see packings.py; those
+of 8-bit floats, and those whose inputs are in another order than their groups, are given as numbers.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import refusals
-from forerun.models.packings import Layout, layout_of
+from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, in_order, layout_of, widened
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
@@ -79,7 +80,7 @@ class SafetensorsFolder:
     def _quantised(self) -> Mapping[str, Parts]:
         """The quantised matrices by their names in the unquantised checkpoint; it raises as `tensors`."""
         layout = layout_of(self.config)
-        if layout is None:
+        if not isinstance(layout, Layout):
             return {}
         found = {}
         for name, entry in self._entries.items():
@@ -98,19 +99,54 @@ class SafetensorsFolder:
         scales = "scales" if layout.codes == "qweight" else "weight_scale"
         try:
             shape, scheme = layout.scheme_of(shapes, entries[scales].dtype)
-            for part in ("g_idx", "weight_g_idx"):
-                if part in entries and not torch.equal(
-                    self._read(names[part]).long(), torch.arange(shape[1]) // scheme.group
-                ):
-                    raise ValueError(f"its {part} permutes the inputs")
+            indices = [part for part in ("g_idx", "weight_g_idx") if part in entries]
+            groups = self._groups(names[indices[0]], shape[1], scheme.group) if indices else None
         except (ValueError, KeyError, IndexError) as error:
             missing = f"beside {', '.join(sorted(shapes))} a part is missing, or has another shape"
-            why = str(error) if type(error) is ValueError else missing
-            raise UnsupportedModel(
-                f"{self.folder} has a {layout.method} matrix {prefix} that is not read ({why}): fetch it again, or "
-                "name another checkpoint"
-            ) from error
-        return Parts(layout, scheme, shape, names, shapes)
+            raise self._not_read(layout.method, prefix, str(error) if type(error) is ValueError else missing) from error
+        return Parts(layout, scheme, shape, names, shapes, groups)
+
+    def _not_read(self, method: str, prefix: str, why: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self.folder} has a {method} matrix {prefix} that is not read ({why}): fetch it again, or name another "
+            "checkpoint"
+        )
+
+    def _groups(self, name: str, num_in: int, group: int) -> Tensor | None:
+        """Return the group of each input; None where they are in order. Raises ValueError where one is not there."""
+        groups, usual = self._read(name).long(), torch.arange(num_in) // group
+        if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
+            return None
+        if groups.shape != usual.shape or int(groups.min()) < 0 or int(groups.max()) > int(usual[-1]):
+            raise ValueError(f"its {name.rpartition('.')[2]} names groups that are not there")
+        return None if torch.equal(groups, usual) else groups
+
+    @cached_property
+    def _floats(self) -> Mapping[str, FloatParts]:
+        """The matrices of 8-bit floats by their names; it raises as `tensors`."""
+        layout = layout_of(self.config)
+        if not isinstance(layout, Floats):
+            return {}
+        found = {}
+        for name, entry in self._entries.items():
+            prefix, _, part = name.rpartition(".")
+            if part != "weight" or entry.dtype != FLOAT8:
+                continue
+            names = {ending: f"{prefix}.{ending}" for ending in (*layout.scales, *layout.others)}
+            there = {ending: own for ending, own in names.items() if own in self._entries}
+            scales = [own for ending, own in there.items() if ending in layout.scales]
+            try:
+                if len(scales) != 1 or len(entry.shape) != 2:
+                    raise ValueError("it has no scales, or is no matrix")
+                stored = self._entries[scales[0]]
+                if stored.dtype not in SCALE_DTYPES:
+                    raise ValueError(f"its scales have type {stored.dtype}")
+                shape = entry.shape[0], entry.shape[1]
+                spans = layout.spans(shape, stored.shape)
+            except ValueError as error:
+                raise self._not_read(layout.method, prefix, str(error)) from error
+            found[name] = FloatParts(shape, scales[0], spans, frozenset({name, *there.values()}))
+        return found
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -120,6 +156,7 @@ class SafetensorsFolder:
         unquantised checkpoint, and for quantised matrices that are not read.
         """
         taken = {name for parts in self._quantised.values() for name in parts.names.values()}
+        taken |= {name for matrix in self._floats.values() for name in matrix.names}
         found = {}
         for name, entry in self._entries.items():
             if name in taken:
@@ -130,13 +167,22 @@ class SafetensorsFolder:
         for name, parts in self._quantised.items():
             file = self._entries[parts.names[parts.layout.codes]].file
             found[name] = Stored(file, parts.shape, torch.float32, parts.scheme)
+            if parts.groups is not None:
+                was = f"{parts.scheme.bits}-bit integers with inputs in another order (g_idx)"
+                found[name] = replace(found[name], scheme=None, was=was)
+        for name, matrix in self._floats.items():
+            found[name] = Stored(self._entries[name].file, matrix.shape, torch.float32, was="8-bit floats")
         return found
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`; they are views of the file."""
         if name in self._quantised:
+            groups = self._quantised[name].groups
             for rows in self._quantised_rows(name):
-                yield rows.dequantise()
+                yield rows.dequantise() if groups is None else in_order(rows, groups)
+            return
+        if name in self._floats:
+            yield from self._widened(name)
             return
         stored = self.tensors[name]
         num_rows = stored.shape[0] if stored.shape else 0
@@ -145,6 +191,18 @@ class SafetensorsFolder:
         for first in range(0, num_rows, step):
             with safe_open(stored.file, framework="pt") as file:
                 yield file.get_slice(self._entries[name].name)[first : min(first + step, num_rows)]
+
+    def _widened(self, name: str) -> Iterator[Tensor]:
+        matrix = self._floats[name]
+        scales = self._read(matrix.scales)
+        if not bool(scales.isfinite().all()):
+            raise UnsupportedModel(f"{name} in {self.folder} has scales that are no finite numbers: fetch it again")
+        scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+        step = max(1, BLOCK_WEIGHTS // matrix.shape[1])
+        for first in range(0, matrix.shape[0], step):
+            with safe_open(self._entries[name].file, framework="pt") as file:
+                numbers = file.get_slice(self._entries[name].name)[first : first + step]
+            yield widened(numbers, scales, first, matrix.spans)
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`."""
@@ -188,15 +246,29 @@ class SafetensorsFolder:
 open_source = SafetensorsFolder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parts:
-    """A quantised matrix. names: of its parts in the files. shapes: of these, and the numbers in weight_shape."""
+    """A quantised matrix. names: of its parts in the files. shapes: of these, and the numbers in weight_shape.
+
+    groups: int64, of each input, where they are in another order; None = as their groups follow each other.
+    """
 
     layout: Layout
     scheme: Scheme
     shape: tuple[int, int]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
+    groups: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FloatParts:
+    """A matrix of 8-bit floats. scales: their tensor. spans: rows and columns that share one. names: of all tensors."""
+
+    shape: tuple[int, int]
+    scales: str
+    spans: tuple[int, int]
+    names: frozenset[str]
 
 
 def _headers(path: Path) -> Iterator[Entry]:
