@@ -190,7 +190,7 @@ def eagle_1(w: Weights, target: Target) -> Step:
         x = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
         x = x + attend(w, "layers.0.", x)
         x = x + feed_forward(w, "layers.0.", x)
-        return F.linear(x[-1], target.head), x[-1]
+        return F.linear(x[-1], w.get("lm_head.weight", target.head)), x[-1]
 
     return step
 

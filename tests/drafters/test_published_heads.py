@@ -81,6 +81,18 @@ def eagle_3(config: Mapping[str, Any] | None = None, inner: Inner = DEFAULT, **o
     return Case({**EAGLE_3, **(config or {})}, they.with_ids(they.random_weights(shapes)), inner, options)
 
 
+def headed() -> Case:
+    """EAGLE-1 with an LM head, of small logits: nothing norms what the last steps read, in float32."""
+    case = eagle_1(fc__bias=(WIDTH,), lm_head__weight=(NUM_VOCAB, WIDTH))
+    return Case(case.config, {**case.weights, "lm_head.weight": case.weights["lm_head.weight"] / 8})
+
+
+def wrapped(case: Case) -> Case:
+    """As vLLM has a head of EAGLE-1."""
+    config = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": case.config, "eagle_fc_bias": True}
+    return Case({**config, "truncated_vocab_size": NUM_VOCAB}, case.weights)
+
+
 def without_tables(case: Case, config: Mapping[str, Any], *names: str) -> Case:
     """The same head without these tensors."""
     weights = {name: weight for name, weight in case.weights.items() if name not in names}
@@ -105,7 +117,10 @@ CASES = {
     "EAGLE-1": eagle_1(fc__bias=(WIDTH,)),
     "EAGLE-1 without a bias": eagle_1({"bias": False}),
     "EAGLE-1 with embeddings": eagle_1(fc__bias=(WIDTH,), embed_tokens__weight=(NUM_VOCAB, WIDTH)),
+    "EAGLE-1 with an LM head": headed(),
+    "EAGLE-1 in vLLM's wrapper": wrapped(headed()),
     "EAGLE-3": eagle_3(),
+    "EAGLE-3 with the target's number of layers": eagle_3({"num_hidden_layers": 40}),
     "EAGLE-3 with embeddings": eagle_3(more={"embed_tokens.weight": (NUM_VOCAB, WIDTH)}),
     "EAGLE-3 with biases": eagle_3(more={name.replace("__", "."): shape for name, shape in QKV_BIASES.items()}),
     "EAGLE-3 with the target's LM head": without_tables(eagle_3(), {}, "lm_head.weight"),
@@ -373,6 +388,8 @@ REFUSED: dict[str, tuple[Case, type, str]] = {
     "fc_norm unsaid": (changed(E3, add={"fc_norm.0.weight": some(32)}), UnsupportedModel, "tensor 'fc_norm.0.w"),
     "no d2t": (changed(E3, drop=["d2t"]), UnsupportedModel, "no tensor d2t"),
     "ids": (changed(E3, add={"d2t": torch.full((129,), 200)}), UnsupportedModel, "d2t must lead to different ids"),
+    "wrapped, of some ids": (changed(CASES["EAGLE-1 in vLLM's wrapper"], truncated_vocab_size=9), UnsupportedModel,
+                             "truncated_vocab_size=9"),
     "vocabulary": (changed(E3, vocab_size=32000), BadOption, "of 32000 ids, and the target has 257"),
     "width": (changed(E1, hidden_size=64), BadOption, "reads rows of 64, and the target has rows of 32"),
     "both ids": (changed(E3, eagle_aux_hidden_state_layer_ids=[1, 3, 6], eagle_config={IDS: [1, 3, 6]}),

@@ -86,7 +86,10 @@ class Published:
         """The part of config.json that is a decoder's."""
         if not self.is_speculators:
             keys = EAGLE_KEYS if self.kind == EAGLE_3 else {"bias", "qkv_bias"}
-            return {key: value for key, value in self.config.items() if key not in keys}
+            own = {key: value for key, value in self.config.items() if key not in keys}
+            # Some files have the target's own number of layers there, beside the one that this name says.
+            is_one = self.kind == EAGLE_3 and any(name.startswith("midlayer.") for name in self.shapes)
+            return own | ({"num_hidden_layers": 1} if is_one else {})
         found = self.config.get("transformer_layer_config")
         if not isinstance(found, Mapping):
             raise UnsupportedModel(f"config.json has transformer_layer_config={shown(found)}: it must be a mapping")
@@ -126,6 +129,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
     config = without(read_json(folder / head_files.CONFIG), ignore)
     if "forerun" in config:
         return None
+    config = _unwrapped(config)
     shapes = {name: shape for file in files for name, shape in head_files.shapes(file).items()}
     kind = _kind(path, config, shapes)
     if kind in NOT_COMPUTED:
@@ -138,6 +142,17 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
             f"{shown(path)} is a head of {kind}, which {method} does not read: name it as {DRAFTERS[kind]}:path=FOLDER"
         )
     return Published(path, tuple(files), config, kind, shapes)
+
+
+def _unwrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a head of EAGLE-1 as its authors have it, from around which vLLM's wrapper was taken."""
+    inner = config.get("model")
+    if config.get("model_type") != "eagle" or not isinstance(inner, Mapping):
+        return config
+    known = {"model", "model_type", "eagle_fc_bias", "truncated_vocab_size"}
+    size_said = config.get("truncated_vocab_size")
+    refuse_unknown(config, known if size_said in (None, inner.get("vocab_size")) else known - {"truncated_vocab_size"})
+    return {**inner, "bias": config.get("eagle_fc_bias", inner.get("bias", False))}
 
 
 def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
@@ -275,6 +290,7 @@ def _eagle_shapes(
     may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
     if found.kind == EAGLE_1:
         must["input.weight"] = (h, 2 * h)
+        may[OWN_HEAD] = (num_ids, h)  # else the target's is used, of which it mostly is a copy
         (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
         return must, may
     num = len(config.layers)
