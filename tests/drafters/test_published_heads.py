@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -17,8 +18,10 @@ from torch import Tensor
 from drafters import published as they
 from drafters.published import EAGLE_3, NUM_VOCAB, WIDTH, speculators
 from forerun import LLM, SamplingParams, native
+from forerun.cli.main import main
 from forerun.drafters import Drafter, eagle
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.drafters.converting import convert_head
+from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.types import Budget, Coins, Draft, Sequence
 from tiny import write_tiny
 
@@ -447,7 +450,7 @@ def test_other_files_are_no_medusa_heads(name: str, target_folder: Path, tmp_pat
 def test_pickles_are_refused_with_the_way_out(method: str, file: str, target_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_bytes(pickle.dumps({}))
-    with pytest.raises(UnsupportedModel, match=r"is a pickle.*weights_only=True"):
+    with pytest.raises(UnsupportedModel, match=r"is a pickle.*forerun convert-head FOLDER OUT"):
         llm_with(target_folder, f"{method}:path={tmp_path}")
 
 
@@ -463,3 +466,71 @@ def test_a_head_may_lie_in_several_files(target_folder: Path, tmp_path: Path) ->
     for i, part in enumerate((names[:5], names[5:])):
         they.write(tmp_path, E3.config, {n: E3.weights[n] for n in part}, f"model-0000{i + 1}-of-00002.safetensors")
     assert drafts_of(llm_with(target_folder, f"eagle:path={tmp_path}"), temperature=0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- pickles
+
+
+def pickled(folder: Path, *parts: Any, name: str = "pytorch_model{}.bin") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(E3.config))
+    for i, part in enumerate(parts):
+        torch.save(part, folder / name.format(i or ""))
+    return folder
+
+
+def test_a_pickled_head_is_converted(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From several files; it then drafts what the same head in safetensors drafts."""
+    names = sorted(E3.weights)
+    folder = pickled(tmp_path / "old", *({n: E3.weights[n] for n in part} for part in (names[:5], names[5:])))
+    with pytest.raises(SystemExit) as ended:
+        main(["convert-head", str(folder), str(tmp_path / "new")])
+    assert not ended.value.code
+    assert f"{len(names)} tensors; name it as METHOD:path=" in capsys.readouterr().out
+    they.write(tmp_path / "same", E3.config, E3.weights)
+    specs = (f"eagle:path={tmp_path / name}" for name in ("same", "new"))
+    old, new = (drafts_of(llm_with(target_folder, spec), temperature=0.0) for spec in specs)
+    assert [draft.tokens for _, draft in old] == [draft.tokens for _, draft in new]
+
+
+class Runs:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
+    folder = pickled(tmp_path / "old", {"a": Runs(tmp_path / "ran")})
+    with pytest.raises(UnsupportedModel, match=r"pytorch_model\.bin holds more than tensors, and loading it would run"):
+        convert_head(folder, tmp_path / "new")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "new").exists()
+
+
+NO_HEADS: dict[str, tuple[tuple[Any, ...], type, str]] = {
+    "a list": (([some(2)],), UnsupportedModel, "holds no tensors by their names alone"),
+    "nested": (({"state_dict": {"a": some(2)}},), UnsupportedModel, "holds no tensors by their names alone"),
+    "twice": (({"a": some(2)}, {"a": some(2)}), UnsupportedModel, "has the tensor 'a' of another file, too"),
+    "nothing": ((), NotFound, "in .*old: name the folder of a head"),
+}
+
+
+@pytest.mark.parametrize("case", NO_HEADS)
+def test_other_pickles_are_not_converted(tmp_path: Path, case: str) -> None:
+    parts, error, words = NO_HEADS[case]
+    with pytest.raises(error, match=words):
+        convert_head(pickled(tmp_path / "old", *parts), tmp_path / "new")
+
+
+def test_a_broken_pickle_and_a_full_folder(tmp_path: Path) -> None:
+    folder = pickled(tmp_path / "old", {"a": some(2)})
+    with pytest.raises(BadOption, match=r"old exists and is not empty: name a new one"):
+        convert_head(folder, folder)
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UnsupportedModel, match=r"pytorch_model\.bin "):
+        convert_head(folder, tmp_path / "new")

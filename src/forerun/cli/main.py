@@ -23,6 +23,7 @@ from forerun.cli import flags
 from forerun.cli.batch import batch
 from forerun.cli.bench import app as bench_app
 from forerun.cli.certify import certify
+from forerun.cli.convert_head import convert_head
 from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import of_ollama, on_command_line
 from forerun.cli.help import App
@@ -448,6 +449,7 @@ app.command()(tune)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)
+app.command()(convert_head)
 app.command()(theory)
 app.command()(certify)
 

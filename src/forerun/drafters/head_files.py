@@ -45,7 +45,7 @@ LOOK_AHEAD = "look_ahead"  # the vectors of pass
 EMBEDDINGS = "embed_tokens.weight"  # of a head's own
 TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are no product's, but hold a row for each of something
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-CONVERT = f"convert it to {WEIGHTS} with safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
+CONVERT = "convert it with `forerun convert-head FOLDER OUT`, which runs none of it"
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
 MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
 LARGEST = 6e4  # of what a head reads of hidden states: an infinite number would make all that follow no numbers
@@ -116,7 +116,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
     if not found and pickles:
         raise UnsupportedModel(
             f"{where} has weights in {pickles[0]} only, which is a pickle and runs code when it is loaded: fetch it "
-            f"with `hf download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=FOLDER"
+            f"with `hf download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=OUT"
         )
     if CONFIG not in names or not found:
         raise NotFound(f"{where} holds no {CONFIG if found else WEIGHTS}, and is no head: name {_known(method)}")

@@ -1,0 +1,20 @@
+"""forerun convert-head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert_head(
+    folder: Annotated[Path, typer.Argument(help="folder of a head: config.json and pickles", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
+) -> None:
+    """Write a head that was published as a pickle (pytorch_model.bin) as safetensors, without running its code."""
+    from forerun.drafters import converting
+    from forerun.text.terminal import visible
+
+    num = converting.convert_head(folder, out)
+    typer.echo(f"{visible(str(out))}: {num} tensors; name it as METHOD:path={visible(str(out))}")

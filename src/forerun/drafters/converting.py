@@ -1,0 +1,59 @@
+"""Heads that were published as pickles only, as a folder that loads.
+
+torch unpickles tensors and plain containers alone (weights_only), so that nothing of the file is run.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.drafters.head_files import CONFIG, PICKLES, WEIGHTS
+from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.text.files import unreadable
+
+
+def convert_head(folder: Path, out: Path) -> int:
+    """Write config.json and all tensors of a folder's pickles into a new folder; returns how many tensors there are.
+
+    Raises NotFound for a folder without them, UnsupportedModel for a pickle of anything but tensors by their names,
+    BadOption for an output folder that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
+    files = sorted(file for file in folder.glob("*") if file.suffix in PICKLES)
+    if not files or not (folder / CONFIG).is_file():
+        raise NotFound(f"there is no {CONFIG if files else f'file {PICKLES}'} in {folder}: name the folder of a head")
+    tensors = dict[str, Tensor]()
+    for file in files:
+        for name, tensor in _tensors(file).items():
+            if name in tensors:
+                raise UnsupportedModel(f"{file} has the tensor {shown(name)} of another file, too: take one away")
+            tensors[name] = tensor.contiguous().clone()  # names that share memory cannot be saved
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    shutil.copyfile(folder / CONFIG, out / CONFIG)
+    return len(tensors)
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedModel(
+            f"{file} holds more than tensors, and loading it would run code ({shown(str(error).partition('.')[0])}): "
+            "ask its authors for safetensors"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise unreadable(file, error, "a file that torch.save has written") from error
+    entries = found.items() if isinstance(found, Mapping) else [(None, found)]
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries):
+        raise UnsupportedModel(f"{file} holds no tensors by their names alone: ask its authors for safetensors")
+    return dict(found)
