@@ -39,18 +39,20 @@ enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
 // follow a head with float scales, and zeros or minimums behind them. With two levels these are factors, and each unit
 // begins with integer scales and minimums. Then come its codes, eight outputs at a time (quantised.h).
 struct Format {
-    int bits;         // of a code: 4, 5, 6 or 8
-    int groups;       // of a unit: 1 or 2
-    int head_units;   // units that share a head
-    bool wide;        // the numbers of a head are float32, not float16
+    int bits;          // of a code: 4, 5, 6 or 8
+    int groups;        // of a unit: 1 or 2
+    int head_units;    // units that share a head
+    int number_bytes;  // of a number of a head: 4 float32, 2 float16, 1 the exponent of a float32 that is a power of two, or 0
     bool two_levels;
     Offset offset;
-    int zero;         // of Offset::zero
+    int zero;          // of Offset::zero
+    bool looks_up;     // codes of 4 bits stand for the numbers of `table`; offset and zero are 0
+    alignas(16) int8_t table[16];  // from -127 to 127
     int first_panel;
     const char* data;  // of this panel
 
     FORERUN_INLINE int head_groups() const { return two_levels ? 1 : groups; }
-    FORERUN_INLINE size_t width() const { return wide ? 4 : 2; }
+    FORERUN_INLINE size_t width() const { return static_cast<size_t>(number_bytes); }
     // Bytes from the beginning of a head to a scale (what = 0), or to what is subtracted (1).
     FORERUN_INLINE size_t number_at(int group, int what, int lane) const {
         return static_cast<size_t>((group * (offset == Offset::zero ? 1 : 2) + what) * PANEL + lane) * width();
@@ -96,6 +98,14 @@ FORERUN_INLINE int code_at(int bits, const char* codes, int input, int output) {
     if (bits == 4) return bits_at(codes, low, 15);
     return bits_at(codes, low, 15) | bits_at(codes, high_bits(bits, input, output), (1 << (bits - 4)) - 1) << 4;
 }
+
+// What a kernel of quantised products is made for: codes of so many bits, or of 4 that are looked up in a table.
+template <int BITS_, bool LOOKED_UP_ = false>
+struct Codes {
+    static constexpr int BITS = BITS_;
+    static constexpr bool LOOKED_UP = LOOKED_UP_;
+    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;  // what is multiplied has a sign
+};
 
 // A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
 // lets the activation function be applied before anything is written.

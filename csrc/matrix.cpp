@@ -168,10 +168,18 @@ struct Lane {
 
     char* number(int unit, int group, int what) const { return data + f.head_of(unit) + f.number_at(group, what, lane); }
     bool put_number(int unit, int group, int what, float number) const {
-        char* const to = this->number(unit, group, what);
+        uint32_t bits;
+        std::memcpy(&bits, &number, 4);
         uint16_t half = 0;
-        if (f.wide) return std::memcpy(to, &number, 4), true;
-        return as_half(number, half) && (std::memcpy(to, &half, 2), true);
+        if (f.number_bytes == 2) return as_half(number, half) && (put_bits(unit, group, what, half), true);
+        if (f.number_bytes == 1) return (bits & 0x807fffffu) == 0 && (put_bits(unit, group, what, bits >> 23), true);
+        return put_bits(unit, group, what, bits), true;
+    }
+    void put_bits(int unit, int group, int what, uint32_t bits) const {
+        char* const to = this->number(unit, group, what);
+        f.number_bytes == 4   ? std::memcpy(to, &bits, 4)
+        : f.number_bytes == 2 ? std::memcpy(to, &bits, 2)
+                              : std::memcpy(to, &bits, 1);
     }
     void put_level(int unit, int group, int what, int level) const {
         data[f.unit_at(unit) + f.level_at(group, what, lane)] = static_cast<char>(level);
@@ -183,11 +191,10 @@ struct Lane {
     }
 };
 
-bool is_finite(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
-
 bool are_alike(const Format& a, const Format& b) {
-    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.wide == b.wide &&
-           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero;
+    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.number_bytes == b.number_bytes &&
+           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero && a.looks_up == b.looks_up &&
+           std::memcmp(a.table, b.table, sizeof a.table) == 0;
 }
 
 }  // namespace
@@ -247,16 +254,18 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
         for (int b = 0; b < num_blocks; ++b, data += type->num_bytes) {
             type->unpack(data, block);
             const int unit = b * type->num_units;
-            std::memcpy(lane.number(unit, 0, 0), &block.scale, 2);
-            is_good &= is_finite(block.scale);
-            if (lane.f.offset == Offset::minimums) {
-                std::memcpy(lane.number(unit, 0, 1), &block.subtracted, 2);
-                is_good &= is_finite(block.subtracted);
+            for (int i = 0; i < type->num_numbers(); ++i) {
+                const int first = unit + i / lane.f.head_groups() * lane.f.head_units, group = i % lane.f.head_groups();
+                lane.put_bits(first, group, 0, block.scales[i]);
+                is_good &= is_finite(block.scales[i], lane.f.number_bytes);
+                if (lane.f.offset != Offset::minimums) continue;
+                lane.put_bits(first, group, 1, block.subtracted);
+                is_good &= is_finite(block.subtracted, lane.f.number_bytes);
             }
             for (int u = 0; u < type->num_units; ++u) {
                 for (int g = 0; lane.f.two_levels && g < lane.f.groups; ++g) {
                     lane.put_level(unit + u, g, 0, block.scale_levels[u][g]);
-                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u]);
+                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u][g]);
                 }
                 lane.put(unit + u, block.codes + u * UNIT);
             }
