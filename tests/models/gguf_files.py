@@ -29,6 +29,14 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ3_S": (0,),
+    "IQ3_XXS": (0,),
+    "NVFP4": (),
 }
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
@@ -49,6 +57,10 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         halves[generator.random(halves.shape) < 0.05] = -0.0
         halves[generator.random(halves.shape) < 0.05] = 5e-8
         data[..., at : at + 2] = halves[..., None].view(np.uint8)
+    if kind == "MXFP4":  # powers of two; with zeros, whose exponent may be the lowest, as that of no other block
+        data[..., 0] = generator.integers(120, 128, data.shape[:2])
+        is_zero = generator.random(data.shape[:2]) < 0.05
+        data[is_zero] = np.array([0] + [0x80] * 8 + [8] * 8, np.uint8)
     return data.reshape(rows, -1)
 
 

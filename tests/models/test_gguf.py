@@ -101,7 +101,7 @@ def test_every_weight_is_that_of_the_file(
 
 def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
     """Types and shapes of every part, which operators rely on."""
-    halves, bytes_ = torch.float16, torch.uint8
+    bytes_ = torch.uint8
     for kind in HALVES:
         config = usual(resized(CONFIG, hidden_size=512, num_layers=1), "llama")
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
@@ -109,19 +109,21 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
         write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
         (rows,) = open_source(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()  # type: ignore[attr-defined]
         scheme = rows.scheme
+        numbers = scheme.scale_dtype
+        assert numbers == (torch.float32 if kind in ("MXFP4", "IQ3_XXS") else torch.float16)
         groups = (258, 512 // scheme.group)
         assert (rows.codes.dtype, rows.codes.shape) == (bytes_, (258, 512))
         assert rows.codes.is_contiguous()
         assert int(rows.codes.max()) < 1 << scheme.bits
         assert rows.scales.shape == groups
-        assert rows.scales.dtype == (torch.int8 if scheme.super_group else halves)
+        assert rows.scales.dtype == (torch.int8 if scheme.super_group else numbers)
         offsets = rows.zeros if scheme.offset == "zero" else rows.minimums
         assert offsets is not None
         assert offsets.shape == groups
-        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else halves)
+        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else numbers)
         if scheme.super_group:
             assert rows.super_scales is not None
-            assert (rows.super_scales.dtype, rows.super_scales.shape) == (halves, (258, 2))
+            assert (rows.super_scales.dtype, rows.super_scales.shape) == (numbers, (258, 2))
 
 
 @needs_native
@@ -477,7 +479,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "F64", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["Q8_K", "IQ1_S", "IQ2_XS", "F64", "TQ1_0"])
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     sizes = {"F64": (np.float64, 8)}
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
