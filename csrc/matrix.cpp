@@ -149,13 +149,18 @@ bool as_half(float x, uint16_t& half) {
 // Codes of 32 inputs and one output, among those of eight outputs: four inputs side by side are one word.
 template <int BITS>
 void put_codes(const uint8_t* codes, char* to) {
+    constexpr int LOW = num_low_bits(BITS), HIGH = BITS > LOW ? BITS - LOW : 1;
+    constexpr uint32_t EACH = 0x01010101u, LOW_MASK = EACH * ((1u << LOW) - 1), HIGH_MASK = EACH * ((1u << HIGH) - 1);
     uint32_t words[BITS] = {};
     for (int k = 0; k < UNIT; k += 4) {
         uint32_t four;
         std::memcpy(&four, codes + k, 4);
-        const Place low = low_bits(BITS, k, 0), high = high_bits(BITS == 8 ? 6 : BITS, k, 0);
-        words[low.byte / 32] |= (BITS == 8 ? four ^ 0x80808080u : four & 0x0f0f0f0fu) << low.shift;
-        if constexpr (BITS == 5 || BITS == 6) words[high.byte / 32] |= (four >> 4 & 0x03030303u) << high.shift;
+        const Place low = low_bits(BITS, k, 0);
+        words[low.byte / 32] |= (BITS == 8 ? four ^ 128 * EACH : four & LOW_MASK) << low.shift;
+        if constexpr (BITS > LOW) {
+            const Place high = high_bits(BITS, k, 0);
+            words[high.byte / 32] |= (four >> LOW & HIGH_MASK) << high.shift;
+        }
     }
     for (int i = 0; i < BITS; ++i) std::memcpy(to + 32 * i, words + i, 4);
 }
@@ -186,8 +191,13 @@ struct Lane {
     }
     void put(int unit, const uint8_t* codes) const {
         char* const to = data + f.unit_at(unit) + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * (lane % 8);
-        f.bits == 4 ? put_codes<4>(codes, to) : f.bits == 5 ? put_codes<5>(codes, to)
-                                            : f.bits == 6 ? put_codes<6>(codes, to) : put_codes<8>(codes, to);
+        const auto put = f.bits == 2   ? put_codes<2>
+                         : f.bits == 3 ? put_codes<3>
+                         : f.bits == 4 ? put_codes<4>
+                         : f.bits == 5 ? put_codes<5>
+                         : f.bits == 6 ? put_codes<6>
+                                       : put_codes<8>;
+        put(codes, to);
     }
 };
 

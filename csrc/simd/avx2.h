@@ -115,18 +115,20 @@ inline __m256i weight_codes(const char* codes, int j, __m256i table) {
     constexpr int BITS = CODES::BITS;
     const __m256i* lines = reinterpret_cast<const __m256i*>(codes);
     if constexpr (BITS == 8) return _mm256_loadu_si256(lines + j);
-    const __m256i line = _mm256_loadu_si256(lines + j / 2);
-    const __m256i low = _mm256_and_si256(j % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
+    const __m256i line = _mm256_loadu_si256(lines + j / PER_LINE);
+    const __m256i low = _mm256_and_si256(j % PER_LINE ? _mm256_srli_epi16(line, LOW * (j % PER_LINE)) : line,
+                                         _mm256_set1_epi8(static_cast<char>((1 << LOW) - 1)));
     if constexpr (CODES::LOOKED_UP) {
         return _mm256_shuffle_epi8(table, low);
-    } else if constexpr (BITS == 4 || BITS == 8) {
+    } else if constexpr (BITS == LOW) {
         return low;
     } else {
-        constexpr int HIGH = BITS - 4, PER_BYTE = 8 / HIGH;
-        const __m256i plane = _mm256_loadu_si256(lines + UNIT_WORDS / 2 + j / PER_BYTE);
-        const int shift = 4 - HIGH * (j % PER_BYTE);
+        constexpr int HIGH = BITS - LOW, PER_BYTE = 8 / HIGH;
+        const __m256i plane = _mm256_loadu_si256(lines + LOW + j / PER_BYTE);
+        const int shift = LOW - HIGH * (j % PER_BYTE);
         const __m256i shifted = shift > 0 ? _mm256_slli_epi16(plane, shift) : _mm256_srli_epi16(plane, -shift);
-        return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << 4)));
+        return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << LOW)));
     }
 }
 

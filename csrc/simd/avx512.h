@@ -146,15 +146,17 @@ inline __m512i signed_codes(const char* codes, int j, __m512i table) {
     if constexpr (BITS == 8) {
         return line(j);
     } else {
-        const __m512i both = line(j / 2);
-        const __m512i low = _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+        constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
+        const __m512i several = line(j / PER_LINE);
+        const __m512i low = _mm512_and_si512(j % PER_LINE ? _mm512_srli_epi16(several, LOW * (j % PER_LINE)) : several,
+                                             _mm512_set1_epi8((1 << LOW) - 1));
         if constexpr (CODES::LOOKED_UP) return _mm512_shuffle_epi8(table, low);
-        if constexpr (BITS == 4) return low;
-        constexpr int HIGH = BITS - 4 > 0 ? BITS - 4 : 1, PER_BYTE = 8 / HIGH;
-        const __m512i plane = line(UNIT_WORDS / 2 + j / PER_BYTE);
-        const int shift = 4 - HIGH * (j % PER_BYTE);
+        if constexpr (BITS == LOW) return low;
+        constexpr int HIGH = BITS - LOW > 0 ? BITS - LOW : 1, PER_BYTE = 8 / HIGH;
+        const __m512i plane = line(LOW + j / PER_BYTE);
+        const int shift = LOW - HIGH * (j % PER_BYTE);
         const __m512i shifted = shift > 0 ? _mm512_slli_epi16(plane, shift) : _mm512_srli_epi16(plane, -shift);
-        return _mm512_or_si512(low, _mm512_and_si512(shifted, _mm512_set1_epi8(((1 << HIGH) - 1) << 4)));
+        return _mm512_or_si512(low, _mm512_and_si512(shifted, _mm512_set1_epi8(((1 << HIGH) - 1) << LOW)));
     }
 }
 
@@ -170,6 +172,7 @@ inline __m512i weight_codes(const char* codes, int j, __m512i table) {
 // waits for the one before it. Two groups of scales in a unit make shorter sums, and leave no registers for more.
 template <int GROUPS>
 constexpr int SIXTEENS = GROUPS == 1 ? 2 : 1;
+constexpr bool SMALL_TABLES = false;  // whether there is another `dot` for them
 template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 

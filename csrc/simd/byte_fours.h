@@ -6,6 +6,7 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
+constexpr bool SMALL_TABLES = false;
 template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 

@@ -164,6 +164,7 @@ inline F16 load_unsigned(const char* p) {
 
 template <int GROUPS>
 constexpr int SIXTEENS = 1;  // of outputs that are taken at once
+constexpr bool SMALL_TABLES = false;
 template <class CODES>
 constexpr int MOST_ROWS = 4;  // that share decoded codes
 

@@ -53,6 +53,8 @@ SCHEMES = {
     "mxfp4": MXFP4,
     "nvfp4": Scheme(4, 16, "zero", HALF, zero=0, table=E2M1),
     "wide table": Scheme(4, 32, "zero", SINGLE, 256, 0, CODEBOOK),
+    "two": Scheme(2, 32, "zero", HALF, zero=1),
+    "three": Scheme(3, 32, "minimum", HALF),
     "halves of a table": Scheme(4, 16, "zero", SINGLE, 256, 0, E2M1),
 }
 # Of codes, scales and what is subtracted; in a file K-quants take 1/8 less, because their integers have 6 bits there.
@@ -67,6 +69,8 @@ BITS_PER_WEIGHT = {
     "q6_k": 6 + 1 / 2 + 1 / 16,
     "gptq": 4.25,
     "channel": 8.25,
+    "q2_k": 2 + 1 + 1 / 8,
+    "q3_k": 3 + 1 / 2 + 1 / 16,
     "iq4_nl": 4.5,
     "iq4_xs": 4 + 1 / 4 + 1 / 16,
     "mxfp4": 4.25,
@@ -198,7 +202,7 @@ def test_the_memory_plan_knows_the_bytes_of_mixed_rows(names: tuple[str, ...], n
 
 @every_isa
 @pytest.mark.parametrize("code", [0, -1], ids=["least", "most"])
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None:
     scheme, most = Scheme(bits, 32, "minimum", HALF), code & (1 << bits) - 1
     codes = torch.full((32, 160), most, dtype=torch.uint8)
@@ -211,9 +215,11 @@ def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None
 
 
 @every_isa
-@pytest.mark.parametrize("number", [-127, 127])
+@pytest.mark.parametrize("number", [-127, 127, -15, 16])
 def test_sums_of_extreme_numbers_of_a_table_are_exact(number: int, isa: str) -> None:
-    scheme = Scheme(4, 32, "zero", HALF, zero=0, table=(*(-127 for _ in range(8)), *(127 for _ in range(8))))
+    """The largest that there are, and the largest that count as small ones."""
+    least, most = (-127, 127) if abs(number) == 127 else (-15, 16)
+    scheme = Scheme(4, 32, "zero", HALF, zero=0, table=(least,) * 8 + (most,) * 8)
     codes = torch.full((32, 160), 3 if number < 0 else 12, dtype=torch.uint8)
     rows = QuantisedRows(scheme, codes, torch.ones(32, 5, dtype=HALF), torch.zeros(32, 5, dtype=torch.uint8))
     packed = ops_of(isa).pack(matrix_of(rows))

@@ -52,8 +52,7 @@ class PackedMatrix:
         return out
 
 
-# The bits of a scheme's codes -> those that they are packed in.
-BITS = {2: 4, 3: 4, 4: 4, 5: 5, 6: 6, 8: 8}
+BITS = (2, 3, 4, 5, 6, 8)  # of codes
 TABLE_CODES = 16  # that a table has numbers for
 
 
@@ -83,7 +82,7 @@ class Format:
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
-        first, bits = schemes[0], max(BITS[scheme.bits] for scheme in schemes)
+        first, bits = schemes[0], max(scheme.bits for scheme in schemes)
         zeros = {scheme.zero if scheme.offset == "zero" else -1 for scheme in schemes}
         offset = 2 if -1 in zeros else 1 if None in zeros or len(zeros) > 1 else 0
         group = min(scheme.group for scheme in schemes)
