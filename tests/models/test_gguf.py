@@ -30,6 +30,7 @@ from forerun.ops.quantising import quantise, scheme_of
 from models.gguf_files import (
     DENSE,
     HALVES,
+    MIXED,
     byte_vocabulary,
     numbers_of,
     random_blocks,
@@ -286,6 +287,8 @@ RAW: dict[str, dict[str, Any]] = {
                  "layer_norm_eps": EPS},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
+WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
+MODELS["mixed"] = WIDE
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0"}
 
 
@@ -294,7 +297,10 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     """In float32, of a model that transformers reads from a folder with the same weights."""
     config = {**MODELS, **OTHERS}.get(case.partition("-q")[0], MODELS["llama-tied"])
     path = tmp_path / f"{case}.gguf"
-    weights = write_model(path, config, random_weights(config), lambda name: QUANTISED.get(case, "F32"))
+    kinds = MIXED if case == "mixed" else {}
+    weights = write_model(
+        path, config, random_weights(config), lambda name: kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32"))
+    )
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
     rounded = config if case.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
@@ -308,6 +314,46 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
             with torch.inference_mode():
                 made = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
             assert out.token_ids == made[0, len(prompt) :].tolist(), ops
+
+
+@needs_native
+def test_texts_of_all_types_are_plain_decodings_with_drafts_of_any_length(tmp_path: Path) -> None:
+    """The kernels compute with the integers of the file, and logits are those of its weights but for rounded inputs."""
+    path = tmp_path / "a.gguf"
+    write_model(path, WIDE, random_weights(WIDE), lambda name: MIXED[name.split(".")[-2]])
+    prompts = [[5, 80, 3, 200, 17, 9, 250] * 4, list(range(40, 60)), [1]]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    plain = LLM(str(path), draft="none", dtype="bfloat16", ops="native")
+    assert plain.checkpoint.model.weight_bits == (2, 3, 4, 8)
+    drafted = LLM(str(path), draft="random", spec_length=5, dtype="bfloat16", ops="native")
+    texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in (plain, drafted)]
+    assert texts[0] == texts[1]
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+        found = torch.cat(list(open_source(path).blocks(name)))
+        assert torch.equal(bits(plain.checkpoint.model.weight(name)), bits(found))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("exponent", "code", "is_read"), [(255, 1, False), (253, 7, False), (252, 7, True), (1, 1, True)]
+)
+def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, code: int, is_read: bool) -> None:
+    """Weights that no float32 holds are refused packed and dense; the smallest are kept to the last bit."""
+    data = random_blocks("MXFP4", 258, 96)
+    data.reshape(258, 3, 17)[200, 1] = [exponent, *[code] * 16]
+    tensors = {"token_embd.weight": ("MXFP4", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
+    write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
+    source, name = open_source(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    expected = torch.from_numpy(numbers_of(data, "MXFP4"))
+    packed = StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)
+    dense = StoredWeights(source, torch.float32, torch.device("cpu"))
+    if is_read:
+        assert torch.equal(bits(CpuOps().pack(packed[name]).unpack()), bits(expected))
+        assert torch.equal(bits(dense[name]), bits(expected))  # type: ignore[arg-type]
+        return
+    for read in (lambda: CpuOps().pack(packed[name]), lambda: dense[name]):
+        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds (NaN|infinite numbers)"):
+            read()
 
 
 def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> None:

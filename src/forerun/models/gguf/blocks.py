@@ -178,7 +178,8 @@ def _iq3_s(data: Tensor) -> QuantisedRows:
 
 
 def _iq3_xxs(data: Tensor) -> QuantisedRows:
-    words = data[..., 66:].contiguous().view(torch.int32)  # of a unit: 4 times 7 bits of signs, 4 bits of its scale
+    # Of each unit four times 7 bits of signs, then 4 bits of its scale; a copy, for they need not lie at whole words.
+    words = data[..., 66:].flatten().clone().view(torch.int32).view(*data.shape[:-1], 8)
     signs = words.unsqueeze(-1) >> torch.tensor([0, 7, 14, 21]) & 127
     parity = signs ^ signs >> 4  # the eighth sign makes their number even
     parity = parity ^ parity >> 2
@@ -247,6 +248,6 @@ TYPES = {kind.number: kind for kind in _TYPES}
 # The others, for messages.
 _OTHERS = (
     "Q4_2=4 Q4_3=5 Q8_1=9 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ1_S=19 IQ2_S=22 I8=24 I16=25 I32=26 I64=27 F64=28 IQ1_M=29 "
-    "TQ1_0=34 TQ2_0=35"
+    "TQ1_0=34 TQ2_0=35 Q1_0=41 Q2_0=42"
 )
 NAMES = {int(number): name for name, number in (entry.split("=") for entry in _OTHERS.split())}
