@@ -90,7 +90,8 @@ def _random_matrices(
         parts: dict[str, Any] = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name != "scheme"}
         for first in range(0, num_out, len(rows)):
             num = min(len(rows), num_out - first)
-            yield QuantisedRows(scheme, **{name: part if part is None else part[:num] for name, part in parts.items()})
+            some: dict[str, Any] = {name: None if part is None else part[:num] for name, part in parts.items()}
+            yield QuantisedRows(scheme, **some)
 
     return {
         name: QuantisedMatrix(scheme, (shapes[name][0], shapes[name][1]), partial(blocks, scheme, *shapes[name]))
@@ -104,8 +105,9 @@ def _random_rows(kind: TensorType, num_in: int) -> QuantisedRows:
     assert kind.unpack is not None
     rows = kind.unpack(torch.randint(256, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8))
     numbers = ["super_scales", "super_minimums"] if rows.scheme.super_group else ["scales", "minimums"]
-    found: dict[str, Any] = {name: part for name in numbers if (part := getattr(rows, name)) is not None}
-    return replace(rows, **{name: torch.full_like(part, 2.0**-9) for name, part in found.items()})
+    found = {name: part for name in numbers if (part := getattr(rows, name)) is not None}
+    finite: dict[str, Any] = {name: torch.full_like(part, 2.0**-9) for name, part in found.items()}
+    return replace(rows, **finite)
 
 
 def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
