@@ -289,7 +289,7 @@ RAW: dict[str, dict[str, Any]] = {
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
 MODELS["mixed"] = WIDE
-QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0"}
+QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4"}
 
 
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED])
@@ -327,6 +327,14 @@ def test_texts_of_all_types_are_plain_decodings_with_drafts_of_any_length(tmp_pa
     assert plain.checkpoint.model.weight_bits == (2, 3, 4, 8)
     drafted = LLM(str(path), draft="random", spec_length=5, dtype="bfloat16", ops="native")
     texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in (plain, drafted)]
+    assert texts[0] == texts[1]
+    config = OTHERS["qwen3_moe"]
+    write_model(
+        tmp_path / "b.gguf", config, random_weights(config), lambda name: "F32" if ".gate." in name else "MXFP4"
+    )
+    experts = [LLM(str(tmp_path / "b.gguf"), draft=d, dtype="bfloat16", ops="native") for d in ("none", "random")]
+    assert experts[0].checkpoint.model.weight_bits == (4,)
+    texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in experts]
     assert texts[0] == texts[1]
     for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
         found = torch.cat(list(open_source(path).blocks(name)))
