@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.blocks import Plain, Spec, products, resized, weight_shapes, weights as weights_of
 from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
+from forerun.models.gguf.blocks import TensorType
 from forerun.models.quantising import planned
 from forerun.models.source import Stored
 from forerun.ops.cpu import CpuOps
@@ -46,15 +47,20 @@ class Operator:
 
 
 def random_weights(
-    config: Spec, dtype: torch.dtype, seed: int = 1, quantization: Quantization | None = None
+    config: Spec,
+    dtype: torch.dtype,
+    seed: int = 1,
+    quantization: Quantization | None = None,
+    kind: TensorType | None = None,
 ) -> dict[str, Any]:
     """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast.
 
-    Matrices are quantised where that is wanted. Raises BadOption for a group that does not divide their rows.
+    Matrices are quantised where that is wanted. kind: of GGUF files, in place of matrices of 4 bits. Raises BadOption
+    for a group that does not divide their rows.
     """
     stock = (torch.randn(STOCK, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     weights = empty_weights(config, dtype, "cpu")
-    rounded = {} if quantization is None else _random_matrices(config, stock, quantization)
+    rounded = {} if quantization is None else _random_matrices(config, stock, quantization, kind)
     for weight in (weight for name, weight in weights.items() if name not in rounded):
         flat = weight.view(-1)
         for start in range(0, len(flat), len(stock)):
@@ -63,27 +69,45 @@ def random_weights(
     return {**weights, **rounded}
 
 
-def _random_matrices(config: Spec, stock: Tensor, quantization: Quantization) -> dict[str, QuantisedMatrix]:
+def _random_matrices(
+    config: Spec, stock: Tensor, quantization: Quantization, kind: TensorType | None
+) -> dict[str, QuantisedMatrix]:
     """Return the matrices of a decoder as if they had been rounded at load; those of one width repeat the same rows."""
     shapes = weight_shapes(config)
     dense = {name: Stored(Path("random weights"), shape, stock.dtype) for name, shape in shapes.items()}
     schemes = {name: stored.scheme for name, stored in planned(dense, config, quantization).items() if stored.scheme}
+    if kind is not None and kind.scheme is not None:
+        schemes = {name: kind.scheme if scheme.bits == 4 else scheme for name, scheme in schemes.items()}
 
     @cache
     def rounded(scheme: Scheme, num_in: int) -> QuantisedRows:
+        if kind is not None and scheme == kind.scheme:
+            return _random_rows(kind, num_in)
         return quantise(stock[: len(stock) // num_in * num_in].view(-1, num_in), scheme)
 
     def blocks(scheme: Scheme, num_out: int, num_in: int) -> Iterator[QuantisedRows]:
         rows = rounded(scheme, num_in)
-        assert rows.zeros is not None
+        parts: dict[str, Any] = {f.name: getattr(rows, f.name) for f in fields(rows) if f.name != "scheme"}
         for first in range(0, num_out, len(rows)):
             num = min(len(rows), num_out - first)
-            yield QuantisedRows(scheme, rows.codes[:num], rows.scales[:num], rows.zeros[:num])
+            some: dict[str, Any] = {name: None if part is None else part[:num] for name, part in parts.items()}
+            yield QuantisedRows(scheme, **some)
 
     return {
         name: QuantisedMatrix(scheme, (shapes[name][0], shapes[name][1]), partial(blocks, scheme, *shapes[name]))
         for name, scheme in schemes.items()
     }
+
+
+def _random_rows(kind: TensorType, num_in: int) -> QuantisedRows:
+    """Return rows of random bytes, whose numbers are replaced by one that is finite."""
+    shape = (STOCK // num_in, num_in // kind.block, kind.num_bytes)
+    assert kind.unpack is not None
+    rows = kind.unpack(torch.randint(256, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8))
+    numbers = ["super_scales", "super_minimums"] if rows.scheme.super_group else ["scales", "minimums"]
+    found = {name: part for name in numbers if (part := getattr(rows, name)) is not None}
+    finite: dict[str, Any] = {name: torch.full_like(part, 2.0**-9) for name, part in found.items()}
+    return replace(rows, **finite)
 
 
 def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:

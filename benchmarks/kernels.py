@@ -45,6 +45,7 @@ from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, Quantization
 from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption, shown
+from forerun.models.gguf.blocks import TYPES, TensorType
 from forerun.models.loading import DTYPES, read_config, read_raw_config
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
@@ -82,7 +83,7 @@ class KernelsPlan(Plan):
     """
 
     config: Spec = RANDOM_1B
-    dtype: str = option("bfloat16", "bfloat16, float32, int8 or int4[:group=N], the last two beside bfloat16")
+    dtype: str = option("bfloat16", "bfloat16, float32, int8, int4[:group=N], or a type of GGUF files")
     isa: str | None = option(None, "avx512, avx_vnni, avx2 or baseline", usual="the best")
     num_threads: int | None = option(None, "of the kernels", min=1, max=1024, usual="FORERUN_NUM_THREADS")
     num_repeats: int = repeats(5, "rounds, each with a bandwidth of its own")
@@ -142,9 +143,12 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
     console = make_console()
     ops, quantization = _make_ops(plan), _quantization(plan.dtype)
     dtype = torch.bfloat16 if quantization else DTYPES[plan.dtype]
-    model = CpuModel(ops, plan.config, random_weights(plan.config, dtype, quantization=quantization), consume=True)
+    kind = _kind(plan.dtype)
+    weights = random_weights(plan.config, dtype, quantization=quantization, kind=kind)
+    model = CpuModel(ops, plan.config, weights, consume=True)
     console.print(
-        f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {quantization or plan.dtype}, "
+        f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), "
+        f"{plan.dtype if kind else quantization or plan.dtype}, "
         f"{ops.isa}, {ops.num_threads} thread{'s' * (ops.num_threads > 1)}"
     )
     with torch.inference_mode():
@@ -169,15 +173,25 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
 
 
 def _quantization(dtype: str) -> Quantization | None:
-    """Return the quantization that a type of weights is, None for float32 and bfloat16. Raises BadOption for others."""
+    """Return the quantization that a type of weights is, None for float32 and bfloat16. Raises BadOption for others.
+
+    Of a type of GGUF files it is the one whose matrices of 4 bits have that type instead.
+    """
     if dtype in DTYPES:
         return None
+    if _kind(dtype):
+        return Quantization(4, 32)
     try:
         return Quantization.parse(dtype)
     except BadOption as error:
         raise BadOption(
-            f"dtype={shown(dtype)} is not possible: it must be one of {', '.join(DTYPES)}; or {HOW_QUANTISED}"
+            f"dtype={shown(dtype)} is not possible: it must be one of {', '.join(DTYPES)}; or "
+            f"{', '.join(kind.name for kind in TYPES.values() if kind.scheme)}; or {HOW_QUANTISED}"
         ) from error
+
+
+def _kind(dtype: str) -> TensorType | None:
+    return next((kind for kind in TYPES.values() if kind.scheme and kind.name == dtype), None)
 
 
 def _make_ops(plan: KernelsPlan) -> CpuOps:

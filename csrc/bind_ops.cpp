@@ -127,13 +127,16 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
     return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
 }
 
-// Of each section its outputs, then the first seven fields of its Format, as ops/packed.py has them.
-using SectionNumbers = std::vector<std::array<int, 8>>;
+// Of each section its outputs, then the fields of its Format that ops/packed.py has, the numbers of its table last.
+using SectionNumbers = std::vector<std::array<int, 9 + 16>>;
 
 std::vector<Section> sections_of(const SectionNumbers& numbers) {
     std::vector<Section> found;
-    for (const std::array<int, 8>& n : numbers)
-        found.push_back({n[0], {n[1], n[2], n[3], n[4] != 0, n[5] != 0, static_cast<Offset>(n[6]), n[7], 0, nullptr}});
+    for (const std::array<int, 9 + 16>& n : numbers) {
+        Format format{n[1], n[2], n[3], n[4], n[5] != 0, static_cast<Offset>(n[6]), n[7], n[8] != 0, {}, 0, nullptr};
+        for (size_t i = 0; i < 16; ++i) format.table[i] = static_cast<int8_t>(n[9 + i]);
+        found.push_back({n[0], format});
+    }
     return found;
 }
 

@@ -89,10 +89,11 @@ inline UnpackedGroup* unpacked_groups() {
 }
 
 // The sums of one panel, float32 [num_rows][32], as rows_times_panels makes them.
-template <int BITS, int GROUPS>
+template <class CODES, int GROUPS>
 void tiles_times_panel(const Format& format, int num_units, const char* panel, const RoundedUnit* x, int num_rows, float* sums) {
     const Format f = format;
     UnpackedGroup* const weights = unpacked_groups();
+    const __m512i table = spread_table(f.table);
     const TileShapes shapes(UNIT / GROUPS);
     for (int i = 0; i < num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
     for (int first = 0; first < num_units; first += CHUNK_UNITS, x += CHUNK_UNITS * TILE_ROWS) {
@@ -100,12 +101,12 @@ void tiles_times_panel(const Format& format, int num_units, const char* panel, c
         for (int i = 0; i < count; ++i) {
             const char *const head = panel + f.head_of(first + i), *const unit = panel + f.unit_at(first + i);
             const char* codes = unit + f.level_bytes();
-            for (int n = 0; n < 2; ++n, codes += 2 * BITS * UNIT)
+            for (int n = 0; n < 2; ++n, codes += 2 * CODES::BITS * UNIT)
                 for (int g = 0; g < GROUPS; ++g) {
                     UnpackedGroup& to = weights[2 * (GROUPS * i + g) + n];
-                    to.scales = scales_of<BITS>(f, head, unit, g, n * LANES);
+                    to.scales = scales_of<CODES>(f, head, unit, g, n * LANES);
                     constexpr int WORDS = UNIT_WORDS / GROUPS;
-                    for (int j = 0; j < WORDS; ++j) _mm512_store_si512(to.codes + 64 * j, signed_codes<BITS>(codes, g * WORDS + j));
+                    for (int j = 0; j < WORDS; ++j) _mm512_store_si512(to.codes + 64 * j, signed_codes<CODES>(codes, g * WORDS + j, table));
                 }
         }
         // The next units are fetched bit by bit, into the second cache.

@@ -32,6 +32,8 @@ FORERUN_INLINE int steps_of(Type type, int num_in) {
 }
 FORERUN_INLINE size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
 
+constexpr int LEAST_SMALL = -15;   // of the numbers of a small table, which are 32 at most
+
 // What is subtracted of quantised weights: one zero point of all codes, one of each group, or minimums of the groups.
 enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
 
@@ -39,18 +41,26 @@ enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
 // follow a head with float scales, and zeros or minimums behind them. With two levels these are factors, and each unit
 // begins with integer scales and minimums. Then come its codes, eight outputs at a time (quantised.h).
 struct Format {
-    int bits;         // of a code: 4, 5, 6 or 8
-    int groups;       // of a unit: 1 or 2
-    int head_units;   // units that share a head
-    bool wide;        // the numbers of a head are float32, not float16
+    int bits;          // of a code: 2 to 6, or 8
+    int groups;        // of a unit: 1 or 2
+    int head_units;    // units that share a head
+    int number_bytes;  // of a number of a head: 4 float32, 2 float16, 1 the exponent of a float32 that is a power of two, or 0
     bool two_levels;
     Offset offset;
-    int zero;         // of Offset::zero
+    int zero;          // of Offset::zero
+    bool looks_up;     // codes of 4 bits stand for the numbers of `table`; offset and zero are 0
+    alignas(16) int8_t table[16];  // from -127 to 127
     int first_panel;
     const char* data;  // of this panel
 
     FORERUN_INLINE int head_groups() const { return two_levels ? 1 : groups; }
-    FORERUN_INLINE size_t width() const { return wide ? 4 : 2; }
+    // Whether all numbers of the table are from -15 to 16.
+    FORERUN_INLINE bool has_small_table() const {
+        for (const int8_t number : table)
+            if (number < LEAST_SMALL || number > LEAST_SMALL + 31) return false;
+        return looks_up;
+    }
+    FORERUN_INLINE size_t width() const { return static_cast<size_t>(number_bytes); }
     // Bytes from the beginning of a head to a scale (what = 0), or to what is subtracted (1).
     FORERUN_INLINE size_t number_at(int group, int what, int lane) const {
         return static_cast<size_t>((group * (offset == Offset::zero ? 1 : 2) + what) * PANEL + lane) * width();
@@ -74,18 +84,19 @@ struct Format {
 };
 
 // Where bits of a code are among those of eight outputs and a unit. Codes of 8 bits have a byte each, which is the code
-// less 128, four inputs of an output side by side. Others have their low 4 bits in nibbles, and those above in bytes that
-// each hold several codes.
+// less 128, four inputs of an output side by side. Of others two share a byte with their low 4 bits, or four with their low 2
+// where they have 2 or 3, and the bits above are in bytes that each hold several codes.
+FORERUN_INLINE constexpr int num_low_bits(int bits) { return bits == 8 ? 8 : bits < 4 ? 2 : 4; }
 struct Place {
     int byte, shift;
 };
 FORERUN_INLINE Place low_bits(int bits, int input, int output) {
-    const int at = 4 * output + input % 4;
-    return bits == 8 ? Place{input / 4 * 32 + at, 0} : Place{input / 8 * 32 + at, input % 8 / 4 * 4};
+    const int low = num_low_bits(bits), codes_per_byte = 8 / low, word = input / 4;
+    return {word / codes_per_byte * 32 + 4 * output + input % 4, word % codes_per_byte * low};
 }
-FORERUN_INLINE Place high_bits(int bits, int input, int output) {  // of 5 or 6 bits
-    const int codes_per_byte = 8 / (bits - 4), word = input / 4;
-    return {4 * UNIT + word / codes_per_byte * 32 + 4 * output + input % 4, word % codes_per_byte * (bits - 4)};
+FORERUN_INLINE Place high_bits(int bits, int input, int output) {  // of 3, 5 or 6 bits
+    const int low = num_low_bits(bits), codes_per_byte = 8 / (bits - low), word = input / 4;
+    return {low * UNIT + word / codes_per_byte * 32 + 4 * output + input % 4, word % codes_per_byte * (bits - low)};
 }
 FORERUN_INLINE int bits_at(const char* codes, Place place, int mask) {
     return static_cast<uint8_t>(codes[place.byte]) >> place.shift & mask;
@@ -93,9 +104,20 @@ FORERUN_INLINE int bits_at(const char* codes, Place place, int mask) {
 FORERUN_INLINE int code_at(int bits, const char* codes, int input, int output) {
     const Place low = low_bits(bits, input, output);
     if (bits == 8) return bits_at(codes, low, 255) ^ 128;
-    if (bits == 4) return bits_at(codes, low, 15);
-    return bits_at(codes, low, 15) | bits_at(codes, high_bits(bits, input, output), (1 << (bits - 4)) - 1) << 4;
+    const int num_low = num_low_bits(bits), found = bits_at(codes, low, (1 << num_low) - 1);
+    if (bits == num_low) return found;
+    return found | bits_at(codes, high_bits(bits, input, output), (1 << (bits - num_low)) - 1) << num_low;
 }
+
+// What a kernel of quantised products is made for: codes of so many bits, or of 4 that are looked up in a table.
+enum class Lookup { none, table, small_table };
+template <int BITS_, Lookup LOOKUP = Lookup::none>
+struct Codes {
+    static constexpr int BITS = BITS_;
+    static constexpr bool LOOKED_UP = LOOKUP != Lookup::none;
+    static constexpr bool SMALL = LOOKUP == Lookup::small_table;
+    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;  // what is multiplied has a sign
+};
 
 // A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
 // lets the activation function be applied before anything is written.

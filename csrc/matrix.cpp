@@ -149,13 +149,18 @@ bool as_half(float x, uint16_t& half) {
 // Codes of 32 inputs and one output, among those of eight outputs: four inputs side by side are one word.
 template <int BITS>
 void put_codes(const uint8_t* codes, char* to) {
+    constexpr int LOW = num_low_bits(BITS), HIGH = BITS > LOW ? BITS - LOW : 1;
+    constexpr uint32_t EACH = 0x01010101u, LOW_MASK = EACH * ((1u << LOW) - 1), HIGH_MASK = EACH * ((1u << HIGH) - 1);
     uint32_t words[BITS] = {};
     for (int k = 0; k < UNIT; k += 4) {
         uint32_t four;
         std::memcpy(&four, codes + k, 4);
-        const Place low = low_bits(BITS, k, 0), high = high_bits(BITS == 8 ? 6 : BITS, k, 0);
-        words[low.byte / 32] |= (BITS == 8 ? four ^ 0x80808080u : four & 0x0f0f0f0fu) << low.shift;
-        if constexpr (BITS == 5 || BITS == 6) words[high.byte / 32] |= (four >> 4 & 0x03030303u) << high.shift;
+        const Place low = low_bits(BITS, k, 0);
+        words[low.byte / 32] |= (BITS == 8 ? four ^ 128 * EACH : four & LOW_MASK) << low.shift;
+        if constexpr (BITS > LOW) {
+            const Place high = high_bits(BITS, k, 0);
+            words[high.byte / 32] |= (four >> LOW & HIGH_MASK) << high.shift;
+        }
     }
     for (int i = 0; i < BITS; ++i) std::memcpy(to + 32 * i, words + i, 4);
 }
@@ -168,26 +173,38 @@ struct Lane {
 
     char* number(int unit, int group, int what) const { return data + f.head_of(unit) + f.number_at(group, what, lane); }
     bool put_number(int unit, int group, int what, float number) const {
-        char* const to = this->number(unit, group, what);
+        uint32_t bits;
+        std::memcpy(&bits, &number, 4);
         uint16_t half = 0;
-        if (f.wide) return std::memcpy(to, &number, 4), true;
-        return as_half(number, half) && (std::memcpy(to, &half, 2), true);
+        if (f.number_bytes == 2) return as_half(number, half) && (put_bits(unit, group, what, half), true);
+        if (f.number_bytes == 1) return (bits & 0x807fffffu) == 0 && (put_bits(unit, group, what, bits >> 23), true);
+        return put_bits(unit, group, what, bits), true;
+    }
+    void put_bits(int unit, int group, int what, uint32_t bits) const {
+        char* const to = this->number(unit, group, what);
+        f.number_bytes == 4   ? std::memcpy(to, &bits, 4)
+        : f.number_bytes == 2 ? std::memcpy(to, &bits, 2)
+                              : std::memcpy(to, &bits, 1);
     }
     void put_level(int unit, int group, int what, int level) const {
         data[f.unit_at(unit) + f.level_at(group, what, lane)] = static_cast<char>(level);
     }
     void put(int unit, const uint8_t* codes) const {
         char* const to = data + f.unit_at(unit) + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * (lane % 8);
-        f.bits == 4 ? put_codes<4>(codes, to) : f.bits == 5 ? put_codes<5>(codes, to)
-                                            : f.bits == 6 ? put_codes<6>(codes, to) : put_codes<8>(codes, to);
+        const auto put = f.bits == 2   ? put_codes<2>
+                         : f.bits == 3 ? put_codes<3>
+                         : f.bits == 4 ? put_codes<4>
+                         : f.bits == 5 ? put_codes<5>
+                         : f.bits == 6 ? put_codes<6>
+                                       : put_codes<8>;
+        put(codes, to);
     }
 };
 
-bool is_finite(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
-
 bool are_alike(const Format& a, const Format& b) {
-    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.wide == b.wide &&
-           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero;
+    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.number_bytes == b.number_bytes &&
+           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero && a.looks_up == b.looks_up &&
+           std::memcmp(a.table, b.table, sizeof a.table) == 0;
 }
 
 }  // namespace
@@ -247,16 +264,18 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
         for (int b = 0; b < num_blocks; ++b, data += type->num_bytes) {
             type->unpack(data, block);
             const int unit = b * type->num_units;
-            std::memcpy(lane.number(unit, 0, 0), &block.scale, 2);
-            is_good &= is_finite(block.scale);
-            if (lane.f.offset == Offset::minimums) {
-                std::memcpy(lane.number(unit, 0, 1), &block.subtracted, 2);
-                is_good &= is_finite(block.subtracted);
+            for (int i = 0; i < type->num_numbers(); ++i) {
+                const int first = unit + i / lane.f.head_groups() * lane.f.head_units, group = i % lane.f.head_groups();
+                lane.put_bits(first, group, 0, block.scales[i]);
+                is_good &= is_finite(block.scales[i], lane.f.number_bytes);
+                if (lane.f.offset != Offset::minimums) continue;
+                lane.put_bits(first, group, 1, block.subtracted);
+                is_good &= is_finite(block.subtracted, lane.f.number_bytes);
             }
             for (int u = 0; u < type->num_units; ++u) {
                 for (int g = 0; lane.f.two_levels && g < lane.f.groups; ++g) {
                     lane.put_level(unit + u, g, 0, block.scale_levels[u][g]);
-                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u]);
+                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u][g]);
                 }
                 lane.put(unit + u, block.codes + u * UNIT);
             }

@@ -1,14 +1,15 @@
 // Products of quantised weights with rows that are rounded to int8.
 //
-// A weight is scale * code - minimum, with codes of 4, 5, 6 or 8 bits without a sign; a zero point stands for the minimum
-// scale * zero. 32 inputs of a row (a unit) are rounded together: x = scale_x * code_x. So a unit adds
+// A weight is scale * code - minimum, with codes of 2 to 6 or 8 bits without a sign; a zero point stands for the minimum
+// scale * zero. Codes of 4 bits may be the places of numbers in a table, which stand for them from here on. 32 inputs of a row (a unit) are rounded together: x = scale_x * code_x. So a unit adds
 // scale_x * (scale * sum(code * code_x) - minimum * sum(code_x)), where the sums are exact integers. Every output of every
 // row adds its units in ascending order, whatever the number of rows is. `Format` says where a panel has its numbers.
 //
 // The processor's products of bytes take one factor without a sign. Those of AVX-512 (VNNI) add four into 32 bits, which is
 // exact; 128 times the sum of the inputs is subtracted from codes of 8 bits. Those of AVX2 add two into 16 bits and saturate
-// beyond: codes of 4, 5 and 6 bits leave room for the sums of 8, 4 and 2 such pairs. A code of 8 bits less 128 is multiplied
-// as |code| * (code_x with the code's sign), which just fits: 2 * 128 * 127 < 2^15.
+// beyond: codes of up to 4, 5 and 6 bits leave room for the sums of 8, 4 and 2 such pairs. A code of 8 bits less 128 is multiplied
+// as |code| * (code_x with the code's sign), which just fits: 2 * 128 * 127 < 2^15. Numbers of a table, which have signs, are
+// taken for such codes less 128; those from -15 to 16 and 15 more are codes of 5 bits.
 #pragma once
 
 #include <type_traits>
@@ -65,15 +66,16 @@ inline void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to) {
 struct Scales {
     F16 scale, minimum;
 };
-template <int BITS>
+inline F16 load_numbers(const Format& f, const char* at) {
+    return f.number_bytes == 2 ? load_halves(at) : f.number_bytes == 4 ? load(reinterpret_cast<const float*>(at)) : load_powers(at);
+}
+template <class CODES>
 inline Scales scales_of(const Format& f, const char* head, const char* unit, int group, int first_lane) {
-    constexpr float SHIFT = BITS == 8 ? 128.0f : 0.0f;
-    const auto number = [&](int what) {
-        const char* at = head + f.number_at(f.two_levels ? 0 : group, what, first_lane);
-        return f.wide ? load(reinterpret_cast<const float*>(at)) : load_halves(at);
-    };
+    constexpr float SHIFT = CODES::BITS == 8 ? 128.0f : 0.0f;
+    const auto number = [&](int what) { return load_numbers(f, head + f.number_at(f.two_levels ? 0 : group, what, first_lane)); };
     F16 scale = number(0);
     if (f.two_levels) scale = scale * load_signed(unit + f.level_at(group, 0, first_lane));
+    if (CODES::LOOKED_UP) return {scale, f16(0.0f)};
     if (f.offset == Offset::zero) return {scale, scale * f16(static_cast<float>(f.zero) - SHIFT)};
     if (f.offset == Offset::zeros) return {scale, scale * (number(1) - f16(SHIFT))};
     F16 minimum = number(1);
@@ -82,12 +84,12 @@ inline Scales scales_of(const Format& f, const char* head, const char* unit, int
 }
 
 // Adds a unit to the sums of ROWS rows, float32 [ROWS][32], for N sixteens of outputs.
-template <int BITS, int ROWS, int N, int GROUPS>
-inline void add_unit(const char* codes, const Scales (&scales)[N][GROUPS], const RoundedUnit* x, float* sums) {
+template <class CODES, int ROWS, int N, int GROUPS>
+inline void add_unit(const char* codes, const int8_t* table, const Scales (&scales)[N][GROUPS], const RoundedUnit* x, float* sums) {
     const auto add_group = [&](auto group) {
         constexpr int G = group, LENGTH = UNIT_WORDS / GROUPS;
         I16 dots[N][ROWS];
-        dot<BITS, G * LENGTH, (G + 1) * LENGTH>(codes, x, dots);
+        dot<CODES, G * LENGTH, (G + 1) * LENGTH>(codes, table, x, dots);
         for (int r = 0; r < ROWS; ++r) {
             const F16 sum_x = f16(GROUPS == 1 ? x[r].sum : x[r].halves[G]);
             for (int n = 0; n < N; ++n) {
@@ -108,14 +110,14 @@ constexpr int QUANTISED_AHEAD_BYTES = 1024;
 
 // The sums of panels that follow each other, float32 [panels][num_rows][32]. They are walked side by side: a processor fetches
 // several streams of memory faster than one. x: blocks of rows, whose units are `stride` apart.
-template <int BITS, int GROUPS>
+template <class CODES, int GROUPS>
 void rows_times_panels(const Format& format, int num_units, const char* data, int num_panels, const RoundedUnit* x, int stride,
                        int num_rows, float* sums) {
     const Format f = format;  // a copy, which no store to the sums could change
     const size_t head_bytes = f.head_bytes(), level_bytes = f.level_bytes(), unit_bytes = f.unit_bytes();
     const size_t panel_bytes = f.panel_bytes(num_units);
-    constexpr int N = SIXTEENS<GROUPS>, WIDTH = N * LANES, MOST = MOST_ROWS<BITS>;
-    constexpr size_t CODE_BYTES = static_cast<size_t>(BITS) * UNIT / 8 * WIDTH;
+    constexpr int N = SIXTEENS<GROUPS>, WIDTH = N * LANES, MOST = MOST_ROWS<CODES>;
+    constexpr size_t CODE_BYTES = static_cast<size_t>(CODES::BITS) * UNIT / 8 * WIDTH;
     const size_t block_units = static_cast<size_t>(num_units) * static_cast<size_t>(stride);
     const char* first_head = nullptr;  // of the first panel
     int left = 0;                      // units of the head
@@ -133,11 +135,11 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
                 for (size_t i = 0; i < CODE_BYTES; i += 64) __builtin_prefetch(codes + QUANTISED_AHEAD_BYTES + i);
                 Scales scales[N][GROUPS];
                 for (int n = 0; n < N; ++n)
-                    for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<BITS>(f, head, unit, g, lane + n * LANES);
+                    for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<CODES>(f, head, unit, g, lane + n * LANES);
                 int row = 0;
                 const auto take = [&](auto count) {
                     const RoundedUnit* const rows = x + static_cast<size_t>(row / TILE_ROWS) * block_units + row % TILE_ROWS;
-                    add_unit<BITS, decltype(count)::value>(codes, scales, rows, own + row * PANEL + lane);
+                    add_unit<CODES, decltype(count)::value>(codes, f.table, scales, rows, own + row * PANEL + lane);
                     row += decltype(count)::value;
                 };
                 while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
@@ -160,22 +162,22 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
 constexpr int LEAST_TILE_ROWS = 33;
 
 // byte_tiles.h, where there are BYTE_TILES
-template <int BITS, int GROUPS>
+template <class CODES, int GROUPS>
 void tiles_times_panel(const Format& f, int num_units, const char* panel, const RoundedUnit* x, int num_rows, float* sums);
 
-template <int BITS>
+template <class CODES>
 void any_groups(const Format& f, int num_units, const char* data, int num_panels, const Inputs& x, float* sums) {
     const RoundedUnit* units = reinterpret_cast<const RoundedUnit*>(x.words);
     if constexpr (BYTE_TILES)
         if (multiplies_tiles && x.num_rows >= LEAST_TILE_ROWS) {
             const size_t panel_bytes = f.panel_bytes(num_units);
             for (int i = 0; i < num_panels; ++i, data += panel_bytes, sums += x.num_rows * PANEL)
-                (f.groups == 1 ? tiles_times_panel<BITS, 1> : tiles_times_panel<BITS, 2>)(f, num_units, data, units, x.num_rows, sums);
+                (f.groups == 1 ? tiles_times_panel<CODES, 1> : tiles_times_panel<CODES, 2>)(f, num_units, data, units, x.num_rows, sums);
             return;
         }
     for (int first = 0; first < x.num_rows; first += NEAR_ROWS) {
         const int num_rows = x.num_rows - first < NEAR_ROWS ? x.num_rows - first : NEAR_ROWS;
-        (f.groups == 1 ? rows_times_panels<BITS, 1> : rows_times_panels<BITS, 2>)(
+        (f.groups == 1 ? rows_times_panels<CODES, 1> : rows_times_panels<CODES, 2>)(
             f, num_units, data, num_panels, units + units_of_blocks(x.num_rows, num_units, first / TILE_ROWS), units_stride(x.num_rows),
             num_rows, sums + first * PANEL);
     }
@@ -186,7 +188,15 @@ inline int quantised_panels(const Matrix& w, const Inputs& x, int panel, int las
     const Format& f = w.format_of(panel);
     int count = 1;
     while (count < num_streams(x.num_rows) && panel + count < last && &w.format_of(panel + count) == &f) ++count;
-    const auto product = f.bits == 4 ? any_groups<4> : f.bits == 5 ? any_groups<5> : f.bits == 6 ? any_groups<6> : any_groups<8>;
+    const auto looked_up = SMALL_TABLES && f.has_small_table() ? any_groups<Codes<4, SMALL_TABLES ? Lookup::small_table : Lookup::table>>
+                                                               : any_groups<Codes<4, Lookup::table>>;
+    const auto product = f.looks_up    ? looked_up
+                         : f.bits == 2 ? any_groups<Codes<2>>
+                         : f.bits == 3 ? any_groups<Codes<3>>
+                         : f.bits == 4 ? any_groups<Codes<4>>
+                         : f.bits == 5 ? any_groups<Codes<5>>
+                         : f.bits == 6 ? any_groups<Codes<6>>
+                                       : any_groups<Codes<8>>;
     product(f, w.num_steps / UNIT, w.panel_at(panel), count, x, sums);
     return count;
 }
@@ -202,7 +212,7 @@ inline void unpack_quantised(const Matrix& w, int row, float* out) {
         const auto number = [&](int what) {
             const char* at = head + f.number_at(f.two_levels ? 0 : group, what, first);
             alignas(64) float numbers[LANES];
-            store(numbers, f.wide ? load(reinterpret_cast<const float*>(at)) : load_halves(at));
+            store(numbers, load_numbers(f, at));
             return numbers[lane - first];
         };
         float scale = number(0), subtracted = f.offset == Offset::zero ? static_cast<float>(f.zero) : number(1);
@@ -211,7 +221,8 @@ inline void unpack_quantised(const Matrix& w, int row, float* out) {
             if (f.offset == Offset::minimums) subtracted *= static_cast<float>(static_cast<uint8_t>(unit[f.level_at(group, 1, lane)]));
         }
         const char* codes = unit + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes();
-        const float code = static_cast<float>(code_at(f.bits, codes, k % UNIT, lane % 8));
+        const int bits = code_at(f.bits, codes, k % UNIT, lane % 8);
+        const float code = static_cast<float>(f.looks_up ? f.table[bits] : bits);
         out[k] = f.offset == Offset::minimums ? code * scale - subtracted : (code - subtracted) * scale;
     }
 }

@@ -5,7 +5,7 @@
 //               any_at_least, load_bf16, narrow, sum, largest, store_half_sum, sums_of_halves;
 //     Pairs     sixteen pairs of bfloat16, with load_pairs, spread_pair, add_pairs, low_halves, high_halves, PAIR_PRODUCTS
 //               and DenormalsAreZero (simd/float_pairs.h where no instruction multiplies them);
-//     I16       sixteen integers, with to_float and dot, and load_halves, load_signed, load_unsigned, round_codes, for
+//     I16       sixteen integers, with to_float and dot, and load_halves, load_powers, load_signed, load_unsigned, round_codes, for
 //               quantised numbers, and BYTE_TILES, which says whether there is byte_tiles.h;
 //     Marks, Wide, VECTOR_BYTES, any and times, for sampling.
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.

@@ -99,21 +99,36 @@ inline F16 load_unsigned(const char* p) {
     return to_float({{_mm256_cvtepu8_epi32(load_bytes(p)), _mm256_cvtepu8_epi32(load_bytes(p + 8))}});
 }
 
-// The codes of word j of eight outputs; of 8 bits less 128.
-template <int BITS>
-inline __m256i weight_codes(const char* codes, int j) {
+// The exponents of floats that are powers of two, or 0.
+inline __m256 load_half_powers(const char* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(load_bytes(p)), 23));
+}
+inline F16 load_powers(const char* p) { return {load_half_powers(p), load_half_powers(p + 8)}; }
+
+inline __m256i spread_table(const int8_t* table) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+}
+
+// The codes of word j of eight outputs, or what they stand for in a table; of 8 bits less 128.
+template <class CODES>
+inline __m256i weight_codes(const char* codes, int j, __m256i table) {
+    constexpr int BITS = CODES::BITS;
     const __m256i* lines = reinterpret_cast<const __m256i*>(codes);
     if constexpr (BITS == 8) return _mm256_loadu_si256(lines + j);
-    const __m256i line = _mm256_loadu_si256(lines + j / 2);
-    const __m256i low = _mm256_and_si256(j % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
-    if constexpr (BITS == 4 || BITS == 8) {
+    constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
+    const __m256i line = _mm256_loadu_si256(lines + j / PER_LINE);
+    const __m256i low = _mm256_and_si256(j % PER_LINE ? _mm256_srli_epi16(line, LOW * (j % PER_LINE)) : line,
+                                         _mm256_set1_epi8(static_cast<char>((1 << LOW) - 1)));
+    if constexpr (CODES::LOOKED_UP) {
+        return _mm256_shuffle_epi8(table, low);
+    } else if constexpr (BITS == LOW) {
         return low;
     } else {
-        constexpr int HIGH = BITS - 4, PER_BYTE = 8 / HIGH;
-        const __m256i plane = _mm256_loadu_si256(lines + UNIT_WORDS / 2 + j / PER_BYTE);
-        const int shift = 4 - HIGH * (j % PER_BYTE);
+        constexpr int HIGH = BITS - LOW, PER_BYTE = 8 / HIGH;
+        const __m256i plane = _mm256_loadu_si256(lines + LOW + j / PER_BYTE);
+        const int shift = LOW - HIGH * (j % PER_BYTE);
         const __m256i shifted = shift > 0 ? _mm256_slli_epi16(plane, shift) : _mm256_srli_epi16(plane, -shift);
-        return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << 4)));
+        return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << LOW)));
     }
 }
 

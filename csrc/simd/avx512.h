@@ -128,9 +128,17 @@ inline __m128i load_bytes(const char* p) { return _mm_loadu_si128(reinterpret_ca
 inline F16 load_signed(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(p)))}; }
 inline F16 load_unsigned(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_bytes(p)))}; }
 
-// The codes of word j of sixteen outputs; of 8 bits they are less 128.
-template <int BITS>
-inline __m512i signed_codes(const char* codes, int j) {
+// The exponents of floats that are powers of two, or 0.
+inline F16 load_powers(const char* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load_bytes(p)), 23))}; }
+
+inline __m512i spread_table(const int8_t* table) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+}
+
+// The codes of word j of sixteen outputs, or what they stand for in a table; of 8 bits they are less 128.
+template <class CODES>
+inline __m512i signed_codes(const char* codes, int j, __m512i table) {
+    constexpr int BITS = CODES::BITS;
     const auto line = [&](int i) {
         const __m256i* lines = reinterpret_cast<const __m256i*>(codes) + i;
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(lines)), _mm256_loadu_si256(lines + BITS), 1);
@@ -138,41 +146,49 @@ inline __m512i signed_codes(const char* codes, int j) {
     if constexpr (BITS == 8) {
         return line(j);
     } else {
-        const __m512i both = line(j / 2);
-        const __m512i low = _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-        if constexpr (BITS == 4) return low;
-        constexpr int HIGH = BITS - 4 > 0 ? BITS - 4 : 1, PER_BYTE = 8 / HIGH;
-        const __m512i plane = line(UNIT_WORDS / 2 + j / PER_BYTE);
-        const int shift = 4 - HIGH * (j % PER_BYTE);
+        constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
+        const __m512i several = line(j / PER_LINE);
+        const __m512i low = _mm512_and_si512(j % PER_LINE ? _mm512_srli_epi16(several, LOW * (j % PER_LINE)) : several,
+                                             _mm512_set1_epi8((1 << LOW) - 1));
+        if constexpr (CODES::LOOKED_UP) return _mm512_shuffle_epi8(table, low);
+        if constexpr (BITS == LOW) return low;
+        constexpr int HIGH = BITS - LOW > 0 ? BITS - LOW : 1, PER_BYTE = 8 / HIGH;
+        const __m512i plane = line(LOW + j / PER_BYTE);
+        const int shift = LOW - HIGH * (j % PER_BYTE);
         const __m512i shifted = shift > 0 ? _mm512_slli_epi16(plane, shift) : _mm512_srli_epi16(plane, -shift);
-        return _mm512_or_si512(low, _mm512_and_si512(shifted, _mm512_set1_epi8(((1 << HIGH) - 1) << 4)));
+        return _mm512_or_si512(low, _mm512_and_si512(shifted, _mm512_set1_epi8(((1 << HIGH) - 1) << LOW)));
     }
 }
 
-template <int BITS>
-inline __m512i weight_codes(const char* codes, int j) {
-    return BITS == 8 ? _mm512_xor_si512(signed_codes<BITS>(codes, j), _mm512_set1_epi8(-128)) : signed_codes<BITS>(codes, j);
+inline __m512i more_by_128(__m512i numbers) { return _mm512_xor_si512(numbers, _mm512_set1_epi8(-128)); }
+// Without a sign, as the product of bytes takes them; 128 more where they have one. table: its numbers likewise.
+template <class CODES>
+inline __m512i weight_codes(const char* codes, int j, __m512i table) {
+    const __m512i found = signed_codes<CODES>(codes, j, table);
+    return CODES::BITS == 8 ? more_by_128(found) : found;
 }
 
 // Sixteens of outputs that are taken at once: two share each input that is loaded, and so many sums stand side by side that none
 // waits for the one before it. Two groups of scales in a unit make shorter sums, and leave no registers for more.
 template <int GROUPS>
 constexpr int SIXTEENS = GROUPS == 1 ? 2 : 1;
-template <int BITS>
+constexpr bool SMALL_TABLES = false;  // whether there is another `dot` for them
+template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 
 // The exact sums over words [FIRST, LAST) of N sixteens of outputs, for ROWS rows; of codes of 8 bits less 128.
-template <int BITS, int FIRST, int LAST, int N, int ROWS>
-inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
+template <class CODES, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
+    const __m512i numbers = CODES::LOOKED_UP ? more_by_128(spread_table(table)) : _mm512_setzero_si512();
     for (int r = 0; r < ROWS; ++r) {
         const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
-        const __m512i begin = BITS == 8 ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
+        const __m512i begin = CODES::SIGNED ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
         for (int n = 0; n < N; ++n) sums[n][r].v = begin;
     }
 #pragma GCC unroll 8
     for (int j = FIRST; j < LAST; ++j) {
         __m512i code[N];
-        for (int n = 0; n < N; ++n) code[n] = weight_codes<BITS>(codes + n * 2 * BITS * UNIT, j);
+        for (int n = 0; n < N; ++n) code[n] = weight_codes<CODES>(codes + n * 2 * CODES::BITS * UNIT, j, numbers);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             int32_t word;

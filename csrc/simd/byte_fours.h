@@ -6,18 +6,20 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-template <int BITS>
+constexpr bool SMALL_TABLES = false;
+template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 
 // The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to six rows take
 // the two registers of outputs at once, more rows one after the other.
-template <int BITS, int FIRST, int LAST, int N, int ROWS>
-inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
-    constexpr int AT_ONCE = ROWS > 6 ? 1 : 2;
+template <class CODES, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
+    constexpr int AT_ONCE = ROWS > 6 ? 1 : 2, BITS = CODES::BITS;
+    const __m256i sign = _mm256_set1_epi8(-128), numbers = _mm256_xor_si256(spread_table(table), sign);
     for (int from = 0; from < 2; from += AT_ONCE) {
         for (int r = 0; r < ROWS; ++r) {
             const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
-            const __m256i begin = BITS == 8 ? _mm256_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm256_setzero_si256();
+            const __m256i begin = CODES::SIGNED ? _mm256_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm256_setzero_si256();
             for (int n = 0; n < AT_ONCE; ++n) sums[0][r].v[from + n] = begin;
         }
         const RoundedUnit* rows = x;
@@ -26,8 +28,8 @@ inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
         for (int j = FIRST; j < LAST; ++j) {
             __m256i code[AT_ONCE];
             for (int n = 0; n < AT_ONCE; ++n) {
-                code[n] = weight_codes<BITS>(codes + (from + n) * BITS * UNIT, j);
-                if (BITS == 8) code[n] = _mm256_xor_si256(code[n], _mm256_set1_epi8(-128));
+                code[n] = weight_codes<CODES>(codes + (from + n) * BITS * UNIT, j, numbers);
+                if (BITS == 8) code[n] = _mm256_xor_si256(code[n], sign);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {

@@ -152,6 +152,9 @@ inline F16 load_halves(const char* p) {
         return half_to_float(half);
     });
 }
+inline F16 load_powers(const char* p) {  // the exponents of floats that are powers of two, or 0
+    return lanewise([&](int i) { return from_bits(static_cast<uint32_t>(static_cast<uint8_t>(p[i])) << 23); });
+}
 inline F16 load_signed(const char* p) {
     return lanewise([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
 }
@@ -161,15 +164,18 @@ inline F16 load_unsigned(const char* p) {
 
 template <int GROUPS>
 constexpr int SIXTEENS = 1;  // of outputs that are taken at once
-template <int BITS>
+constexpr bool SMALL_TABLES = false;
+template <class CODES>
 constexpr int MOST_ROWS = 4;  // that share decoded codes
 
-template <int BITS, int FIRST, int LAST, int N, int ROWS>
-inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
+template <class CODES, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     for (int o = 0; o < LANES; ++o) {
         int codes[UNIT];
-        for (int k = 4 * FIRST; k < 4 * LAST; ++k)
-            codes[k] = code_at(BITS, packed + o / 8 * BITS * UNIT, k, o % 8) - (BITS == 8 ? 128 : 0);
+        for (int k = 4 * FIRST; k < 4 * LAST; ++k) {
+            const int code = code_at(CODES::BITS, packed + o / 8 * CODES::BITS * UNIT, k, o % 8);
+            codes[k] = CODES::LOOKED_UP ? table[code] : code - (CODES::BITS == 8 ? 128 : 0);
+        }
         for (int r = 0; r < ROWS; ++r) {
             int32_t sum = 0;
             for (int k = 4 * FIRST; k < 4 * LAST; ++k) sum += codes[k] * x[r].codes[k];

@@ -23,14 +23,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4", "MXFP4"])
 def test_every_operator_at_every_number_of_rows(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(json.dumps(kernels.run(KernelsPlan(**{**vars(PLAN), "dtype": dtype, "isa": ISAS[-1]}))))
     printed = capsys.readouterr().out.splitlines()
     assert f"{num_parameters(TINY):,} random weights" in printed[0]
     assert "limit without speculation: " in " ".join(printed[:4])
     assert (record["bench"], record["isa"], record["plan"]["dtype"]) == ("kernels", ISAS[-1], dtype)
-    assert record["precision"] == f"{dtype.replace('int8', '8-bit').replace('int4', '4-bit and 8-bit')} weights"
+    words = {"int8": "8-bit", "int4": "4-bit and 8-bit", "MXFP4": "4-bit and 8-bit"}
+    assert record["precision"] == f"{words.get(dtype, dtype)} weights"
     rows = {(line["operator"], line["num_rows"]) for line in record["lines"]}
     assert rows == {(name, m) for name in LAYER for m in (1, 3, 20)} | {(name, m) for name in ALWAYS for m in (1, 3)}
     assert len(record["repeat_bandwidths_bytes_per_s"]) == 2 * (1 + len(LAYER + ALWAYS))

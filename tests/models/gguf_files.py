@@ -29,6 +29,25 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ3_S": (0,),
+    "IQ3_XXS": (0,),
+    "NVFP4": (),
+}
+# A type for each matrix of a layer, with as many others as there are: gate and up have different ones.
+MIXED = {
+    "embed_tokens": "Q3_K",
+    "q_proj": "IQ4_XS",
+    "k_proj": "IQ3_XXS",
+    "v_proj": "Q2_K",
+    "o_proj": "MXFP4",
+    "gate_proj": "IQ4_NL",
+    "up_proj": "NVFP4",
+    "down_proj": "IQ3_S",
 }
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
@@ -49,12 +68,29 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         halves[generator.random(halves.shape) < 0.05] = -0.0
         halves[generator.random(halves.shape) < 0.05] = 5e-8
         data[..., at : at + 2] = halves[..., None].view(np.uint8)
+    if kind == "MXFP4":  # powers of two; with zeros, whose exponent may be the lowest, as that of no other block
+        data[..., 0] = generator.integers(120, 128, data.shape[:2])
+        is_zero = generator.random(data.shape[:2]) < 0.05
+        data[is_zero] = np.array([0] + [0x80] * 8 + [8] * 8, np.uint8)
+    if kind == "NVFP4" and scale < 1:
+        data[..., :4] &= 0x1F
     return data.reshape(rows, -1)
 
 
 def numbers_of(data: Array, kind: str) -> Array:
     """What the `gguf` package makes of rows, in float32."""
-    return np.asarray(gguf.quants.dequantize(data, Type[kind]), np.float32)
+    with np.errstate(over="ignore"):  # of MXFP4's largest scales
+        return np.asarray(gguf.quants.dequantize(data, Type[kind]), np.float32)
+
+
+def stored_as(kind: str, weight: Array) -> Array:
+    """Rows as a type has them: those of a matrix, or random ones of about that size where the package writes none."""
+    try:
+        return np.asarray(gguf.quants.quantize(weight, Type[kind]))
+    except NotImplementedError:
+        rows, columns = weight.shape
+        size = numbers_of(random_blocks(kind, rows, columns, rows), kind).std()
+        return random_blocks(kind, rows, columns, rows, float(weight.std() / size))
 
 
 def turned(weight: Array, num_heads: int) -> Array:
@@ -113,7 +149,7 @@ def write_model(
         offset = float(arch.startswith("gemma") and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
         weight = weight[0] if "shared_expert_gate" in name else weight  # as the converter squeezes it
-        data = gguf.quants.quantize(weight + np.float32(offset), Type[kind])
+        data = stored_as(kind, weight + np.float32(offset))
         if ".experts." in name:  # of all experts one tensor
             before, _, after = name.partition(".experts.")
             stacked.setdefault((f"{before}.experts.{after.partition('.')[2]}", kind), []).append(data)

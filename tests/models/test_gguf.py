@@ -30,6 +30,7 @@ from forerun.ops.quantising import quantise, scheme_of
 from models.gguf_files import (
     DENSE,
     HALVES,
+    MIXED,
     byte_vocabulary,
     numbers_of,
     random_blocks,
@@ -101,7 +102,7 @@ def test_every_weight_is_that_of_the_file(
 
 def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
     """Types and shapes of every part, which operators rely on."""
-    halves, bytes_ = torch.float16, torch.uint8
+    bytes_ = torch.uint8
     for kind in HALVES:
         config = usual(resized(CONFIG, hidden_size=512, num_layers=1), "llama")
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
@@ -109,19 +110,21 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
         write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
         (rows,) = open_source(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()  # type: ignore[attr-defined]
         scheme = rows.scheme
+        numbers = scheme.scale_dtype
+        assert numbers == (torch.float32 if kind in ("MXFP4", "IQ3_XXS") else torch.float16)
         groups = (258, 512 // scheme.group)
         assert (rows.codes.dtype, rows.codes.shape) == (bytes_, (258, 512))
         assert rows.codes.is_contiguous()
         assert int(rows.codes.max()) < 1 << scheme.bits
         assert rows.scales.shape == groups
-        assert rows.scales.dtype == (torch.int8 if scheme.super_group else halves)
+        assert rows.scales.dtype == (torch.int8 if scheme.super_group else numbers)
         offsets = rows.zeros if scheme.offset == "zero" else rows.minimums
         assert offsets is not None
         assert offsets.shape == groups
-        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else halves)
+        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else numbers)
         if scheme.super_group:
             assert rows.super_scales is not None
-            assert (rows.super_scales.dtype, rows.super_scales.shape) == (halves, (258, 2))
+            assert (rows.super_scales.dtype, rows.super_scales.shape) == (numbers, (258, 2))
 
 
 @needs_native
@@ -284,7 +287,9 @@ RAW: dict[str, dict[str, Any]] = {
                  "layer_norm_eps": EPS},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
-QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0"}
+WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
+MODELS["mixed"] = WIDE
+QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4"}
 
 
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED])
@@ -292,7 +297,10 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     """In float32, of a model that transformers reads from a folder with the same weights."""
     config = {**MODELS, **OTHERS}.get(case.partition("-q")[0], MODELS["llama-tied"])
     path = tmp_path / f"{case}.gguf"
-    weights = write_model(path, config, random_weights(config), lambda name: QUANTISED.get(case, "F32"))
+    kinds = MIXED if case == "mixed" else {}
+    weights = write_model(
+        path, config, random_weights(config), lambda name: kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32"))
+    )
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
     rounded = config if case.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
@@ -306,6 +314,54 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
             with torch.inference_mode():
                 made = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
             assert out.token_ids == made[0, len(prompt) :].tolist(), ops
+
+
+@needs_native
+def test_texts_of_all_types_are_plain_decodings_with_drafts_of_any_length(tmp_path: Path) -> None:
+    """The kernels compute with the integers of the file, and logits are those of its weights but for rounded inputs."""
+    path = tmp_path / "a.gguf"
+    write_model(path, WIDE, random_weights(WIDE), lambda name: MIXED[name.split(".")[-2]])
+    prompts = [[5, 80, 3, 200, 17, 9, 250] * 4, list(range(40, 60)), [1]]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    plain = LLM(str(path), draft="none", dtype="bfloat16", ops="native")
+    assert plain.checkpoint.model.weight_bits == (2, 3, 4, 8)
+    drafted = LLM(str(path), draft="random", spec_length=5, dtype="bfloat16", ops="native")
+    texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in (plain, drafted)]
+    assert texts[0] == texts[1]
+    config = OTHERS["qwen3_moe"]
+    write_model(
+        tmp_path / "b.gguf", config, random_weights(config), lambda name: "F32" if ".gate." in name else "MXFP4"
+    )
+    experts = [LLM(str(tmp_path / "b.gguf"), draft=d, dtype="bfloat16", ops="native") for d in ("none", "random")]
+    assert experts[0].checkpoint.model.weight_bits == (4,)
+    texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in experts]
+    assert texts[0] == texts[1]
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
+        found = torch.cat(list(open_source(path).blocks(name)))
+        assert torch.equal(bits(plain.checkpoint.model.weight(name)), bits(found))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("exponent", "code", "is_read"), [(255, 1, False), (253, 7, False), (252, 7, True), (1, 1, True)]
+)
+def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, code: int, is_read: bool) -> None:
+    """Weights that no float32 holds are refused packed and dense; the smallest are kept to the last bit."""
+    data = random_blocks("MXFP4", 258, 96)
+    data.reshape(258, 3, 17)[200, 1] = [exponent, *[code] * 16]
+    tensors = {"token_embd.weight": ("MXFP4", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
+    write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
+    source, name = open_source(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    expected = torch.from_numpy(numbers_of(data, "MXFP4"))
+    packed = StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)
+    dense = StoredWeights(source, torch.float32, torch.device("cpu"))
+    if is_read:
+        assert torch.equal(bits(CpuOps().pack(packed[name]).unpack()), bits(expected))
+        assert torch.equal(bits(dense[name]), bits(expected))  # type: ignore[arg-type]
+        return
+    for read in (lambda: CpuOps().pack(packed[name]), lambda: dense[name]):
+        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds (NaN|infinite numbers)"):
+            read()
 
 
 def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> None:
@@ -489,7 +545,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "F64", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["Q8_K", "IQ1_S", "IQ2_XS", "F64", "TQ1_0"])
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     sizes = {"F64": (np.float64, 8)}
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

@@ -13,10 +13,13 @@ from pathlib import Path
 import gguf
 import pytest
 
+from forerun import native
 from forerun.blocks import Rope, resized
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
-from models.gguf_files import random_weights, split, write_model
+from forerun.ops.cpu import CpuOps
+from forerun.ops.reference import ReferenceOps
+from models.gguf_files import MIXED, random_weights, split, write_model
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 
 HUGE = (1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -31,11 +34,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def refused(path: Path) -> str | None:
+def refused(path: Path, dtype: str = "float32", ops: ReferenceOps | None = None) -> str | None:
     """The sentence of the refusal, None where the file is read. Raises for every other error, and for waste."""
     before_s, before_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        load_checkpoint(path, dtype="float32", with_tokenizer=True)
+        load_checkpoint(path, dtype=dtype, ops=ops, with_tokenizer=True)
     except UserError as error:
         return str(error)
     finally:
@@ -149,6 +152,35 @@ def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
             num_refused += 1
             check_sentence(sentence, path)
     assert num_refused > 60
+
+
+@pytest.mark.skipif(native.isa() == "reference", reason="torch computes here")
+def test_300_broken_files_of_types_with_tables(tmp_path: Path) -> None:
+    """Bytes of headers and of blocks, types that change places, files cut short: read or refused in a sentence."""
+    config = resized(CONFIG, num_layers=1, hidden_size=256, ffn_size=256, head_dim=16)
+    whole, path, chance = tmp_path / "whole.gguf", tmp_path / "broken.gguf", random.Random(7)
+    write_model(whole, config, random_weights(config), lambda name: MIXED.get(name.split(".")[-2], "Q4_0"))
+    data, reader = whole.read_bytes(), gguf.GGUFReader(whole)
+    types = [tensor.field.offset + sum(p.nbytes for p in tensor.field.parts[:-2]) for tensor in reader.tensors]
+    kinds = [int(gguf.GGMLQuantizationType[kind]) for kind in (*MIXED.values(), "Q8_K", "IQ2_XS")]
+    num_refused = 0
+    for i in range(300):
+        broken = bytearray(data)
+        if i % 3 == 0:
+            struct.pack_into("<I", broken, chance.choice(types), chance.choice(kinds))
+        elif i % 3 == 1:
+            for _ in range(chance.choice((1, 16, 256))):
+                broken[chance.randrange(reader.data_offset, len(data))] = chance.choice((0, 0x7F, 0xFC, 0xFF))
+        else:
+            for _ in range(chance.choice((1, 4))):
+                broken[chance.randrange(reader.data_offset)] = chance.randrange(256)
+            broken = broken[: chance.choice((len(data), len(data), chance.randrange(len(data))))]
+        path.write_bytes(broken)
+        sentence = refused(path, "bfloat16", CpuOps())
+        if sentence is not None:
+            num_refused += 1
+            check_sentence(sentence, i)
+    assert 150 < num_refused < 290
 
 
 OTHERS = {

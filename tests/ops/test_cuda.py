@@ -27,6 +27,7 @@ from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch, ancestor_words
 from ops.native_blocks import SPECS, path_to, random_weights
 from ops.native_cases import same_bits, seeded
+from ops.test_quantised import SCHEMES, rows_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,6 +88,21 @@ def test_a_product_of_codes_is_that_of_what_they_stand_for(operators: cuda.CudaO
     assert float((whole - exact).norm()) <= CODES_OFF * float(exact.norm())
     for first, num in ((0, 1), (7, 2), (3, 8)):
         assert same_bits(operators.linear(x[first : first + num], matrix), whole[first : first + num])
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "q2_k", "q3_k"])
+def test_a_product_of_types_of_gguf_files(operators: cuda.CudaOps, name: str) -> None:
+    """What tables stand for takes 8 bits; codes of 2 and 3 bits take 4."""
+    rows = rows_of(SCHEMES[name], 40, 512)
+    matrix = Packed.of(QuantisedMatrix(rows.scheme, (40, 512), lambda: iter([rows])), DEVICE)
+    assert torch.equal(matrix.float().cpu(), rows.dequantise())
+    assert (matrix.bits, matrix.minimums is None) == (8 if rows.scheme.table else 4, bool(rows.scheme.table))
+    x = torch.randn(9, 512, generator=seeded(2)).to(DEVICE)
+    exact = x.bfloat16().double() @ rows.dequantise().to(DEVICE).bfloat16().double().T
+    whole = operators.linear(x, matrix)
+    assert float((whole - exact).norm()) <= CODES_OFF * float(exact.norm())
+    assert same_bits(operators.linear(x[3:5], matrix), whole[3:5])
 
 
 @needs_triton

@@ -9,7 +9,7 @@ from torch import Tensor
 from forerun import native
 from forerun.ops import load_model
 from forerun.ops.cpu_memory import quantised_bytes
-from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantised import E2M1, MXFP4, UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import rounded_by_kernels, rounded_by_torch, scheme_of
 from ops.native_cases import (
     ISAS,
@@ -28,6 +28,8 @@ pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+# The largest numbers of both signs, which sums must hold, and some between.
+CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
 SCHEMES = {
     "q4_0": Scheme(4, 32, "zero", HALF, zero=8),
     "q4_1": Scheme(4, 32, "minimum", HALF),
@@ -44,6 +46,16 @@ SCHEMES = {
     "six": Scheme(6, 32, "minimum", SINGLE),
     "wide levels": Scheme(5, 16, "minimum", SINGLE, 128),
     "zeros of levels": Scheme(6, 16, "zero", HALF, 256),
+    "q2_k": Scheme(2, 16, "minimum", HALF, 256),
+    "q3_k": Scheme(3, 16, "zero", HALF, 256, zero=4),
+    "iq4_nl": Scheme(4, 32, "zero", HALF, zero=0, table=CODEBOOK),
+    "iq4_xs": Scheme(4, 32, "zero", HALF, 256, 0, CODEBOOK),
+    "mxfp4": MXFP4,
+    "nvfp4": Scheme(4, 16, "zero", HALF, zero=0, table=E2M1),
+    "wide table": Scheme(4, 32, "zero", SINGLE, 256, 0, CODEBOOK),
+    "two": Scheme(2, 32, "zero", HALF, zero=1),
+    "three": Scheme(3, 32, "minimum", HALF),
+    "halves of a table": Scheme(4, 16, "zero", SINGLE, 256, 0, E2M1),
 }
 # Of codes, scales and what is subtracted; in a file K-quants take 1/8 less, because their integers have 6 bits there.
 BITS_PER_WEIGHT = {
@@ -57,6 +69,12 @@ BITS_PER_WEIGHT = {
     "q6_k": 6 + 1 / 2 + 1 / 16,
     "gptq": 4.25,
     "channel": 8.25,
+    "q2_k": 2 + 1 + 1 / 8,
+    "q3_k": 3 + 1 / 2 + 1 / 16,
+    "iq4_nl": 4.5,
+    "iq4_xs": 4 + 1 / 4 + 1 / 16,
+    "mxfp4": 4.25,
+    "nvfp4": 5.0,
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -75,6 +93,10 @@ def rows_of(scheme: Scheme, num_out: int, num_in: int, seed: int = 0) -> Quantis
     zeros = whole(0, 1 << scheme.bits, num_out, groups).to(torch.uint8) if scheme.offset == "zero" else None
     if zeros is not None and scheme.zero is not None:
         zeros.fill_(scheme.zero)
+    if scheme.powers:
+        scales = torch.exp2(whole(-30, 4, num_out, groups).float())
+        scales[whole(0, 20, num_out, groups) == 0] = 0.0
+        return QuantisedRows(scheme, codes, scales, zeros)
     if not scheme.super_group:
         minimums = None if zeros is not None else small(num_out, groups)
         return QuantisedRows(scheme, codes, small(num_out, groups), zeros, minimums)
@@ -160,7 +182,17 @@ def test_the_memory_plan_knows_the_bytes_of_packed_rows(scheme: Scheme, paired: 
     assert quantised_bytes(parts, paired=paired) == ops_of(ISAS[0]).pack(parts, paired=paired).nbytes
 
 
-@pytest.mark.parametrize("names", [("q4_k", "q8_0", "q6_k"), ("q6_k", "q4_k"), ("gptq", "channel"), ("q4_0", "q4_1")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("q4_k", "q8_0", "q6_k"),
+        ("q6_k", "q4_k"),
+        ("gptq", "channel"),
+        ("q4_0", "q4_1"),
+        ("iq4_xs", "q3_k"),
+        ("mxfp4", "iq4_nl"),
+    ],
+)
 @pytest.mark.parametrize("num_out", [16, 48, 64])
 def test_the_memory_plan_knows_the_bytes_of_mixed_rows(names: tuple[str, ...], num_out: int) -> None:
     parts = [matrix_of(rows_of(SCHEMES[name], num_out, 256, i)) for i, name in enumerate(names)]
@@ -170,7 +202,7 @@ def test_the_memory_plan_knows_the_bytes_of_mixed_rows(names: tuple[str, ...], n
 
 @every_isa
 @pytest.mark.parametrize("code", [0, -1], ids=["least", "most"])
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None:
     scheme, most = Scheme(bits, 32, "minimum", HALF), code & (1 << bits) - 1
     codes = torch.full((32, 160), most, dtype=torch.uint8)
@@ -180,6 +212,28 @@ def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None
     x[1], x[2, ::2] = -127.0, -127.0
     wanted = torch.tensor([160 * 127.0 * most, -160 * 127.0 * most, 0.0])
     assert torch.equal(ops_of(isa).linear(x, packed), wanted[:, None].expand(3, 32))
+
+
+@every_isa
+@pytest.mark.parametrize("number", [-127, 127, -15, 16])
+def test_sums_of_extreme_numbers_of_a_table_are_exact(number: int, isa: str) -> None:
+    """The largest that there are, and the largest that count as small ones."""
+    least, most = (-127, 127) if abs(number) == 127 else (-15, 16)
+    scheme = Scheme(4, 32, "zero", HALF, zero=0, table=(least,) * 8 + (most,) * 8)
+    codes = torch.full((32, 160), 3 if number < 0 else 12, dtype=torch.uint8)
+    rows = QuantisedRows(scheme, codes, torch.ones(32, 5, dtype=HALF), torch.zeros(32, 5, dtype=torch.uint8))
+    packed = ops_of(isa).pack(matrix_of(rows))
+    x = torch.full((3, 160), 127.0)
+    x[1], x[2, ::2] = -127.0, -127.0
+    wanted = torch.tensor([160 * 127.0 * number, -160 * 127.0 * number, 0.0])
+    assert torch.equal(ops_of(isa).linear(x, packed), wanted[:, None].expand(3, 32))
+
+
+@pytest.mark.parametrize("scale", [3.0, 2.0**-127, -0.5])
+def test_scales_that_are_no_powers_of_two_are_kept_too(scale: float) -> None:
+    rows = rows_of(MXFP4, 40, 64)
+    rows.scales[7, 1] = scale
+    assert same_bits(ops_of(ISAS[0]).pack(matrix_of(rows)).unpack(), rows.dequantise())
 
 
 @every_isa
@@ -273,9 +327,10 @@ def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("names", [("q4_k", "q6_k"), ("iq4_xs", "q5_k"), ("iq4_nl", "mxfp4"), ("q2_k", "nvfp4")])
 @pytest.mark.parametrize("paired", [True, False])
-def test_parts_of_one_panel_share_a_format(paired: bool, isa: str) -> None:
-    parts = [rows_of(SCHEMES[name], 48, 256, i) for i, name in enumerate(("q4_k", "q6_k"))]
+def test_parts_of_one_panel_share_a_format(paired: bool, names: tuple[str, str], isa: str) -> None:
+    parts = [rows_of(SCHEMES[name], 48, 256, i) for i, name in enumerate(names)]
     packed = ops_of(isa).pack([matrix_of(part) for part in parts], paired=paired)
     assert is_unpacked(packed.unpack(), torch.cat([part.dequantise() for part in parts]))
 

@@ -59,13 +59,20 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
             first += len(block)
 
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
-        """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights."""
+        """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights.
+
+        A scale counts with the largest number that it is multiplied by: one of float32 can be finite where a weight is
+        not.
+        """
+        most = matrix.scheme.most
 
         def blocks() -> Iterator[QuantisedRows]:
             for rows in matrix.blocks():
-                for numbers in (rows.scales, rows.minimums, rows.super_scales, rows.super_minimums):
-                    if numbers is not None and not _is_finite(numbers.float()):
-                        raise UnsupportedModel(self._fault(name, numbers.float(), torch.float32))
+                scales, minimums = (rows.scales, rows.super_scales), (rows.minimums, rows.super_minimums)
+                for part, factor in ((scales, most), (minimums, 1)):
+                    for numbers in part:
+                        if numbers is not None and not _is_finite(found := numbers.float() * factor):
+                            raise UnsupportedModel(self._fault(name, found, torch.float32))
                 yield rows
 
         return replace(matrix, blocks=blocks)

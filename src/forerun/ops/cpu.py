@@ -180,7 +180,7 @@ class CpuOps(ReferenceOps):
                 raise _no_room(num_out * num_in * parts[0].scheme.bits // 8, torch.bfloat16) from error
             misfit = self._fill(handle, sections, formats)
             if misfit is not None:  # float16 holds most files' scales and minimums exactly, float32 all
-                formats[misfit] = replace(formats[misfit], wide=True)
+                formats[misfit] = replace(formats[misfit], number_bytes=4)
         bits = tuple(sorted({format.bits for format in formats}))
         return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, bits, bias)
 

@@ -20,7 +20,7 @@ LEAST_GROUP = 16  # weights of a group: what the matrix instructions take at lea
 
 def packs(scheme: Scheme) -> bool:
     """Tell whether matrices of this scheme are packed."""
-    return scheme.bits in (4, 8) and scheme.group >= LEAST_GROUP and scheme.group & (scheme.group - 1) == 0
+    return scheme.bits in (2, 3, 4, 8) and scheme.group >= LEAST_GROUP and scheme.group & (scheme.group - 1) == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +116,18 @@ class Packed:
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> Packed:
+        rows = rows.looked_up()
         scheme, codes, num_in = rows.scheme, rows.codes.to(device), rows.codes.shape[1]
+        is_centred = scheme.bits == 8 and scheme.zero == 128  # what is packed are the numbers that scales multiply
         exact = scheme.super_group == 0 and scheme.offset == "zero"
         zeros: Tensor | None = None
         minimums: Tensor | None = None
         if exact:
             assert rows.zeros is not None
             scales = rows.scales.to(device)
-            zeros = None if scheme.bits == 8 and scheme.zero == 128 else rows.zeros.to(device)
+            zeros = None if is_centred else rows.zeros.to(device)
+        elif is_centred:
+            scales = rows.numbers(scheme.group, num_in // scheme.group, "zero")[0].to(device)
         else:
             both = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
             scales, minimums = (part.to(device) for part in both)

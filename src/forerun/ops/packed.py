@@ -52,25 +52,36 @@ class PackedMatrix:
         return out
 
 
+BITS = (2, 3, 4, 5, 6, 8)  # of codes
+TABLE_CODES = 16  # that a table has numbers for
+
+
 @dataclass(frozen=True)
 class Format:
-    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here."""
+    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here.
+
+    number_bytes: of scales, and of what is subtracted: 4 float32, 2 float16, 1 powers of two.
+    """
 
     bits: int
     groups: int
     head_units: int
-    wide: bool
+    number_bytes: int
     two_levels: bool
     offset: int  # 0 = one zero point, 1 = zero points of groups, 2 = minimums
     zero: int
+    table: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, schemes: Seq[Scheme]) -> Format:
         """Return the format of rows of these schemes; where they differ, the most bits and the smallest groups.
 
-        It is wide where numbers are float32, or products of two, as K-quants' are beside other schemes. Those of other
-        types may turn out not to fit into float16, either.
+        Numbers are float32 where a scheme's are, or are products of two, as K-quants' are beside other schemes. Those
+        of other types may turn out not to fit into float16, either. Beside another scheme what a table has is packed
+        as codes of 8 bits.
         """
+        if len(set(schemes)) > 1:
+            schemes = [scheme.looked_up() for scheme in schemes]
         first, bits = schemes[0], max(scheme.bits for scheme in schemes)
         zeros = {scheme.zero if scheme.offset == "zero" else -1 for scheme in schemes}
         offset = 2 if -1 in zeros else 1 if None in zeros or len(zeros) > 1 else 0
@@ -79,10 +90,19 @@ class Format:
         two_levels = len(set(schemes)) == 1 and first.super_group > 0 and group <= UNIT and offset != 1
         head_units = (first.super_group if two_levels else group) // UNIT if len(set(schemes)) == 1 else 1
         wide = any(s.scale_dtype == torch.float32 or (s.super_group > 0 and not two_levels) for s in schemes)
-        return cls(bits, groups, max(1, head_units), wide, two_levels, offset, (first.zero or 0) if offset == 0 else 0)
+        number_bytes = 1 if first.powers else 4 if wide else 2
+        zero = (first.zero or 0) if offset == 0 else 0
+        return cls(bits, groups, max(1, head_units), number_bytes, two_levels, offset, zero, first.table)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The fields as csrc/bind_ops.cpp takes them."""
+        *fields, _ = astuple(self)
+        return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
     def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Tensor | None]:
         """Return what the native `fill` reads: codes, the numbers of heads, and the integers of units."""
+        rows = rows if self.table else rows.looked_up()
         codes = rows.codes.contiguous()
         if self.two_levels:
             factors = [None if part is None else part.float() for part in (rows.super_scales, rows.super_minimums)]
@@ -95,7 +115,7 @@ class Format:
 
 def packs(scheme: Scheme) -> bool:
     """Tell whether the kernels read matrices of this scheme: in groups of 16 or of a multiple of 32."""
-    return scheme.bits in (4, 5, 6, 8) and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
+    return scheme.bits in BITS and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
 
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
@@ -109,7 +129,7 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
     """Return sections as csrc/bind_ops.cpp takes them: of each its rows, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
-    return [[num, *map(int, astuple(format))] for num, format in zip(rows, formats, strict=True)]
+    return [[num, *format.numbers] for num, format in zip(rows, formats, strict=True)]
 
 
 def distances_of(buckets: Buckets) -> list[int]:
