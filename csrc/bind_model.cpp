@@ -103,7 +103,7 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rot
 }
 
 // input: 0 = embeddings of the tokens. taps: see Pass.
-void forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs, const Numbers& numbers,
+std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs, const Numbers& numbers,
              const Pools& pools, const std::vector<int>& layers, Address input,
              const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read,
              const Numbers& source_numbers) {
@@ -114,7 +114,7 @@ void forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses&
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
     for (const auto& [k, address] : taps) pass.taps.emplace_back(k, at<float>(address));
     nb::gil_scoped_release release;
-    m.forward(pass);
+    return m.forward(pass);
 }
 
 void logits(Model& m, Address hidden, int num_rows, int num_ids, Address out) {
@@ -235,6 +235,7 @@ void bind_model(nb::module_& m) {
              "of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block "
              "k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. "
              "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. "
+             "Returns how many experts some row chose, of each of these blocks that has experts. "
              "Raises IndexError for a token that is no row of the embedding, and for a position that has none.")
         .def("norm", [](Model& self, Address hidden, int rows, Address out) {
             self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,

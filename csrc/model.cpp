@@ -219,7 +219,7 @@ void Model::check(const Pass& pass) const {
     }
 }
 
-void Model::forward(const Pass& pass) {
+std::vector<int> Model::forward(const Pass& pass) {
     check(pass);
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
@@ -254,6 +254,11 @@ void Model::forward(const Pass& pass) {
             norm_row(backend_.kernels, *parts_.final_norm, b.residual + at, parts_.hidden_size, pass.hidden + at);
         });
     });
+    std::vector<int> num_experts;
+    for (int i : pass.layers)
+        if (parts_.blocks[static_cast<size_t>(i)].experts)
+            num_experts.push_back(static_cast<int>(b.groups[static_cast<size_t>(i)].experts.size()));
+    return num_experts;
 }
 
 void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {

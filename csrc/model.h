@@ -91,8 +91,9 @@ class Model {
     // vectors: weights of norms that the parts point to and that nobody else keeps.
     Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors);
 
+    // Returns how many experts some row chose, of each block with experts, in the order of the layers.
     // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none.
-    void forward(const Pass& pass);
+    std::vector<int> forward(const Pass& pass);
     // Final norm of rows [num_rows, hidden_size], float32.
     void norm(const float* hidden, int num_rows, float* out);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, outputs of the head].

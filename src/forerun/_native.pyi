@@ -222,11 +222,11 @@ class Model:
         hidden: int,
         read: int = 0,
         sources: Sequence[int] = [],
-    ) -> None:
+    ) -> list[int]:
         """
         Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Raises IndexError for a token that is no row of the embedding, and for a position that has none.
+        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none.
         """
 
     def norm(self, hidden: int, num_rows: int, out: int) -> None:

@@ -778,7 +778,9 @@ class Model(Protocol):
         """Run every new token through these layers (None = all) and write what they keep into the cache.
 
         hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
-        the residual stream before layer k is written. Returns rows [T, H], behind the final norm if the last layer ran.
+        the residual stream before layer k is written. A model with experts takes `num_experts`, too: a list to which is
+        appended, of each such layer, how many of them some row chose. Returns rows [T, H], behind the final norm if the
+        last layer ran.
         """
 
     def rounded(self, quantization: Quantization) -> Model:
@@ -879,6 +881,7 @@ class StepReport:
     num_prefill_tokens: int = 0
     num_decoding: int = 0  # sequences that emitted
     num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
+    num_experts: float = 0.0  # that some row of it chose, on average over the layers with experts; 0 = it has none
     num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
     num_drafted: int = 0
     num_tested: int = 0

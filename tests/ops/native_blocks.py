@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -266,7 +266,7 @@ class Native:
         numbers = self.numbers(cached, {slot: len(run) for slot, run in runs.items()}, trees or {})
         hidden = torch.empty(len(tokens), self.spec.hidden_size)
         layers = given.get("layers", list(range(self.spec.num_layers)))
-        self.model.forward(
+        self.num_experts = self.model.forward(
             tokens,
             positions,
             self.addresses,
@@ -320,11 +320,15 @@ def _rounded(rows: Tensor, bits: int) -> QuantisedMatrix:
 
 @dataclass(frozen=True)
 class Reference:
-    """The same function in float64, of one sequence of tokens. weights: as `random_weights` has them."""
+    """The same function in float64, of one sequence of tokens. weights: as `random_weights` has them.
+
+    chosen: of each block with experts that has run, those that some row chose.
+    """
 
     spec: Spec
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
+    chosen: list[set[int]] = field(default_factory=list)
 
     def rows(self, tokens: list[int]) -> Tensor:
         """[T, H + V]."""
@@ -428,8 +432,11 @@ class Reference:
         scores = self.product(self.norm(y, e.router_norm, at + "router_norm"), at + "gate")
         shares = {"softmax": scores.softmax(-1), "sigmoid": scores.sigmoid()}.get(e.score, scores)
         out = torch.zeros_like(y)
+        self.chosen.append(set())
         for row in range(len(y)):
-            found = sorted(range(e.num), key=lambda i: -float(scores[row, i]))[: e.chosen]
+            # Rows of the router that are alike may differ in the last bit, by the order of a library's sums.
+            found = sorted(range(e.num), key=lambda i: -round(float(scores[row, i]), 9))[: e.chosen]
+            self.chosen[-1].update(found)
             own = shares[row, found]
             if e.score == "softmax_of_chosen":
                 own = own.softmax(-1)

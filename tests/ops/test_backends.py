@@ -136,7 +136,8 @@ def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
     assert e is not None
     assert experts is not None
     x = torch.randn(5, 32, generator=generator).double()
-    found = experts.run(model.ops, x)
+    found, num_experts = experts.run(model.ops, x)
+    chosen = set[int]()
     at = "model.layers.0.mlp."
 
     def fed(name: str, row: torch.Tensor) -> torch.Tensor:
@@ -147,6 +148,7 @@ def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
         scores = weights[f"{at}gate.weight"] @ row
         scores = scores.sigmoid() if e.score == "sigmoid" else scores.softmax(-1)
         best = scores.topk(2)
+        chosen |= set(best.indices.tolist())
         shares = best.values / best.values.sum() if e.normalise else best.values
         wanted = sum(
             s * e.scale * fed(f"experts.{i}.", row) for s, i in zip(shares, best.indices.tolist(), strict=True)
@@ -154,3 +156,4 @@ def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
         if e.shared is not None:
             wanted += torch.sigmoid(weights[f"{at}shared_expert_gate.weight"] @ row) * fed("shared_expert.", row)
         assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    assert num_experts == len(chosen)

@@ -136,6 +136,25 @@ def test_of_equal_scores_the_lowest_experts_are_chosen(isa: str) -> None:
 
 
 @every_isa
+def test_a_pass_tells_how_many_experts_its_rows_chose(isa: str) -> None:
+    """Of each layer that has any, and of those alone that ran."""
+    model, reference = model_of("experts", FLOAT32, 0, isa, 2)
+    found = []
+    for num in (1, 2, 3, 8, 24):
+        reference.chosen.clear()
+        model.run({0: tokens_of(9, num)}, {0: 0})
+        reference.rows(tokens_of(9, num))
+        assert model.num_experts == [len(own) for own in reference.chosen], num
+        found.append(model.num_experts)
+    assert len({tuple(own) for own in found}) > 3
+    model.run({0: tokens_of(9, 1)}, {0: 0}, layers=[1, 3])
+    assert model.num_experts == [2, 1]
+    dense, _ = model_of("gemma3", FLOAT32, 0, isa)
+    dense.run({0: tokens_of(9, 2)}, {0: 0})
+    assert dense.num_experts == []
+
+
+@every_isa
 @every_spec
 def test_threads_do_not_matter(name: str, isa: str) -> None:
     one, three = (passes(model_of(name, BFLOAT16, 0, isa, num)[0]) for num in (1, 3))

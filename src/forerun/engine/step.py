@@ -205,6 +205,7 @@ class Stepper:
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_prefill_tokens += sum([len(request.seq.source_ids) for request in plan.sources])
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
+        report.num_experts = scores.num_experts
         report.num_context_tokens = num_context_tokens
         return report
 

@@ -57,7 +57,8 @@ class Scores:
 
     logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
     logits are no numbers). taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps
-    has asked for it. runs: what was asked for.
+    has asked for it. runs: what was asked for. num_experts: that some row chose, on average over the layers that have
+    experts; 0 = none has.
     """
 
     hidden: Tensor
@@ -67,6 +68,7 @@ class Scores:
     forward_s: float
     taps: dict[int, Tensor] = field(default_factory=dict)
     runs: Seq[Run] = ()
+    num_experts: float = 0.0
 
 
 class Runner:
@@ -77,7 +79,7 @@ class Runner:
     logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: those that run,
     ascending; None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft
     model of its own. taps: inner layers whose rows every pass returns; may be set later. head_rows: the first rows of
-    the LM head, where no others are to be read; None = all.
+    the LM head, where no others are to be read; None = all. has_experts: whether rows choose experts in some layer.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class Runner:
         has_encoder = getattr(model.config, "encoder", None) is not None
         self.sources = Sources(model, cache) if has_encoder else None
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
+        blocks = getattr(model.config, "blocks", ())
+        self.has_experts = any(block.experts is not None for block in blocks)
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
         self.narrow(head_rows)
@@ -129,7 +133,9 @@ class Runner:
             (few if run.best_only else full).extend(wanted)
         shape = batch.run_starts[-1], self.model.config.hidden_size
         taps = {k: torch.empty(shape, device=self.model.device) for k in self.taps}
-        hidden = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), taps)
+        touched = list[int]()
+        also: dict[str, Any] = {"num_experts": touched} if self.has_experts else {}
+        hidden = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), taps, **also)
         if self._ends_early:
             hidden = self.model.norm(hidden)
         for run in runs:
@@ -137,7 +143,8 @@ class Runner:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         self.model.wait()
-        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs)
+        num_experts = sum(touched) / max(1, len(touched))
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs, num_experts)
 
     @property
     def finds_best(self) -> bool:

@@ -171,6 +171,7 @@ class CpuModel:
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
+        num_experts: list[int] | None = None,
     ) -> Tensor:
         """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
         taps = taps or {}
@@ -181,7 +182,7 @@ class CpuModel:
         hidden = None if hidden is None else hidden.float().contiguous()
         out = torch.empty(len(tokens), self.config.hidden_size)
         if tokens:
-            self._native.forward(
+            found = self._native.forward(
                 tokens,
                 positions,
                 self._turns(end_of(batch)),
@@ -195,6 +196,8 @@ class CpuModel:
                 out.data_ptr(),
                 sources=self._sources(batch, cache),
             )
+            if num_experts is not None:
+                num_experts += found
         return out
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:

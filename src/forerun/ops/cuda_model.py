@@ -223,6 +223,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
         read: Tensor | None = None,
+        num_experts: list[int] | None = None,
     ) -> Tensor:
         """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
         taps = taps or {}
@@ -236,7 +237,7 @@ class CudaModel(TorchModel):
         if cache is None or read is not None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.device)
-            return self._run(rows, cache, chosen, is_normed, hidden, taps, read)
+            return self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts)
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
         graph = self._graph(batch, cache, tables, layout, wanted)
         if graph.hidden is not None and hidden is not None:
@@ -255,6 +256,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None,
         taps: Mapping[int, Tensor],
         read: Tensor | None = None,
+        num_experts: list[int] | None = None,
     ) -> Tensor:
         """Launch the kernels of one pass."""
         ops = self._cuda
@@ -285,6 +287,8 @@ class CudaModel(TorchModel):
         if taps:
             stream = _Stream(added(ops, stream, None, torch.float32)[0])
             _write(taps, range(first, self.config.num_layers + 1), stream.x)
+        if num_experts is not None:
+            num_experts += step.num_experts
         norm = _told(self._final_norm) if is_normed else None
         x, y = added(ops, stream, norm, torch.float32)
         return y if is_normed else x

@@ -166,6 +166,7 @@ class Step:
     """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind.
 
     sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
+    num_experts: of each block with experts that has run, how many of them some row chose.
     """
 
     positions: Tensor
@@ -173,6 +174,7 @@ class Step:
     cache: BlockCache | None
     view: CacheView | None
     sources: CacheView | None = None
+    num_experts: list[int] = field(default_factory=list)
 
 
 class TorchAttention:
@@ -296,13 +298,14 @@ class TorchExperts:
         self.shared = None if e.shared is None else TorchMlp(e.shared, parts, f"{at}shared_expert.")
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
 
-    def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
-        """y [T, H] -> [T, H]."""
+    def run(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, int]:
+        """y [T, H] -> [T, H], and how many experts some row chose."""
         chosen, shares = self.chosen(ops, y)
-        out = torch.zeros_like(y)
+        out, num_experts = torch.zeros_like(y), 0
         for i, expert in enumerate(self.experts):
             rows, places = (chosen == i).nonzero(as_tuple=True)
             if len(rows):
+                num_experts += 1
                 part = expert.run(ops, y[rows]) * shares[rows, places].to(y.dtype)[:, None]
                 out = out.index_add(0, rows, part)
         if self.shared is not None:
@@ -310,7 +313,7 @@ class TorchExperts:
             if self.shared_gate is not None:
                 part = part * torch.sigmoid(self.shared_gate.apply(ops, y)[0])
             out = out + part
-        return out
+        return out, num_experts
 
     def chosen(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row [T, chosen], and their shares, float32."""
@@ -350,17 +353,25 @@ class TorchBlock:
             y = normed(self.pre_attention, ops, x) if read is None else read
             x = self.attended(ops, x, self.attention.run(ops, y, i, step))
         if self.mlp is not None or self.experts is not None:
-            x = self.fed_forward(ops, x, before if self.spec.parallel else x)
+            x = self.fed_forward(ops, x, before if self.spec.parallel else x, step.num_experts)
         return x if self.out_scale is None else x * self.out_scale
 
     def attended(self, ops: ReferenceOps, x: Tensor, branch: Tensor) -> Tensor:
         """Add what attention gave, behind its output matrix, to rows x [T, H]."""
         return self._added(ops, x, branch, self.post_attention)
 
-    def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor) -> Tensor:
-        """Add the feed-forward part to rows x [T, H]. reads: the rows that it is computed of, before their norm."""
+    def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor, num_experts: list[int] | None = None) -> Tensor:
+        """Add the feed-forward part to rows x [T, H]. reads: the rows that it is computed of, before their norm.
+
+        num_experts: to which is appended how many experts some row chose, where there are any.
+        """
         y = normed(self.pre_mlp, ops, reads)
-        parts = [part.run(ops, y) for part in (self.mlp, self.experts) if part is not None]
+        parts = [] if self.mlp is None else [self.mlp.run(ops, y)]
+        if self.experts is not None:
+            part, num = self.experts.run(ops, y)
+            parts.append(part)
+            if num_experts is not None:
+                num_experts.append(num)
         return self._added(ops, x, parts[0] if len(parts) == 1 else parts[0] + parts[1], self.post_mlp)
 
     def _added(self, ops: ReferenceOps, x: Tensor, branch: Tensor, post: Normed | None) -> Tensor:
@@ -445,6 +456,7 @@ class TorchModel:
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
         read: Tensor | None = None,
+        num_experts: list[int] | None = None,
     ) -> Tensor:
         """Run every new token through these layers, whose keys and values go into the cache. Returns rows [T, H].
 
@@ -452,8 +464,9 @@ class TorchModel:
         embeddings; learned positions are added to what layer 0 gets. The rows come after the final norm if the last
         layer is among them, else they are the residual stream. taps: by k, a float32 [T, H] to which the residual
         stream before layer k is written; k = 0: before all layers, k = num_layers: behind all, before the final norm.
-        read: what the first layer's attention reads in place of that stream, of a head. Raises InternalError for what
-        is no such layer, tap or row.
+        read: what the first layer's attention reads in place of that stream, of a head. num_experts: to which is
+        appended, of each of these layers that has experts, how many of them some row chose. Raises InternalError for
+        what is no such layer, tap or row.
         """
         taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
@@ -476,6 +489,8 @@ class TorchModel:
             x = self.blocks[i].run(self.ops, x, i, step, read)
             read = None
         _write(taps, range(first, self.config.num_layers + 1), x)
+        if num_experts is not None:
+            num_experts += step.num_experts
         return self.norm(x) if is_normed else x
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
