@@ -31,8 +31,14 @@ def lm(
     ] = None,
     ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward block, elements.")] = 1536,
     family: Annotated[
-        str, typer.Option(help="llama, or gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them).")
+        str,
+        typer.Option(
+            help="llama; gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them); or qwen3_moe, a "
+            "mixture of experts."
+        ),
     ] = "llama",
+    experts: Annotated[int, typer.Option(help="Of a mixture: experts of a layer, each of ffn-size.")] = 0,
+    experts_per_token: Annotated[int, typer.Option(help="Of a mixture: how many of them each token takes.")] = 0,
     vocab_size: Annotated[
         int | None,
         typer.Option(
@@ -75,7 +81,7 @@ def lm(
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Train a llama or a GPT-2 on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
+    """Train a small model on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
     from forerun.train import lm as loop
     from forerun.train.config import TrainConfig
     from forerun.train.model import ModelShape
@@ -93,6 +99,8 @@ def lm(
                 num_heads=heads,
                 ffn_size=ffn_size,
                 vocab_size=vocab_size,
+                num_experts=experts,
+                num_chosen=experts_per_token,
             ),
             out=out,
             steps=max_steps,

@@ -185,6 +185,9 @@ class ReferenceOps:
         """
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
 
+    def routed(self, scores: Tensor, chosen: Tensor) -> None:
+        """Called with what each router decided: scores [T, experts], and the experts chosen [T, chosen]."""
+
     def plan(self, view: CacheView) -> Plan:
         """Return what attention needs of a view; it is computed once per forward pass."""
         reads = [_consecutive(rows) for rows in view.read_rows]

@@ -324,6 +324,7 @@ class TorchExperts:
         elif e.score == "sigmoid":
             scores = scores.sigmoid()
         shares, found = scores.topk(e.chosen, -1)
+        ops.routed(scores, found)
         if e.score == "softmax_of_chosen":
             shares = shares.softmax(-1)
         elif e.normalise:

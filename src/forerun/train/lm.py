@@ -1,10 +1,10 @@
 """`forerun train lm` trains a small model on Python source, token ids or a target's text, or from its soft labels.
 
-It is a llama, as the shipped target and its draft, which were both trained by it, or a GPT-2. Several drafts of one
-target learn one after another: each learns where the target and the drafts before it (`after`) do not agree on the
-likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they cover more than each
-would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a standard checkpoint
-folder, `model/` in the out folder. loop.py says what else is written there.
+It is a llama, as the shipped target and its draft, which were both trained by it, a GPT-2, or a mixture of experts.
+Several drafts of one target learn one after another: each learns where the target and the drafts before it (`after`)
+do not agree on the likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they
+cover more than each would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a
+standard checkpoint folder, `model/` in the out folder. loop.py says what else is written there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from forerun.train.tokenizer import (
     train_tokenizer,
 )
 
+BALANCE = 0.01  # weight of each router's imbalance (Fedus, Zoph, Shazeer 2021, section 2.2)
+
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another run."""
@@ -78,6 +80,7 @@ class LanguageModel:
     weights: dict[str, Tensor]
     teacher: TorchModel | None
     earlier: Sequence[TorchModel]
+    ops: TrainingOps
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -104,8 +107,10 @@ class LanguageModel:
     def loss(self, step: int) -> Tensor:
         """See `Task`. Where an earlier draft agrees with the target, nothing is learned."""
         windows = self.data.batches.batch(step).to(self.config.device)
+        self.ops.imbalances.clear()
         with autocast(self.config):
             hidden = run_windows(self.model, windows[:, :-1])
+        unevenness = sum(self.ops.imbalances)
         needs_target = self.earlier or self.config.loss != "ce"
         target, next_tokens = self._logits(self.teacher, windows) if needs_target else None, windows[:, 1:].reshape(-1)
         if self.earlier and target is not None:
@@ -115,7 +120,7 @@ class LanguageModel:
                 return hidden.sum()  # 0, with a gradient of 0
         with autocast(self.config):
             logits = self.model.logits(hidden)
-        return losses.loss_of(self.config.loss, logits, next_tokens, target)
+        return losses.loss_of(self.config.loss, logits, next_tokens, target) + BALANCE * unevenness
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -178,6 +183,7 @@ def prepare(config: TrainConfig) -> LanguageModel:
         weights=weights,
         teacher=teacher,
         earlier=[load_earlier(name, config, ops) for name in config.after],
+        ops=ops,
     )
 
 

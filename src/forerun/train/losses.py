@@ -54,6 +54,18 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return by_row("kl", draft_logits, target_logits).mean()
 
 
+def imbalance(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return how unevenly a router spreads rows: 1 where all experts have as many, their number where one has all.
+
+    scores [R, experts]: the router's softmax; chosen [R, k]. It is n sum_i f_i P_i, with the share f_i of choices that
+    fell on expert i and its mean score P_i, through which alone there is a gradient (Fedus, Zoph, Shazeer 2021, arXiv
+    2101.03961, equations 4 to 6).
+    """
+    num_experts = scores.shape[-1]
+    share = torch.bincount(chosen.flatten(), minlength=num_experts) / chosen.numel()
+    return num_experts * (share * scores.mean(0)).sum()
+
+
 def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return sum_x min(p(x), q(x)) per row, [R]: the chance that one draft token is accepted at temperature 1."""
     return torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1)

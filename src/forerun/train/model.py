@@ -41,15 +41,32 @@ SIZES: Mapping[str, Mapping[str, str]] = {
         "vocab_size": "vocab_size",
         "max_positions": "n_positions",
     },
+    "qwen3_moe": {
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_size": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "num_chosen": "num_experts_per_tok",
+        "vocab_size": "vocab_size",
+        "rope_theta": "rope_theta",
+        "max_positions": "max_position_embeddings",
+    },
 }
-FIXED: Mapping[str, Mapping[str, Any]] = {"llama": {"rms_norm_eps": 1e-5}, "gpt2": {"layer_norm_epsilon": 1e-5}}
+FIXED: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-5},
+    "gpt2": {"layer_norm_epsilon": 1e-5},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+}
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder with tied embeddings, in elements; heads have hidden_size / num_heads of them.
 
-    family: llama, or gpt2, which learns each of its max_positions, and has as many key-value heads as query heads.
+    family: llama; gpt2, which learns each of its max_positions, and has as many key-value heads as query heads; or
+    qwen3_moe, of whose num_experts parts of ffn_size each row takes num_chosen.
     """
 
     hidden_size: int
@@ -61,10 +78,20 @@ class ModelShape:
     rope_theta: float = 10000.0
     max_positions: int = 2048
     family: str = "llama"
+    num_experts: int = 0
+    num_chosen: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in SIZES:
             raise BadOption(f"family={shown(self.family)} is not trained: it must be {' or '.join(SIZES)}")
+        if "num_experts" in SIZES[self.family]:
+            if not 1 <= self.num_chosen <= self.num_experts:
+                raise BadOption(
+                    f"each row of a {self.family} takes some of its experts, not {self.num_chosen} of "
+                    f"{self.num_experts}: give --experts 8 --experts-per-token 2"
+                )
+        elif self.num_experts or self.num_chosen:
+            raise BadOption(f"a {self.family} has no experts: leave those options out, or say --family qwen3_moe")
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise BadOption(
                 f"{self.num_heads} query heads must divide hidden size {self.hidden_size} and be a multiple of "

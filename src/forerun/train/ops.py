@@ -9,6 +9,7 @@ from torch import Tensor
 from forerun.kv.pool import Pool
 from forerun.ops.reference import PLAIN, Plan, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
+from forerun.train import losses
 from forerun.types import CacheView, RaggedBatch
 
 
@@ -16,12 +17,18 @@ class TrainingOps(ReferenceOps):
     """The reference operators with attention over rows that are consecutive sequences of `seq_len_tokens` each.
 
     So training runs the same forward pass of the decoder as serving; only the source of keys and values differs.
-    Sliding windows are refused, because no trainable shape has one.
+    Sliding windows are refused, because no trainable shape has one. imbalances: what each router of the passes since
+    it was emptied did, see `losses.imbalance`.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:
         super().__init__()
         self.seq_len_tokens = seq_len_tokens
+        self.imbalances: list[Tensor] = []
+
+    def routed(self, scores: Tensor, chosen: Tensor) -> None:
+        """See `ReferenceOps`."""
+        self.imbalances.append(losses.imbalance(scores, chosen))
 
     def attention(
         self,
