@@ -262,6 +262,11 @@ class Spec:
         return sum(math.prod(weight.shape) for weight in weights(self))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether rows choose experts in some block."""
+        return any(block.experts is not None for block in self.blocks)
+
+    @property
     def has_windows(self) -> bool:
         """Whether a block sees no further than a window."""
         return any(block.attention is not None and block.attention.window is not None for block in self.blocks)

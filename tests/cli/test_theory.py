@@ -25,6 +25,24 @@ def test_a_machine_in_place_of_costs(cli):
     assert "v(8) = 1.00" in alone.stdout
     assert "K = 4 is the best" in alone.stdout
     assert "K = 1 is the best" in many.stdout
+    assert "overlap" not in many.stdout
+
+
+def test_experts_that_rows_share(cli):
+    shapes = (
+        "--target-shape",
+        "qwen3-30b-a3b",
+        "--draft-shape",
+        "smollm2-135m",
+        "--machine",
+        "cpu-2-cores",
+        "--spec-length",
+        "7",
+    )
+    apart, shared = (cli("theory", *shapes, "--overlap", overlap).stdout for overlap in ("0", "1"))
+    assert "overlap 0, by" in " ".join(apart.split())
+    assert "v(7) = 4.25" in " ".join(apart.split())
+    assert "v(7) = 1.00" in " ".join(shared.split())
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,20 @@ def test_the_roofline_takes_names(client: TestClient) -> None:
     ratios = roofline.verify_ratios(roofline.SHAPES["llama-3.1-8b"], step, on, 3)
     assert found[1]["verify_ratios"] == pytest.approx(ratios)
     assert found[0]["verify_ratios"] == pytest.approx([1] * 4, rel=0.02)
+    assert found[0]["free_rows"] == pytest.approx(roofline.ridge_rows(on))
+
+
+def test_the_roofline_of_a_mixture_takes_an_overlap(client: TestClient) -> None:
+    """Arrays of both are broadcast. A further row is free where all rows choose the same experts."""
+    given = {"target": "qwen3-30b-a3b", "draft": "llama-3.2-1b", "machine": "h100", "context": 0, "max_gamma": 3}
+    found = evaluate(client, "roofline", **given, overlap=[[0], [0.5], [1]], batch=[1, 2])
+    target = roofline.SHAPES["qwen3-30b-a3b"]
+    for overlap, row in zip((0, 0.5, 1), found, strict=True):
+        for batch, one in zip((1, 2), row, strict=True):
+            step = roofline.Step(batch=batch, overlap=overlap)
+            expected = roofline.verify_ratios(target, step, roofline.MACHINES["h100"], 3)
+            assert one["verify_ratios"] == pytest.approx(expected)
+            assert (one["free_rows"] > 1) == (overlap == 1)
 
 
 REFUSED = {

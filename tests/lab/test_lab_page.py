@@ -248,6 +248,27 @@ def test_the_roofline_moves_with_the_batch(pages: Pages) -> None:
         assert is_busy == (curve[5] > 1.25)
 
 
+def test_the_roofline_of_a_mixture_moves_with_the_overlap_of_its_experts(pages: Pages) -> None:
+    """Its knob is there where a model has experts, and nowhere else."""
+    page = pages.open("#landscape.check=roofline&landscape.k=5")
+    knob = page.locator("#landscape").get_by_label("overlap of experts", exact=True)
+    assert not knob.is_visible()
+    page.locator("#landscape").get_by_label("target", exact=True).select_option("qwen3-30b-a3b")
+    knob.wait_for(state="visible")
+    target, machine = roofline.SHAPES["qwen3-30b-a3b"], next(iter(roofline.MACHINES.values()))
+    costs = []
+    for at, overlap in ((0, 0.0), (2, 0.5), (4, 1.0)):
+        slide(page, "landscape", "overlap of experts", at)
+        step = roofline.Step(context=1000, overlap=overlap)
+        c = roofline.cost_ratio(roofline.SHAPES["llama-3.2-1b"], target, step, machine)
+        curve = roofline.verify_ratios(target, step, machine, 16).tolist()
+        settle(page)
+        costs.append(number(page, "landscape", "cost"))
+        assert costs[-1] == pytest.approx(5 * c + curve[5], abs=0.002)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > 1.5 * costs[-1]
+
+
 def test_a_point_is_measured_here(pages: Pages, server: Running) -> None:
     """The engine generates, and the formula takes its measured curve."""
     page = pages.open("#landscape.k=3")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from forerun.blocks import Plain, weight_shapes
+from forerun.blocks import Experts, Mlp, Plain, weight_shapes
 from forerun.theory import formulas, roofline
 from forerun.theory.landscape import landscape
 from forerun.theory.roofline import MACHINES, SHAPES, Machine, Precision, Step
@@ -32,6 +34,53 @@ def test_weights_are_those_of_the_decoder():
     config = Plain("llama", 128256, 2048, 16, 32, 8, 64, 8192, 1e-5, 131072, tied=True).spec
     matrices = sum(int(np.prod(shape)) for shape in weight_shapes(config).values() if len(shape) == 2)
     assert roofline.weights_read(config) == roofline.weights_read(ONE_B) == matrices
+
+
+def test_experts_by_hand():
+    """A layer: attention 48, router 4 x 4, two of four experts of 3 x 6 x 4 = 72 and one more of 24, gated by 4."""
+    experts = Experts(4, 2, Mlp(6), shared=Mlp(2), shared_gate=True)
+    mixture = replace(TINY, blocks=tuple(replace(block, mlp=None, experts=experts) for block in TINY.blocks))
+    one = 40 + 2 * (48 + 16 + 2 * 72 + 24 + 4)
+    assert roofline.weights_read(mixture) == one
+    # Of two rows each chooses two of four: 4 (1 - 1/2^2) = 3 on average. Each is multiplied by those of its own.
+    work = roofline.pass_work(mixture, Step(rows=2)).products
+    assert work == (2 * (one + 2 * 72), 2 * one * 2)
+    assert roofline.pass_work(mixture, Step(rows=2, overlap=1.0)).products == (2 * one, 2 * one * 2)
+    assert roofline.pass_work(mixture, Step(batch=2, overlap=0.5)).products.bytes == 2 * (one + 72)
+
+
+@pytest.mark.parametrize(
+    ("name", "all_weights", "used"), [("qwen3-30b-a3b", 30.5e9, 3.3e9), ("gpt-oss-20b", 20.9e9, 3.6e9)]
+)
+def test_mixtures_are_those_that_their_makers_describe(name, all_weights, used):
+    """Weights in all, and those of a token, which one of the two counts with its embedding."""
+    shape = SHAPES[name]
+    assert shape.num_weights == pytest.approx(all_weights, rel=2e-3)
+    embedding = shape.vocab_size * shape.hidden_size if name.startswith("qwen") else 0
+    assert roofline.weights_read(shape) + embedding == pytest.approx(used, rel=0.02)
+
+
+def test_what_pays_goes_by_the_experts_that_rows_share():
+    """Without overlap a mixture pays less than a dense decoder does that reads as much for one row, with it as much."""
+    machine, draft = MACHINES["cpu-2-cores"], SHAPES["smollm2-135m"]
+
+    def best(overlap: float) -> float:
+        target, step = SHAPES["qwen3-30b-a3b"], Step(overlap=overlap)
+        ratios = roofline.verify_ratios(target, step, machine, 8)
+        return float(landscape([0.8], 8, roofline.cost_ratio(draft, target, step, machine), ratios).best_speedups[0])
+
+    gains = [best(overlap) for overlap in (0.0, 0.5, 1.0)]
+    assert gains == sorted(gains)
+    assert gains[0] < 1.2 < 2 < gains[-1]
+
+
+def test_a_window_ends_what_a_row_sees():
+    """Of a context of 5 keys, rows of a layer with a window of 4 see 4 each; old keys are read as far."""
+    first, second = TINY.blocks
+    windowed = replace(first, attention=replace(first.attention, window=4))
+    work = roofline.pass_work(replace(TINY, blocks=(windowed, second)), Step(rows=3, context=5), Precision(2.0, 4.0))
+    assert work.attention.bytes == ((4 + 3 + 3) + (5 + 3 + 3)) * 4 * 4
+    assert work.attention.operations == (3 * 4 + 6 + 7 + 8) * 2 * 2 * 4
 
 
 def test_the_ridge():

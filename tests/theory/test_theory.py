@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -230,3 +231,25 @@ def test_impossible_lengths():
         formulas.speedup_of_length(0.5, 2, 0.1, 0)
     with pytest.raises(ValueError, match="must hold"):
         landscape([1.2], 3, 0.1)
+
+
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(4, 1), (4, 2), (5, 3), (3, 3)])
+def test_distinct_experts_are_those_of_all_choices(num_experts, num_chosen):
+    """The mean over everything that up to three rows can choose."""
+    choices = [set(found) for found in itertools.combinations(range(num_experts), num_chosen)]
+    for num_rows in (1, 2, 3):
+        counts = [len(set().union(*rows)) for rows in itertools.product(choices, repeat=num_rows)]
+        found = formulas.distinct_experts(num_experts, num_chosen, num_rows)
+        assert float(found) == pytest.approx(np.mean(counts), rel=1e-12)
+
+
+def test_distinct_experts_of_rows_that_share_them():
+    """128 experts, 8 chosen: 8 independent rows read 6.45 times what one does, rows that choose alike as much."""
+    rows = np.arange(1, 9)
+    independent = formulas.distinct_experts(128, 8, rows)
+    assert independent[[0, 7]] == pytest.approx([8, 51.62], abs=0.01)
+    assert formulas.distinct_experts(128, 8, rows, 1.0) == pytest.approx(8)
+    assert formulas.distinct_experts(128, 8, rows, 0.5) == pytest.approx((independent + 8) / 2)
+    for given in ((8, 9, 1), (8, 0, 1), (8, 2, 0), (8, 2, 1, 1.1)):
+        with pytest.raises(ValueError, match="chooses at least one"):
+            formulas.distinct_experts(*given)

@@ -32,6 +32,10 @@ def theory(
     machine: Annotated[str | None, typer.Option(help="h100, a100, rtx-4090 or cpu-2-cores")] = None,
     batch: Annotated[int, typer.Option(help="sequences in a pass, for the roofline", min=1)] = 1,
     context: Annotated[int, typer.Option(help="tokens behind which each of them is, for the roofline", min=0)] = 0,
+    overlap: Annotated[
+        float,
+        typer.Option(help="of the experts that a pass's rows choose: 0 = independent, 1 = all the same", min=0, max=1),
+    ] = 0.0,
 ) -> None:
     """Show what speculation gives for an acceptance rate and a cost: tokens, speed-up, the best length, the limits.
 
@@ -51,7 +55,8 @@ def theory(
     if any(named) and (c is not None or verify_ratio is not None):
         raise BadOption("--c and --verify-ratio follow from --machine: give the shapes and the machine, or these two")
     if all(named):
-        cost, ratios, about = _roofline(str(target_shape), str(draft_shape), str(machine), batch, context, spec_length)
+        names = str(target_shape), str(draft_shape), str(machine)
+        cost, ratios, about = _roofline(*names, batch, context, overlap, spec_length)
         console.print(about)
     else:
         cost = 0.1 if c is None else c
@@ -110,7 +115,7 @@ def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: lis
 
 
 def _roofline(
-    target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int
+    target: str, draft: str, machine: str, batch: int, context: int, overlap: float, max_gamma: int
 ) -> tuple[float, npt.NDArray[np.float64], str]:
     """Return c, v of each length, and a sentence about both. Raises BadOption for unknown names."""
     from forerun.registry import unknown
@@ -123,10 +128,12 @@ def _roofline(
         shapes.append(SHAPES[name])
     if machine not in MACHINES:
         raise BadOption(unknown("machine", machine, MACHINES))
-    on, step = MACHINES[machine], Step(batch=batch, context=context)
+    on, step = MACHINES[machine], Step(batch=batch, context=context, overlap=overlap)
     c, ratios = cost_ratio(shapes[1], shapes[0], step, on), verify_ratios(shapes[0], step, on, max_gamma)
+    shared = f", overlap {overlap:g}" if any(shape.has_experts for shape in shapes) else ""
     about = (
-        f"{target} with {draft} on {machine}, batch {batch}, context {context}, by the roofline: a pass takes at least "
-        f"{1e3 * pass_seconds(shapes[0], step, on):.3g} ms, c = {c:.3f}, v({max_gamma}) = {ratios[-1]:.2f}"
+        f"{target} with {draft} on {machine}, batch {batch}, context {context}{shared}, by the roofline: a pass "
+        f"takes at least {1e3 * pass_seconds(shapes[0], step, on):.3g} ms, c = {c:.3f}, "
+        f"v({max_gamma}) = {ratios[-1]:.2f}"
     )
     return c, ratios, about

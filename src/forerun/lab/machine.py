@@ -46,6 +46,7 @@ def make_router(llm: LLM) -> APIRouter:
             "passes": passes(llm),
             "published": [point._asdict() for point in TABLE_4],
             "shapes": list(roofline.SHAPES),
+            "mixtures": [name for name, shape in roofline.SHAPES.items() if shape.has_experts],
             "machines": list(roofline.MACHINES),
         }
 

@@ -18,21 +18,26 @@ from forerun.errors import BadOption, shown
 from forerun.theory import formulas, joint, lenience, noise, roofline as roofline_of, simulate
 
 
-def roofline(target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int) -> dict[str, Any]:
+def roofline(
+    target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int, overlap: float = 0.0
+) -> dict[str, Any]:
     """Return c, v(gamma) for gamma = 0 .. max_gamma, and the rows up to which one more is free, in bfloat16.
 
+    Of a mixture of experts none is, unless all rows choose the same ones.
+
     target, draft: names in forerun.theory.roofline.SHAPES; machine: one in MACHINES. batch: sequences in a pass, each
-    behind `context` tokens. Raises ValueError for other names, and for steps without rows.
+    behind `context` tokens. overlap: of the experts that rows choose, see forerun.theory.roofline.Step. Raises
+    ValueError for other names, and for steps without rows.
     """
     shapes, machines = roofline_of.SHAPES, roofline_of.MACHINES
     for what, name, known in (("target", target, shapes), ("draft", draft, shapes), ("machine", machine, machines)):
         if name not in known:
             raise ValueError(f"{what}={shown(name)} must be one of {', '.join(known)}")
-    step, on = roofline_of.Step(batch=batch, context=context), machines[machine]
+    step, on = roofline_of.Step(batch=batch, context=context, overlap=overlap), machines[machine]
     return {
         "c": roofline_of.cost_ratio(shapes[draft], shapes[target], step, on),
         "verify_ratios": roofline_of.verify_ratios(shapes[target], step, on, max_gamma).tolist(),
-        "free_rows": roofline_of.ridge_rows(on),
+        "free_rows": 1.0 if shapes[target].has_experts and overlap < 1 else roofline_of.ridge_rows(on),
     }
 
 

@@ -97,8 +97,7 @@ class Runner:
         has_encoder = getattr(model.config, "encoder", None) is not None
         self.sources = Sources(model, cache) if has_encoder else None
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
-        blocks = getattr(model.config, "blocks", ())
-        self.has_experts = any(block.experts is not None for block in blocks)
+        self.has_experts = getattr(model.config, "has_experts", False)
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
         self.narrow(head_rows)

@@ -5,7 +5,7 @@ Speculative Decoding", arXiv 2211.17192. Notation: alpha = probability that a te
 tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances are taken as independent
 with one alpha; where they are not, see `expected_tokens_varying`. Lossy rules are in lenience.py, grids of speed-ups in
 landscape.py, trees in trees.py, and what c and a wider pass cost on a machine in roofline.py. simulate.py has a
-simulation of each.
+simulation of each. What follows for mixtures of experts is counting, and is not in that paper.
 """
 
 from __future__ import annotations
@@ -339,6 +339,30 @@ def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
     if not 0 <= num_accepted <= num_tested:
         raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
     return num_accepted / num_tested if num_tested else None
+
+
+# ------------------------------------------------------------------------------------- mixtures of experts: a pass
+
+
+def distinct_experts(
+    num_experts: int, num_chosen: int, num_rows: npt.ArrayLike, overlap: float = 0.0
+) -> npt.NDArray[np.float64]:
+    """Return how many of E experts `num_rows` rows choose on average, k each: k + (1 - overlap) (D - k), elementwise.
+
+    D = E (1 - (1 - k / E)^n) is that of rows which choose independently, every expert with the same probability: an
+    expert is left out by one row with probability 1 - k / E. overlap: from 0 (independent) to 1 (all choose the same).
+    Raises ValueError for what is no mixture, no row, or no overlap.
+    """
+    rows = np.asarray(num_rows, dtype=np.float64)
+    if not (1 <= num_chosen <= num_experts and (rows >= 1).all() and 0 <= overlap <= 1):
+        raise ValueError(
+            f"{num_chosen} of {num_experts} experts, {rows} rows, overlap={overlap}: a row chooses at least one "
+            "and at most all, there is at least one row, and overlap is in [0, 1]"
+        )
+    alone = (
+        num_experts * -np.expm1(rows * np.log1p(-num_chosen / num_experts)) if num_chosen < num_experts else num_chosen
+    )
+    return np.asarray(num_chosen + (1 - overlap) * (alone - num_chosen))
 
 
 def _check(alpha: float, gamma: int) -> None:

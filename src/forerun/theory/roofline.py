@@ -5,18 +5,24 @@ peak. Matrix products and attention are taken apart, because a large batch makes
 each sequence's cache is still read for itself. Not counted: norms, activations, sampling, launches, and the rows of the
 embedding table; a measured pass is never faster. What an engine will allocate is another question, which
 `forerun.memory` answers to the byte.
+
+A mixture of experts reads those experts that some row has chosen, so that a further row is free only as far as it
+chooses those of others (`formulas.distinct_experts`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from forerun.blocks import MATRIX_BITS, Plain, Spec, weights
+from forerun.blocks import Experts, Mlp, Plain, Spec, block_weights
+from forerun.theory.formulas import distinct_experts
 
 
 def _llama(*sizes: int) -> Spec:
@@ -26,12 +32,27 @@ def _llama(*sizes: int) -> Spec:
     return Plain("llama", vocab_size, hidden_size, num_layers, *heads, ffn_size, 1e-5, 131072).spec
 
 
+def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
+    """The same decoder with so many experts as large as its feed-forward parts, in place of them."""
+    blocks = [(b, b.mlp or Mlp(0)) for b in spec.blocks]
+    return replace(spec, blocks=tuple(replace(b, mlp=None, experts=Experts(num, chosen, mlp)) for b, mlp in blocks))
+
+
+def _seeing(spec: Spec, windows: tuple[int | None, ...]) -> Spec:
+    """The same decoder with attention that reaches so far, layer by layer, again and again."""
+    reach = [windows[i % len(windows)] for i in range(spec.num_layers)]
+    seen = [(b, b.attention and replace(b.attention, window=w)) for b, w in zip(spec.blocks, reach, strict=True)]
+    return replace(spec, blocks=tuple(replace(b, attention=a) for b, a in seen))
+
+
 SHAPES = {
     "smollm2-135m": _llama(49152, 576, 30, 9, 3, 64, 1536),
     "llama-3.2-1b": _llama(128256, 2048, 16, 32, 8, 64, 8192),
     "llama-3.2-3b": _llama(128256, 3072, 28, 24, 8, 128, 8192),
     "llama-3.1-8b": _llama(128256, 4096, 32, 32, 8, 128, 14336),
     "llama-3.1-70b": _llama(128256, 8192, 80, 64, 8, 128, 28672),
+    "qwen3-30b-a3b": _with_experts(_llama(151936, 2048, 48, 32, 4, 128, 768), 128, 8),
+    "gpt-oss-20b": _seeing(_with_experts(_llama(201088, 2880, 24, 64, 8, 64, 2880), 32, 4), (128, None)),
 }
 
 
@@ -64,11 +85,15 @@ BF16 = Precision()
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: `batch` sequences with `rows` new tokens each, behind `context` cached ones."""
+    """One forward pass: `batch` sequences with `rows` new tokens each, behind `context` cached ones.
+
+    overlap: of the experts that rows choose, from 0 (each row by itself) to 1 (all rows the same ones).
+    """
 
     rows: int = 1
     batch: int = 1
     context: int = 0
+    overlap: float = 0.0
 
 
 class Work(NamedTuple):
@@ -98,14 +123,30 @@ class PassWork(NamedTuple):
         return self.products.seconds(machine) + self.attention.seconds(machine)
 
 
-def layer_weights(spec: Spec) -> int:
-    """Return the weights of all layers' matrices: query, key, value, output, gate, up and down."""
-    return sum(math.prod(weight.shape) for weight in weights(spec) if weight.least_bits == MATRIX_BITS)
+@functools.cache
+def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
+    """Count weights of all layers' matrices: those that every row goes through, and of experts by (num, chosen)."""
+    dense, experts = 0, Counter[tuple[int, int]]()
+    for block, times in Counter(spec.blocks).items():
+        for weight in block_weights(block, spec.hidden_size, ""):
+            size = math.prod(weight.shape) * times
+            if weight.role == "experts" and block.experts is not None:
+                experts[block.experts.num, block.experts.chosen] += size
+            elif weight.role == "matrix":
+                dense += size
+    return dense, experts
 
 
-def weights_read(spec: Spec) -> int:
-    """Return the weights that every pass reads: all layers' matrices and the LM head."""
-    return layer_weights(spec) + spec.vocab_size * spec.hidden_size
+def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
+    """Return the weights that a pass over so many rows reads: matrices of layers, experts that were chosen, LM head.
+
+    overlap: see Step. Of one row it is what a row is multiplied by.
+    """
+    dense, experts = _layer_weights(spec)
+    chosen = sum(
+        size * float(distinct_experts(num, chosen, num_rows, overlap)) / num for (num, chosen), size in experts.items()
+    )
+    return dense + chosen + spec.vocab_size * spec.hidden_size
 
 
 def cache_elements(spec: Spec) -> int:
@@ -121,16 +162,23 @@ def _operations_per_key(spec: Spec) -> int:
 def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
     """Return the work of a pass. Every row's logits are wanted, as verification wants them.
 
-    A row attends to the context, the rows before it, and itself. Raises ValueError for a step without rows.
+    A row attends to the context, the rows before it, and itself, or to so many of them as its layer's window has.
+    Raises ValueError for a step without rows.
     """
     if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
         raise ValueError(f"{step}: rows and batch are at least 1, context at least 0")
-    num_rows, num_weights = step.rows * step.batch, weights_read(spec)
-    seen = step.context + (step.rows + 1) / 2  # keys of a row, on average
-    moved = step.batch * (step.context + 2 * step.rows) * cache_elements(spec)  # new keys are written and read
+    num_rows = step.rows * step.batch
+    num_read, num_used = weights_read(spec, num_rows, step.overlap), weights_read(spec)
+    moved = operations = 0.0
+    for a, times in Counter(block.attention for block in spec.blocks if block.attention is not None).items():
+        reach = math.inf if a.window is None else a.window
+        seen = min(step.context + (step.rows + 1) / 2, reach)  # keys of a row, on average
+        # The old keys are read; new ones are written and read.
+        moved += times * step.batch * (min(step.context, reach) + 2 * step.rows) * 2 * a.kv_heads * a.head_dim
+        operations += times * num_rows * seen * 4 * a.heads * a.head_dim
     return PassWork(
-        Work(num_weights * precision.weight_bytes, 2.0 * num_weights * num_rows),
-        Work(moved * precision.cache_bytes, num_rows * seen * _operations_per_key(spec)),
+        Work(num_read * precision.weight_bytes, 2.0 * num_used * num_rows),
+        Work(moved * precision.cache_bytes, operations),
     )
 
 
@@ -163,7 +211,7 @@ def cost_ratio(
 def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
     """Return the rows of a pass at which products take as long in arithmetic as in reading weights: F / B x bytes / 2.
 
-    Up to so many rows (batch x (gamma + 1)), a further one is free.
+    Up to so many rows (batch x (gamma + 1)), a further one is free, but for the experts that it alone chooses.
     """
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 

@@ -131,7 +131,7 @@ export async function mount(element, lab) {
   const checks = controls.segments({ label: "Checking K tokens is", value: state.check, onChange: (check) => set({ check }),
     options: [["free", "Free"], ["machine", "Measured"], ["roofline", "Roofline"]] });
   const roofline = makeRoofline(lab, {
-    shapes: machine.shapes, machines: machine.machines, mostK: MOST_K,
+    shapes: machine.shapes, mixtures: machine.mixtures, machines: machine.machines, mostK: MOST_K,
     onChange: (roof) => {
       curves.roofline = roof.verify_ratios;
       freeRows = roof.free_rows;
@@ -149,7 +149,7 @@ export async function mount(element, lab) {
     machine: machine.passes.one_row_s === null
       ? "Nothing has been measured on this machine yet: this is a usual curve. Drafting with the pacing “auto” measures it."
       : `Solid: measured on this machine with ${machine.model} (${machine.precision}); a pass over one token takes ${format(machine.passes.one_row_s * 1000, 1)} ms.`,
-    roofline: "Dashed: the longer of bytes / bandwidth and operations / peak, in bfloat16. c is that of this draft and this batch.",
+    roofline: "Dashed: the longer of bytes / bandwidth and operations / peak, in bfloat16. c is that of this draft and this batch. Of a mixture of experts a pass reads those that some row chooses.",
   };
 
   // ------------------------------------------------------------------------------- what there is to find, and why not
