@@ -30,7 +30,7 @@ def test_models_lists_names_sizes_licences_and_sources_in_whole_words(columns: i
 def test_the_command_models(cli: Any) -> None:
     done = cli("models")
     assert done.returncode == 0, done.stderr
-    here = next(line.split()[4] for line in done.stdout.splitlines() if line.startswith("smollm2"))
+    here = next(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("smollm2"))
     assert here == ("yes" if MODEL.is_here() else "no")
 
 

@@ -6,13 +6,16 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from forerun import drafters
 from forerun.engine.factory import SHIPPED_TARGET, is_shipped
 from forerun.errors import BadOption, NotFound
 from forerun.models import named
+from forerun.models.families import model_types
 from forerun.models.hub import is_hub_id, locate
+from forerun.models.loading import read_config, read_raw_config
 from forerun.registry import names
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +108,38 @@ def test_a_name_is_a_draft_model_and_no_drafter_has_it() -> None:
     assert not set(named.named_models()) & set(names("forerun.drafters"))
     with pytest.raises(BadOption, match="there is no drafter 'smollm3'"):
         drafters.resolve("smollm3")
+
+
+def test_the_list_says_what_is_true() -> None:
+    """Its families are read, its draft models have names, and what the package has is as large as it says."""
+    for model in named.named_models().values():
+        assert model.family in model_types()
+        assert model.draft is None or model.draft in named.named_models()
+        assert model.folder or model.repository
+    shipped = named.named_models()["shipped"]
+    assert shipped.parameters == read_config(read_raw_config(SHIPPED_TARGET)).num_weights
+
+
+@pytest.mark.usefixtures("without_wheel")
+def test_a_name_may_mean_a_file_on_the_hub() -> None:
+    """Without a network the hub is named; its cache is looked into for the file, and not for a folder of weights."""
+    model = named.named_models()["qwen2.5-coder-0.5b"]
+    assert (model.repository, model.how_to_get) == ("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", None)
+    assert is_hub_id(model.name)
+    assert not model.is_here()
+    with pytest.raises(NotFound, match=r"Qwen/Qwen2\.5-Coder-0\.5B-Instruct-GGUF"):
+        locate(model.name)
+    commit = "0" * 40
+    cached = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--Qwen--Qwen2.5-Coder-0.5B-Instruct-GGUF"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    assert model.hub is not None
+    file = cached / "snapshots" / commit / model.hub.partition(":")[2]
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
+    assert model.is_here()
+    assert locate(model.name) == file
+    assert named.of(model.hub) is model
 
 
 def test_make_installs_what_the_list_says() -> None:

