@@ -108,7 +108,7 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
 
 def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
     machine = Machine(lambda n: 0.001 * n, most_rows=0)
-    runner = SimpleNamespace(fingerprint="a full cache", try_pass=lambda n, behind=0: machine.run(n))
+    runner = SimpleNamespace(fingerprint="a full cache", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     assert of_runner(runner).one_row_s is None
     assert not list(tmp_path.iterdir())
@@ -142,7 +142,7 @@ def flat_steps(costs: Costs, num: int) -> None:
 def test_a_curve_that_steps_contradict_is_measured_again(tmp_path, monkeypatch):
     """Once, when nothing runs: a curve from a busy moment is not kept for good."""
     machine = Machine(lambda n: 0.001 * n)
-    runner = SimpleNamespace(fingerprint="a machine", try_pass=lambda n, behind=0: machine.run(n))
+    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     costs = Costs(runners={"": [runner]})
     monkeypatch.setattr("forerun.pacing.cost.calibrated", lambda run: calibrated(run, machine.clock))
@@ -199,7 +199,7 @@ def test_a_drafter_with_two_models_takes_the_time_of_both():
 )
 def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broken):
     machine = Machine(lambda n: 0.001 * n)
-    runner = SimpleNamespace(fingerprint="a machine", try_pass=lambda n, behind=0: machine.run(n))
+    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     of_runner(runner)
     (path,) = tmp_path.iterdir()
@@ -222,7 +222,7 @@ def test_a_curve_of_a_busy_moment_is_used_and_not_kept(tmp_path, monkeypatch, is
         machine.speed = 1.5 if (num % 3 == 0 if is_busy else num == 40) else 1.0
         machine.run(rows)
 
-    runner = SimpleNamespace(fingerprint="a machine", try_pass=run)
+    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=run)
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("forerun.pacing.cost.AGREEMENT", 1.1)
     monkeypatch.setattr("forerun.pacing.cost.calibrated", lambda run: calibrated(run, machine.clock))

@@ -127,7 +127,7 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
         alphas={spec: alphas([text for turn in own for text in turn.texts]) for spec, own in turns.items()},
         alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
         pass_s=curve.one_row_s,
-        curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratios, strict=True)},
+        curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratio(curve.widths), strict=True)},
         v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
         num_prompts=num_prompts,
         seconds=time.monotonic() - begun,

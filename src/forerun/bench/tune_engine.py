@@ -22,7 +22,7 @@ from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.pacing import Pacing
-from forerun.pacing.cost import PassTime, calibrated
+from forerun.pacing.cost import PassTime, measured
 from forerun.types import SamplingParams
 
 # Drafters that need no file, from the best on six kinds of work down (docs/when-it-pays.md).
@@ -155,7 +155,7 @@ class TuningEngine:
             return engine.costs.target
         widths = sorted({1, *(size * width for width in WIDTHS)})
         limit_s = max(LEAST_CALIBRATION_S, 60 * self.plan.minutes * CALIBRATION_SHARE)
-        return calibrated(engine.runner.try_pass, widths=widths, least_limit_s=limit_s)
+        return measured(engine.runner, widths=widths, least_limit_s=limit_s)
 
     def runs_model(self, spec: str) -> bool:
         """Whether a drafter runs a model of its own, or one of those that it is made of does."""

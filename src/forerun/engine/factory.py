@@ -39,7 +39,7 @@ from forerun.models.outline import Beside, Outline
 from forerun.models.runner import Runner
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
-from forerun.pacing.cost import Costs, Traits
+from forerun.pacing.cost import Costs, Traits, usual
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
 from forerun.text.template_files import find_sources
@@ -462,7 +462,7 @@ def build(
     members = router.make([config.draft, *config.extra_draft_specs], target)
     members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
     traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
-    costs = Costs(traits=traits)
+    costs = Costs(usual(runner), traits=traits)
     if config.calibrate:
         models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
         costs.runners = {"": [runner], **models}

@@ -69,7 +69,7 @@ def passes(llm: LLM) -> dict[str, Any]:
     target = times.pop("")
     return {
         "rows": list(target.widths),
-        "ratios": list(target.ratios),
+        "ratios": target.ratio(target.widths).tolist(),
         "one_row_s": target.one_row_s,
         "c": {name: _cost(time.one_row_s, target.one_row_s) for name, time in times.items()},
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
+import random
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class Runner:
         self.has_experts = getattr(model.config, "has_experts", False)
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
+        self._random = random.Random(0)  # of tokens for passes that measure
         self.narrow(head_rows)
 
     def narrow(self, head_rows: int | None) -> None:
@@ -210,10 +212,12 @@ class Runner:
         weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
         return repr((processor, *ops, *shape, *weights, model.device.type))
 
-    def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
+    def try_pass(self, num_rows: int, num_behind: int = 0, is_alike: bool = True) -> float:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError.
 
-        num_behind: rows of the cache that they read besides, with whatever is in them.
+        num_behind: rows of the cache that they read besides, with whatever is in them. is_alike: whether all rows are
+        one token, or unlike ones, which matters where rows choose experts: those of each pass are others, as in a text.
+        Returns how many experts they chose, on average over the layers that have some; 0 where none has.
         """
         if num_behind + num_rows > self.model.config.max_positions:
             raise CapacityError(
@@ -228,7 +232,11 @@ class Runner:
             if num_behind:
                 self.cache.reserve(SCRATCH_SLOT, num_behind)
                 self.cache.keep({SCRATCH_SLOT: range(num_behind)})
-            self.forward([Run(SCRATCH_SLOT, [0] * num_rows, "all", None, self.finds_best)])
+            tokens = [0] * num_rows
+            if self.has_experts:
+                ids = range(self.model.config.vocab_size)
+                tokens = (self._random.choices(ids, k=1 if is_alike else num_rows) * num_rows)[:num_rows]
+            return self.forward([Run(SCRATCH_SLOT, tokens, "all", None, self.finds_best)]).num_experts
         finally:
             self.cache.release(SCRATCH_SLOT)
             if self.sources is not None:

@@ -3,7 +3,8 @@
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
 is the engine's, None where none was named, and costs holds the time of passes. `auto` is built of files that any
 policy may use: cost.py (the time of a pass), acceptance.py (how likely each drafted token is to be accepted),
-stopping.py (when a chain ends whose drafter tells how sure it is), reading.py (when a draft model reads a text).
+mixing.py (what passes of a mixture of experts take), stopping.py (when a chain ends whose drafter tells how sure it
+is), reading.py (when a draft model reads a text).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The time of a pass by its rows, which is measured once, kept in a file, and updated by one slow average.
 
 Drafting pays where a pass over several rows takes little more time than a pass over one row. That ratio depends on the
-machine, the weights and the kernels, not on the text, so it is measured before the first draft and not learned.
+machine, the weights and the kernels, not on the text, so it is measured before the first draft and not learned. Of a
+mixture of experts it depends on the text, too: see mixing.py.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import logging
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from forerun.blocks import Spec
 from forerun.errors import CapacityError
 from forerun.models.runner import Runner
 from forerun.native import cache_folder
+from forerun.pacing.mixing import Mixture, expected
+from forerun.theory.roofline import expert_part
 from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
@@ -31,6 +37,7 @@ NARROW_ROWS = 8  # of the passes that are timed before the wide ones
 SETTLING_PASSES = 40  # at most, before the first that is timed
 NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 0.7, 12  # a calibration takes at most the larger of 0.7 s and 12 passes of one row
+UNLIKE_PASSES = 36  # in place of 12, where each row brings experts of its own, so that 8 rows take 5 times as long
 AGREEMENT = 1.1  # by which the middle rounds of a calibration may differ that is kept for later processes
 KEPT_S = 30 * 86400.0  # for so long
 CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
@@ -45,13 +52,15 @@ class PassTime:
     """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
 
     one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether the
-    rounds of its calibration agreed, so that it says something of another hour, too.
+    rounds of its calibration agreed, so that it says something of another hour, too. mixture: of experts, what passes
+    take longer than these ratios, which are of rows that all choose the same ones; None = there are no experts.
     """
 
     widths: Seq[float] = WIDTHS
     ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
     one_row_s: float | None = None
     is_steady: bool = True
+    mixture: Mixture | None = None
     _num_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -60,9 +69,13 @@ class PassTime:
         self._rows = np.array([*self.widths, far])
         self._passes = np.array([*self.ratios, self.ratios[-1] + slope * (far - last)])
 
-    def ratio(self, num_rows: npt.ArrayLike) -> Floats:
-        """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise."""
-        return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
+    def ratio(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
+        """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise.
+
+        num_experts: that they have chosen, on average over layers; None = as many as such rows usually do.
+        """
+        passes = np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
+        return passes if self.mixture is None else passes + self.mixture.extra_passes(num_rows, num_experts)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
         """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
@@ -168,8 +181,11 @@ class Costs:
         """Update the averages by a step, unless it ran a prompt."""
         if report.num_prefill_tokens or not report.num_decoding:
             return
-        ratio = float(self.target.ratio(report.num_rows))
+        num_experts = report.num_experts or None
+        ratio = float(self.target.ratio(report.num_rows, num_experts))
         self.target.observe(report.seconds - report.draft_s, ratio)
+        if self.target.mixture is not None and num_experts is not None:
+            self.target.mixture.observe(report.num_rows, num_experts)
         if self._calibrated and report.target_forward_s > 0 and self._doubt.observe(report.target_forward_s, ratio):
             LOG.info("passes take another time than was measured: they are measured again when nothing runs")
             self.runners = {"": self._calibrated}
@@ -187,14 +203,14 @@ def of_runner(runner: Runner, anew: bool = False) -> PassTime:
 
     anew: whether it is measured although a curve was kept.
     """
-    measured = f"{runner.fingerprint} behind {CONTEXT_TOKENS}"
-    name = hashlib.sha256(measured.encode()).hexdigest()[:16]
+    what = f"{runner.fingerprint} behind {CONTEXT_TOKENS}" + ", alike and unlike" * runner.has_experts
+    name = hashlib.sha256(what.encode()).hexdigest()[:16]
     path = cache_folder() / f"passes-{name}.json"
-    if not anew and (kept := _kept(path)):
+    if not anew and (kept := _kept(path, runner.has_experts)):
         return kept
-    found = calibrated(lambda num_rows: runner.try_pass(num_rows, CONTEXT_TOKENS))
+    found = measured(runner, CONTEXT_TOKENS)
     if found.one_row_s is None:  # such a text may have no room
-        found = calibrated(runner.try_pass)
+        found = measured(runner)
     if found.one_row_s is None:  # nothing was measured, so that a later engine must try again
         return found
     if not found.is_steady:
@@ -202,32 +218,87 @@ def of_runner(runner: Runner, anew: bool = False) -> PassTime:
         return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s, time.time()]), encoding="utf-8")
+        path.write_text(json.dumps(_written(found)), encoding="utf-8")
         LOG.info("measured what passes of this model take, once: kept in %s", path)
     except OSError as error:
         LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
     return found
 
 
-def _kept(path: Path) -> PassTime | None:
+def _written(curve: PassTime) -> list[Any]:
+    """Return what is kept of a curve that was measured now."""
+    mixture = curve.mixture
+    experts = [] if mixture is None else [[mixture.num, mixture.alike, mixture.unlike, mixture.extra]]
+    return [curve.widths, curve.ratios, curve.one_row_s, time.time(), *experts]
+
+
+def _kept(path: Path, has_experts: bool) -> PassTime | None:
     """Return the curve that a file holds, None where it holds none: it may be of another version, or cut off."""
     try:
-        widths, ratios, one_row_s, measured_at = json.loads(path.read_text(encoding="utf-8"))
+        widths, ratios, one_row_s, measured_at, *experts = json.loads(path.read_text(encoding="utf-8"))
         numbers = np.array([widths, ratios], dtype=np.float64)
         is_curve = bool((numbers > 0).all() and (np.diff(numbers[0]) > 0).all() and (np.diff(numbers[1]) >= 0).all())
-        is_curve = is_curve and abs(time.time() - measured_at) < KEPT_S
+        is_curve = is_curve and abs(time.time() - measured_at) < KEPT_S and len(experts) == has_experts
         if is_curve and numbers.shape[1] > 1 and np.isfinite(numbers).all() and 0 < float(one_row_s) < np.inf:
-            return PassTime(widths, ratios, float(one_row_s))
+            mixture = _mixture_of(widths, *experts[0]) if has_experts else None
+            return PassTime(widths, ratios, float(one_row_s), mixture=mixture)
     except (OSError, ValueError, TypeError, RecursionError):
         pass
     return None
 
 
+def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
+    """Return what a file holds of a mixture. Raises ValueError for numbers that are none of one."""
+    alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
+    is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
+    if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):
+        raise ValueError("no mixture of experts")
+    return Mixture(float(num), widths, alike.tolist(), unlike.tolist(), extra.tolist())
+
+
+def usual(runner: Runner) -> PassTime:
+    """Return the curve of a model of which nothing was measured."""
+    spec = runner.model.config if runner.has_experts else None
+    if not isinstance(spec, Spec):
+        return PassTime()
+    mixed = [block.experts for block in spec.blocks if block.experts is not None]
+    num, chosen = (round(statistics.fmean(sizes)) for sizes in zip(*[(e.num, e.chosen) for e in mixed], strict=True))
+    return PassTime(mixture=expected(num, chosen, expert_part(spec), WIDTHS))
+
+
+def measured(runner: Runner, num_behind: int = 0, **given: Any) -> PassTime:
+    """Measure the curve of a model behind so many tokens; the usual one where nothing could be measured.
+
+    Of a mixture of experts over rows of one token and over unlike ones, with the experts that they chose. given: as
+    `calibrated` takes them.
+    """
+    if not runner.has_experts:
+        return calibrated(lambda num_rows: runner.try_pass(num_rows, num_behind), **given)
+    chosen = {is_alike: defaultdict[float, list[float]](list) for is_alike in (False, True)}
+
+    def run(num_rows: int, is_alike: bool) -> None:
+        chosen[is_alike][num_rows].append(runner.try_pass(num_rows, num_behind, is_alike))
+
+    unlike = calibrated(lambda num_rows: run(num_rows, False), **given, limit_passes=UNLIKE_PASSES)
+    alike = calibrated(lambda num_rows: run(num_rows, True), **given)
+    widths = [rows for rows in unlike.widths if rows in alike.widths]
+    default = usual(runner)
+    if unlike.one_row_s is None or alike.one_row_s is None or len(widths) < 2 or default.mixture is None:
+        return default
+    ratios = alike.ratio(widths)
+    extra = np.maximum.accumulate(np.maximum(0.0, unlike.ratio(widths) - ratios))
+    alike_num, unlike_num = ([statistics.fmean(chosen[kind][rows]) for rows in widths] for kind in (True, False))
+    mixture = Mixture(default.mixture.num, widths, alike_num, unlike_num, extra.tolist())
+    is_steady = unlike.is_steady and alike.is_steady
+    return PassTime(widths, ratios.tolist(), unlike.one_row_s, is_steady, mixture)
+
+
 def calibrated(
-    run: Callable[[int], None],
+    run: Callable[[int], Any],
     clock: Callable[[], float] = time.perf_counter,
     widths: Seq[int] = WIDTHS,
     least_limit_s: float = LEAST_LIMIT_S,
+    limit_passes: int = LIMIT_PASSES,
 ) -> PassTime:
     """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
 
@@ -238,7 +309,7 @@ def calibrated(
     plain decoding. At the time limit rounds are dropped, then widths. A width for which the cache has no room is
     dropped, too. Where nothing could be measured the built-in curve is returned.
     """
-    rounds = _Rounds(run, clock, least_limit_s)
+    rounds = _Rounds(run, clock, least_limit_s, limit_passes)
     try:
         rounds.settle()
     except CapacityError:
@@ -257,15 +328,18 @@ def calibrated(
 class _Rounds:
     """Times passes until a limit: seconds, or passes as long as the first one."""
 
-    def __init__(self, run: Callable[[int], None], clock: Callable[[], float], least_limit_s: float) -> None:
+    def __init__(
+        self, run: Callable[[int], Any], clock: Callable[[], float], least_limit_s: float, limit_passes: int
+    ) -> None:
         self.run, self.clock, self.limit_s, self.begun, self.last_s = run, clock, least_limit_s, clock(), 0.0
+        self.limit_passes = limit_passes
 
     agree = False  # whether the rounds that were timed last are alike
 
     def settle(self) -> None:
         """Run passes of one row within a small part of the limit: weights come into caches only little by little."""
         self.timed(1)
-        self.limit_s = max(self.limit_s, LIMIT_PASSES * self.last_s)
+        self.limit_s = max(self.limit_s, self.limit_passes * self.last_s)
         for _ in range(SETTLING_PASSES):
             if self.clock() - self.begun + self.last_s > self.limit_s / 10:
                 break

@@ -149,6 +149,12 @@ def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
     return dense + chosen + spec.vocab_size * spec.hidden_size
 
 
+def expert_part(spec: Spec) -> float:
+    """Return the part of the weights that a pass over one row reads which experts have, 0 to 1."""
+    dense, _ = _layer_weights(spec)
+    return 1 - (dense + spec.vocab_size * spec.hidden_size) / weights_read(spec)
+
+
 def cache_elements(spec: Spec) -> int:
     """Return the numbers that one token has in the cache: keys and values of all layers."""
     return sum(2 * a.kv_heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
