@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +47,11 @@ class Scratch:
     has_experts: bool = True
     fingerprint: str = "a mixture"
 
-    def try_pass(self, num_rows: int, num_behind: int = 0, is_alike: bool = True) -> float:
+    @contextmanager
+    def scratch(self, num_behind: int = 0) -> Iterator[Callable[[int, bool], float]]:
+        yield self.run
+
+    def run(self, num_rows: int, is_alike: bool) -> float:
         num = chosen_by(num_rows, float(is_alike))
         self.now += self.one_s * (passes(num) + 0.002 * (num_rows - 1))
         return num
@@ -145,13 +151,19 @@ def test_kept_in_a_file_with_the_experts(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_passes_that_measure_choose_experts(tmp_path: Path) -> None:
-    """Alike rows those of one token, another one in each pass; unlike rows more. Nothing stays in the cache."""
+    """Alike rows those of one token, another one in each pass; unlike rows more. Nothing stays in the cache.
+
+    Whatever is in memory that nobody has written yet.
+    """
     runner = LLM(str(write_tiny(tmp_path / "mixture", "qwen3_moe")), draft="none").engine.runner
     free, fed = runner.cache.free_tokens(), list[list[int]]()
     forward = runner.forward
     runner.forward = lambda runs: fed.extend(list(run.tokens) for run in runs) or forward(runs)  # type: ignore[assignment]
-    alike = [runner.try_pass(8) for _ in range(10)]
-    unlike = [runner.try_pass(8, is_alike=False) for _ in range(10)]
+    for tensor in runner.cache.pools.tensors():
+        tensor.fill_(float("nan"))
+    with runner.scratch(16) as run:
+        alike = [run(8, True) for _ in range(10)]
+        unlike = [run(8, False) for _ in range(10)]
     assert np.mean(alike) + 0.5 < np.mean(unlike) <= 4
     assert all(len(set(tokens)) == 1 for tokens in fed[:10])
     assert len({tokens[0] for tokens in fed[:10]}) > 5
@@ -162,7 +174,8 @@ def test_passes_that_measure_choose_experts(tmp_path: Path) -> None:
     assert curve.mixture.num == 4
     assert curve.mixture.unlike[0] == 2.0
     dense = LLM(str(write_tiny(tmp_path / "dense")), draft="none").engine.runner
-    assert dense.try_pass(4) == 0
+    with dense.scratch() as run:
+        assert run(4, True) == 0
     assert measured(dense).mixture is None
 
 

@@ -11,7 +11,8 @@ import math
 import platform
 import random
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
 from forerun.types import Draw, Model, RaggedBatch, Stop, ancestor_words
 
@@ -212,35 +214,55 @@ class Runner:
         weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
         return repr((processor, *ops, *shape, *weights, model.device.type))
 
-    def try_pass(self, num_rows: int, num_behind: int = 0, is_alike: bool = True) -> float:
+    def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError.
 
-        num_behind: rows of the cache that they read besides, with whatever is in them. is_alike: whether all rows are
-        one token, or unlike ones, which matters where rows choose experts: those of each pass are others, as in a text.
-        Returns how many experts they chose, on average over the layers that have some; 0 where none has.
+        num_behind: rows of the cache that they read besides, with whatever is in them.
         """
-        if num_behind + num_rows > self.model.config.max_positions:
-            raise CapacityError(
-                f"the model has {self.model.config.max_positions} positions, {num_behind + num_rows} asked"
-            )
+        with self.scratch(num_behind) as run:
+            run(num_rows, True)
+
+    @contextmanager
+    def scratch(self, num_behind: int = 0) -> Iterator[Callable[[int, bool], float]]:
+        """Give passes over rows that are forgotten at once: `run(num_rows, is_alike)`. Both raise CapacityError.
+
+        num_behind: rows of the cache that they read besides, with whatever is in them; zeros where rows choose experts,
+        for what is in memory need be no numbers, of which all rows would choose the first experts. is_alike: whether
+        all rows are one token or unlike ones: those of each pass are others, as in a text. A pass returns how many
+        experts its rows chose, on average over the layers that have some; 0 where none has.
+        """
         self.cache.open(SCRATCH_SLOT)
-        if self.sources is not None:
-            self.sources.open(SCRATCH_SLOT, [0], None)
         try:
-            if self.sources is not None and self.sources.num_unrun(SCRATCH_SLOT):
-                self.sources.run([SCRATCH_SLOT])
+            if self.sources is not None:
+                self.sources.open(SCRATCH_SLOT, [0], None)
+                if self.sources.num_unrun(SCRATCH_SLOT):
+                    self.sources.run([SCRATCH_SLOT])
             if num_behind:
+                self._check_position(num_behind)
                 self.cache.reserve(SCRATCH_SLOT, num_behind)
                 self.cache.keep({SCRATCH_SLOT: range(num_behind)})
-            tokens = [0] * num_rows
-            if self.has_experts:
-                ids = range(self.model.config.vocab_size)
-                tokens = (self._random.choices(ids, k=1 if is_alike else num_rows) * num_rows)[:num_rows]
-            return self.forward([Run(SCRATCH_SLOT, tokens, "all", None, self.finds_best)]).num_experts
+            if num_behind and self.has_experts and isinstance(self.cache, BlockCache):
+                rows = self.cache.rows(SCRATCH_SLOT, 0, num_behind)
+                for tensor in self.cache.pools.tensors():
+                    tensor[rows] = 0
+
+            def run(num_rows: int, is_alike: bool) -> float:
+                self._check_position(num_behind + num_rows)
+                tokens = [0] * num_rows
+                if self.has_experts:
+                    ids = range(self.model.config.vocab_size)
+                    tokens = (self._random.choices(ids, k=1 if is_alike else num_rows) * num_rows)[:num_rows]
+                return self.forward([Run(SCRATCH_SLOT, tokens, "all", None, self.finds_best)]).num_experts
+
+            yield run
         finally:
             self.cache.release(SCRATCH_SLOT)
             if self.sources is not None:
                 self.sources.release(SCRATCH_SLOT)
+
+    def _check_position(self, num_positions: int) -> None:
+        if num_positions > self.model.config.max_positions:
+            raise CapacityError(f"the model has {self.model.config.max_positions} positions, {num_positions} asked")
 
     def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Tensor | None:
         """What the first layer gets [T, H]; None where no run has vectors."""

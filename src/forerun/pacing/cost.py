@@ -275,12 +275,16 @@ def measured(runner: Runner, num_behind: int = 0, **given: Any) -> PassTime:
     if not runner.has_experts:
         return calibrated(lambda num_rows: runner.try_pass(num_rows, num_behind), **given)
     chosen = {is_alike: defaultdict[float, list[float]](list) for is_alike in (False, True)}
+    try:
+        with runner.scratch(num_behind) as scratch:
 
-    def run(num_rows: int, is_alike: bool) -> None:
-        chosen[is_alike][num_rows].append(runner.try_pass(num_rows, num_behind, is_alike))
+            def run(num_rows: int, is_alike: bool) -> None:
+                chosen[is_alike][num_rows].append(scratch(num_rows, is_alike))
 
-    unlike = calibrated(lambda num_rows: run(num_rows, False), **given, limit_passes=UNLIKE_PASSES)
-    alike = calibrated(lambda num_rows: run(num_rows, True), **given)
+            unlike = calibrated(lambda num_rows: run(num_rows, False), **given, limit_passes=UNLIKE_PASSES)
+            alike = calibrated(lambda num_rows: run(num_rows, True), **given)
+    except CapacityError:
+        return usual(runner)
     widths = [rows for rows in unlike.widths if rows in alike.widths]
     default = usual(runner)
     if unlike.one_row_s is None or alike.one_row_s is None or len(widths) < 2 or default.mixture is None:
