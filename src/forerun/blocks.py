@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -375,6 +376,13 @@ def weights(spec: Spec) -> list[Weight]:
     if spec.head and spec.head_bias:
         found += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
     return found
+
+
+def read_share(spec: Spec, name: str) -> float:
+    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's part."""
+    found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.", name)
+    experts = None if found is None else spec.blocks[int(found[1])].experts
+    return 1.0 if experts is None else experts.chosen / experts.num
 
 
 def of_encoder(name: str) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams, native
+from forerun.blocks import EMBEDDING, read_share, weights
+from forerun.models.loading import load_checkpoint
+from forerun.ops import make
 from forerun.types import StepReport
 from tiny import write_tiny
 
@@ -31,3 +34,24 @@ def test_a_step_tells_how_many_experts_its_rows_chose(tmp_path: Path, ops: str) 
     assert all(2.0 <= num <= 4.0 for num in unlike)
     assert max(unlike) > 2.5
     assert {report.num_experts for report in reports_of(write_tiny(tmp_path / "dense"), ops, [[5, 6]])} == {0.0}
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+def test_a_pass_of_one_row_reads_the_experts_that_it_chooses(tmp_path: Path, ops: str) -> None:
+    """Two of four: half of the bytes that the experts' matrices have."""
+    folder = write_tiny(tmp_path / "mixture", "qwen3_moe")
+    model = load_checkpoint(folder, ops=make(ops, "cpu"), dtype="float32").model
+    of_experts = [w.name for w in weights(model.config) if w.role == "experts"]
+    assert len(of_experts) == 2 * 4 * 3
+    assert [read_share(model.config, name) for name in (of_experts[0], "model.layers.0.mlp.gate.weight")] == [0.5, 1.0]
+    num_bytes = 4 * sum(model.weight(name).numel() for name in of_experts)
+    matrices = getattr(model, "matrices", None)
+    if matrices is None:
+        whole = sum(tensor.nbytes for name, tensor in model.weights.items() if name != EMBEDDING)  # it is looked up
+        assert model.bytes_per_pass == whole - num_bytes // 2
+    else:
+        packed = {name: matrix.nbytes for name, matrix in matrices.items()}
+        experts = sum(size for name, size in packed.items() if ".experts." in name)
+        assert experts >= num_bytes
+        norms = model.bytes_per_pass - sum(packed.values()) + experts // 2
+        assert norms == sum(4 * w.shape[0] for w in weights(model.config) if w.role == "vector")

@@ -163,9 +163,10 @@ class Ceiling:
 def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     """Measure the memory's bandwidth, and print the limit that it sets."""
     found = bandwidth.measure(model.device)
+    what = "the experts that it chooses and all other weights" if model.config.has_experts else "all weights"
     ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
     console.print(
-        f"limit without speculation: {ceiling.tokens_per_s:,.1f} tokens/s, for each token reads all weights, "
+        f"limit without speculation: {ceiling.tokens_per_s:,.1f} tokens/s, for each token reads {what}, "
         f"{ceiling.bytes_per_pass / 1e9:.3f} GB, which takes {1e3 / ceiling.tokens_per_s:,.1f} ms at the "
         f"{found.bytes_per_s / 1e9:.1f} GB/s of this machine's memory (best probe: {found.probe})"
     )

@@ -89,7 +89,10 @@ class LoadedModel(Model, Protocol):
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once."""
+        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+
+        Of a mixture of experts they are those of one row, with as many experts as it chooses.
+        """
 
     def weight(self, name: str) -> Tensor:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""

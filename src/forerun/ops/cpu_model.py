@@ -154,9 +154,13 @@ class CpuModel:
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once, but a source's."""
+        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once, but a source's.
+
+        Of a mixture of experts they are those of one row, with as many experts as it chooses.
+        """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
-        read = sum(matrix.nbytes for name, matrix in self.matrices.items() if name not in of_sources)
+        own = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
+        read = round(sum(matrix.nbytes * blocks.read_share(self.config, name) for name, matrix in own.items()))
         return read + sum(v.nbytes for name, v in self._vectors.items() if not name.startswith("encoder."))
 
     @property

@@ -315,6 +315,12 @@ class TorchExperts:
             out = out + part
         return out, num_experts
 
+    @property
+    def unread_bytes(self) -> float:
+        """The bytes of the matrices of those experts that a row does not choose, on average."""
+        num_bytes = sum(expert.up.nbytes + expert.down.nbytes for expert in self.experts)
+        return num_bytes * (1 - self.spec.chosen / self.spec.num)
+
     def chosen(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row [T, chosen], and their shares, float32."""
         e = self.spec
@@ -442,12 +448,14 @@ class TorchModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
 
-        An embedding matrix that is not tied to the LM head is only looked up, a few rows of it.
+        An embedding matrix that is not tied to the LM head is only looked up, a few rows of it. Of a mixture of experts
+        they are those of one row, with as many experts as it chooses.
         """
+        unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
-            return sum(product.nbytes for product in self._packed)
+            return sum(product.nbytes for product in self._packed) - unread
         looked_up = "" if self.config.tied else EMBEDDING
-        return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up)
+        return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up) - unread
 
     def forward(
         self,
