@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,8 +162,10 @@ class Mlp:
 class Experts:
     """A mixture of `num` feed-forward parts, of which each row takes `chosen` (Shazeer et al. 2017, eq. 1).
 
-    shared: one more that every row takes, weighed by a sigmoid where shared_gate. router_norm: of what the router
-    reads. score: of the router's outputs; normalise: the chosen scores sum to 1; scale: of their sum.
+    shared: one more that every row takes, weighed by a sigmoid where shared_gate. reads_stream: the router reads rows
+    before the norm that is in front of the experts. router_norm: of what the router reads. score_scale: of the router's
+    outputs. score: of these; normalise: the chosen scores sum to 1; scale: of their sum. scaled: whether each expert's
+    share is multiplied by a stored number as well.
     """
 
     num: int
@@ -176,15 +178,34 @@ class Experts:
     normalise: bool = True
     scale: float = 1.0
     router_bias: bool = False
+    reads_stream: bool = False
+    score_scale: float = 1.0
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What a block gets of each token beside the residual stream (Gemma 3n, Gemma 4), `size` numbers.
+
+    They are 1 / sqrt(2) of the sum of an embedding that each block has of its own, times sqrt(size), and of a
+    projection of the token's embedding, over sqrt(hidden size), behind a norm. A block adds
+    norm(up(act(gate(x)) * inputs)) behind its feed-forward part. norm: of both.
+    """
+
+    size: int
+    act: Act = "gelu_tanh"
+    norm: Norm = Norm()
 
 
 @dataclass(frozen=True)
 class Block:
     """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
 
-    pre_*, post_*: norms before and behind a part. norm_at: post-norms are of a branch before it is added, or of the
-    sum. parallel: both parts read the same rows. branch_scale: of what a part adds. out_scale: whether the block's
-    output is multiplied by a stored number. per_layer_input: width of the embeddings that each layer has of its own.
+    pre_*, post_*: norms before and behind a part; where experts stand beside a feed-forward part, pre_mlp is of that
+    part, post_mlp of the sum of both, and post_dense, pre_experts and post_experts of each alone. norm_at: post-norms
+    are of a branch before it is added, or of the sum. parallel: both parts read the same rows. branch_scale: of what a
+    part adds. out_scale: whether the block's output is multiplied by a stored number. per_layer_input: what it reads
+    beside the stream.
     """
 
     pre_attention: Norm | None = None
@@ -199,7 +220,10 @@ class Block:
     parallel: bool = False
     branch_scale: float = 1.0
     out_scale: bool = False
-    per_layer_input: int | None = None
+    per_layer_input: LayerInput | None = None
+    post_dense: Norm | None = None
+    pre_experts: Norm | None = None
+    post_experts: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -274,17 +298,31 @@ class Spec:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a token takes in the cache. Raises UnsupportedModel where blocks keep rows of different sizes."""
+        """What a token takes in the cache. Raises UnsupportedModel where a block keeps no rows."""
         if not self.blocks:
             return CacheShape(0, 1, 1)
-        sizes = {(a.kv_heads, a.head_dim) for b in self.blocks if (a := b.attention) is not None}
-        if len(sizes) != 1 or any(block.attention is None for block in self.blocks):
+        found = [a for block in self.blocks if (a := block.attention) is not None]
+        if len(found) < self.num_layers:
             raise UnsupportedModel(
-                f"model_type={self.model_type!r} has blocks that keep rows of different sizes, or none, which the KV "
-                "cache does not hold: use another model"
+                f"model_type={self.model_type!r} has blocks that keep no rows, which the KV cache does not hold: use "
+                "another model"
             )
-        [(kv_heads, head_dim)] = sizes
-        return CacheShape(self.num_layers, kv_heads, head_dim)
+        sizes = tuple((a.kv_heads, a.head_dim) for a in found)
+        own = tuple(i for i, a in enumerate(found) if a.shares_kv_of is None)
+        return CacheShape(
+            self.num_layers,
+            *max(sizes, key=math.prod),
+            layers=None if len(own) == self.num_layers else own,
+            sizes=None if len(set(sizes)) == 1 else sizes,
+        )
+
+    @property
+    def layer_input(self) -> LayerInput | None:
+        """What blocks read beside the residual stream; None where none does. Raises UnsupportedModel for several."""
+        found = {block.per_layer_input for block in self.blocks}
+        if len(found) > 1:
+            raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
+        return next(iter(found), None)
 
 
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
@@ -315,24 +353,34 @@ def _ropes(spec: Spec) -> list[Rope]:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes that decide what one token takes: kept layers x 2 x num_kv_heads x head_dim numbers.
+    """The sizes that decide what one token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
 
-    layers: those whose keys and values are kept, ascending, where a model runs no others; None = all.
+    layers: those whose keys and values are kept, ascending, where a model runs no others or they read those of another
+    layer; None = all. sizes: num_kv_heads and head_dim of each layer where they differ, the others being the largest.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     layers: tuple[int, ...] | None = None
+    sizes: tuple[tuple[int, int], ...] | None = None
 
     @property
     def kept(self) -> Seq[int]:
         """The layers whose keys and values are kept."""
         return range(self.num_layers) if self.layers is None else self.layers
 
+    def size_of(self, layer: int) -> tuple[int, int]:
+        """Return the heads of keys and values of a layer, and the size of each."""
+        return (self.num_kv_heads, self.head_dim) if self.sizes is None else self.sizes[layer]
+
+    def only(self, layers: Iterable[int]) -> CacheShape:
+        """Return the shape of a cache for a model that runs these layers alone."""
+        return replace(self, layers=tuple(layer for layer in layers if layer in self.kept))
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values of one token over all layers."""
-        return 2 * len(self.kept) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * sum(math.prod(self.size_of(layer)) for layer in self.kept) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -353,6 +401,11 @@ class Weight:
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every block, side by side
+LAYER_PRODUCTS = (
+    "model.layer_embedding",
+    "model.layer_inputs",
+)  # of the former, and what projects embeddings beside it
 SCORES = (".router", ".shared_gate")  # products that decide about experts: in float32, for a choice has no middle
 MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
 
@@ -368,6 +421,11 @@ def weights(spec: Spec) -> list[Weight]:
     if spec.positions is not None and spec.positions.kind == "learned":
         found += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
     found += _norm("model.embed_norm", spec.embed_norm, hidden)
+    if (inputs := spec.layer_input) is not None:
+        width, (looked_up, projected) = spec.num_layers * inputs.size, LAYER_PRODUCTS
+        found += [Weight(LAYER_EMBEDDING, (spec.vocab_size, width), "table", looked_up, TABLE_BITS)]
+        found += _matrix("model.per_layer_model_projection", width, hidden, projected, False, None)
+        found += _norm("model.per_layer_projection_norm", inputs.norm, inputs.size)
     for i, block in enumerate(spec.blocks):
         found += block_weights(block, hidden, f"model.layers.{i}.")
     found += _norm("model.norm", spec.final_norm, hidden)
@@ -378,8 +436,19 @@ def weights(spec: Spec) -> list[Weight]:
     return found
 
 
+def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:
+    """Return those of some layers that read the keys of another one which is not among them, each with that one."""
+    found = {i: a.shares_kv_of for i in layers if (a := spec.blocks[i].attention) is not None}
+    return {i: other for i, other in found.items() if other is not None and other not in layers}
+
+
 def read_share(spec: Spec, name: str) -> float:
-    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's part."""
+    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's part.
+
+    Of embeddings that are only looked up it is 0.
+    """
+    if name in (LAYER_EMBEDDING, LAYER_PRODUCTS[0]):
+        return 0.0
     found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.", name)
     experts = None if found is None else spec.blocks[int(found[1])].experts
     return 1.0 if experts is None else experts.chosen / experts.num
@@ -407,8 +476,14 @@ def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
     if block.experts is not None:
         found += _experts(block.experts, hidden, at + "mlp.")
     found += _norm(at + "post_feedforward_layernorm", block.post_mlp, hidden)
+    for name, norm in beside_norms(block).items():
+        found += _norm(at + name, norm, hidden)
+    if (own := block.per_layer_input) is not None:
+        found += _matrix(f"{at}per_layer_input_gate", own.size, hidden, f"{at}layer_gate", False, "out")
+        found += _matrix(f"{at}per_layer_projection", hidden, own.size, f"{at}layer_up", False, "in")
+        found += _norm(f"{at}post_per_layer_input_norm", own.norm, hidden)
     if block.out_scale:
-        found += [Weight(at + "layer_scalar", (1,), "vector")]
+        found += [Weight(f"{at}layer_scalar.weight", (1,), "vector")]
     return sorted(found, key=_rank)
 
 
@@ -425,6 +500,15 @@ def pre_mlp_name(block: Block) -> str:
     return "post_attention_layernorm" if block.post_attention is None else "pre_feedforward_layernorm"
 
 
+def beside_norms(block: Block) -> dict[str, Norm | None]:
+    """Return by their names the norms of experts that stand beside a feed-forward part, and of that part."""
+    return {
+        "post_feedforward_layernorm_1": block.post_dense,
+        "pre_feedforward_layernorm_2": block.pre_experts,
+        "post_feedforward_layernorm_2": block.post_experts,
+    }
+
+
 def attention_name(a: Attention) -> str:
     """Return how the names of an attention's weights begin, inside of its block."""
     return "encoder_attn." if a.sees == "encoder" else "self_attn."
@@ -437,7 +521,7 @@ def _norm(name: str, norm: Norm | None, size: int) -> Iterator[Weight]:
         yield Weight(f"{name}.bias", (size,), "vector")
 
 
-def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, split: Split) -> Iterator[Weight]:
+def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, split: Split | None) -> Iterator[Weight]:
     yield Weight(f"{name}.weight", (outputs, inputs), "matrix", product, MATRIX_BITS, split)
     if bias:
         yield Weight(f"{name}.bias", (outputs,), "vector", product, split="out" if split == "out" else None)
@@ -481,6 +565,8 @@ def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:
     yield Weight(f"{at}gate.weight", (e.num, hidden), "matrix", f"{at}router")
     if e.router_bias:
         yield Weight(f"{at}gate.bias", (e.num,), "vector", f"{at}router")
+    if e.scaled:
+        yield Weight(f"{at}expert_scale.weight", (e.num,), "vector")
     for i in range(e.num):
         for weight in _mlp(e.mlp, hidden, f"{at}experts.{i}."):
             yield replace(weight, role="experts") if weight.role == "matrix" else weight

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from forerun.blocks import Spec, missing_keys
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, artifacts
 from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
@@ -96,4 +97,11 @@ def build(options: Options, target: Target) -> Drafter:
     """Make a drafter of some of the target's layers. Raises as `chosen` and `artifacts.load` do."""
     fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
     layers = chosen(options, target.model.config.cache_shape.num_layers, fingerprint)
+    config = target.model.config
+    if isinstance(config, Spec) and (missing := missing_keys(config, layers)):
+        layer, other = next(iter(missing.items()))
+        raise BadOption(
+            f"early_exit cannot draft with these layers: layer {layer} reads the keys of layer {other}, which is not "
+            "among them: choose others, or another drafter"
+        )
     return over(target.model, target, options, target.holes, layers)

@@ -643,7 +643,7 @@ def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> K
         return made
     shape = model.config.cache_shape
     return BlockCache.create(
-        shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),
+        shape if layers is None else shape.only(layers),
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size * getattr(model.config, "num_slots", 1),
         max_seq_len=target.max_seq_len,

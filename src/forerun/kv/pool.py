@@ -49,11 +49,10 @@ class Pools:
         first = self._kept[shape.kept[0]] if shape.kept else None
         pools = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
         self._by_layer = [pool for pool in pools if pool is not None]
-        row_bytes = shape.num_kv_heads * shape.head_dim * dtype.itemsize
-        self.native = self._for_native(self._by_layer, block_tokens, row_bytes)
+        self.native = self._for_native(self._by_layer, block_tokens)
         self._copied = self.native
         if shape.layers is not None:
-            self._copied = self._for_native(list(self._kept.values()), block_tokens, row_bytes)
+            self._copied = self._for_native(list(self._kept.values()), block_tokens)
 
     def __getitem__(self, layer: int) -> Pool:
         """Return the pool of a layer."""
@@ -76,12 +75,13 @@ class Pools:
         for pool in self:
             pool.write(target, *pool.read(source))
 
-    def _for_native(self, pools: Seq[Pool], block_tokens: int, row_bytes: int) -> Any:
+    def _for_native(self, pools: Seq[Pool], block_tokens: int) -> Any:
         extension = native.extension()
         if extension is None or self._device.type != "cpu":
             return None
         keys = [pool.keys.data_ptr() for pool in pools]
         values = [pool.values.data_ptr() for pool in pools]
+        row_bytes = [pool.keys[:1].nbytes for pool in pools]
         return extension.Pools(keys, values, block_tokens, row_bytes)
 
 
@@ -90,10 +90,10 @@ def _allocated(shape: CacheShape, num_rows: int, dtype: torch.dtype, device: tor
 
     They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
     """
-    size = (num_rows, shape.num_kv_heads, shape.head_dim)
+    sizes = [(num_rows, *shape.size_of(layer)) for layer in shape.kept]
     try:
-        keys = [torch.empty(size, dtype=dtype, device=device) for _ in shape.kept]
-        values = [torch.empty(size, dtype=dtype, device=device) for _ in shape.kept]
+        keys = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        values = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
         num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
         raise CapacityError(

@@ -79,6 +79,9 @@ def _without_triton() -> str | None:
     return None
 
 
+LARGEST_HEAD = 256
+
+
 def supports(spec: Spec) -> str | None:
     """Return why a model is not computed here, in a sentence without an end; None where it is."""
     if (reason := in_torch.supports(spec)) is not None:
@@ -88,6 +91,12 @@ def supports(spec: Spec) -> str | None:
         return "the CUDA kernels have no biases of relative positions"
     if any(a.sees != "past" for a in attentions):
         return "the CUDA kernels let a row see earlier rows alone"
+    if spec.layer_input is not None:
+        return "the CUDA kernels have no inputs of single layers"
+    if any(block.experts is not None and block.mlp is not None for block in spec.blocks):
+        return "the CUDA kernels have no experts beside a feed-forward part"
+    if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
+        return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"
     return None
 
 

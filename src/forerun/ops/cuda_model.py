@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import Norm, Rope, Spec
+from forerun.blocks import Norm, Spec
 from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
@@ -25,7 +25,7 @@ from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, _write
+from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
 from forerun.types import RaggedBatch
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
@@ -64,7 +64,7 @@ class _Joined:
         self.mlp = block.mlp
         self.up, self.down = _whole(block.mlp.up), block.mlp.down.parts[0]
 
-    def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Rope, Tensor]) -> _Stream:
+    def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
         """Run the block; what its feed-forward part adds is left to be added."""
         ops, a, rows = self.ops, self.a, cast(Rows, step.view)
         assert step.cache is not None
@@ -78,12 +78,12 @@ class _Joined:
         inner = ops.inner(self.mlp.spec.act, self.mlp.spec.gated, ops.product(y, *self.up), self.dtype)
         return _Stream(x, ops.product(inner, *self.down), self.post_mlp, self.at_sum, self.scale)
 
-    def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Rope, Tensor]) -> Tensor:
+    def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Turn, Tensor]) -> Tensor:
         """Return the queries [T, heads, D], and put keys and values into the pool."""
         a, own = self.a, self.attention
         num = found.sums.shape[1]
         queries = torch.empty(num, a.heads, a.head_dim, dtype=torch.float32, device=found.sums.device)
-        table = queries if a.rope is None else tables[a.rope]
+        table = queries if a.rope is None else tables[a.rope, a.head_dim]
         q_norm, k_norm = own.q_norm, own.k_norm
         self.ops.kernels.heads_of[(num, a.heads + 2 * a.kv_heads)](
             found.sums,
@@ -264,7 +264,7 @@ class CudaModel(TorchModel):
         if hidden is None or (len(chosen) and chosen[0] == 0):
             x = self._entered(x, rows.positions)
         stream = _Stream(x.contiguous())
-        tables = {rope: self._table(rope) for rope in self._rotations}
+        tables = {turn: self._table(turn) for turn in self._rotations}
         step = Step(rows.positions, {}, cache, rows)
         first = 0
         for i in chosen:
@@ -278,8 +278,8 @@ class CudaModel(TorchModel):
             else:
                 if not step.rotations:
                     step.rotations = {
-                        rope: (table[rows.positions, 0, None], table[rows.positions, 1, None])
-                        for rope, table in tables.items()
+                        turn: (table[rows.positions, 0, None], table[rows.positions, 1, None])
+                        for turn, table in tables.items()
                     }
                 x = added(ops, stream, None, torch.float32)[0]
                 stream = _Stream(self.blocks[i].run(ops, x, i, step, read))
@@ -303,17 +303,17 @@ class CudaModel(TorchModel):
             else x * float(torch.tensor(self.config.embed_scale, dtype=self.weight_dtype))
         )
 
-    def _table(self, rope: Rope) -> Tensor:
+    def _table(self, turn: Turn) -> Tensor:
         """cos and sin of every position that was asked for so far [positions, 2, turned dimensions]."""
-        table = self._rotations[rope].table(self._num_positions)
+        table = self._rotations[turn].table(self._num_positions)
         return table.view(len(table), 2, -1)
 
     def _need_positions(self, end: int) -> None:
         """Make the tables of rotations long enough; graphs that read shorter ones are given up."""
         if end > self._num_positions:
             self._num_positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
-            for rope in self._rotations:
-                self._rotations[rope].table(self._num_positions)
+            for rotations in self._rotations.values():
+                rotations.table(self._num_positions)
             self._graphs.clear()
 
     # -------------------------------------------------------------------------------------------------- graphs

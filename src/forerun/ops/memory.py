@@ -15,7 +15,7 @@ import torch
 
 from forerun.blocks import Spec, products, weights
 from forerun.ops.quantised import Scheme
-from forerun.ops.rotary import Rotations
+from forerun.ops.rotary import Rotations, turned
 
 Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
 
@@ -168,5 +168,5 @@ OUTER = ("embedding", "head")  # products that are no layer's
 def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
     """Return the bytes of the tables of cos and sin, each twice while it grows. size: bytes of a number."""
     num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
-    found = {a.rope: a.rope.dims or a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope}
+    found = {(a.rope, a.head_dim): turned(a.rope, a.head_dim) for b in spec.blocks if (a := b.attention) and a.rope}
     return 2 * num_positions * 2 * sum(found.values()) * size

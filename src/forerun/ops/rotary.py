@@ -52,6 +52,11 @@ def sinusoids(num: int, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
 
 
+def turned(rope: Rope, head_dim: int) -> int:
+    """Return how many dimensions of a head a table of rotations has; some of them may turn by 0."""
+    return head_dim if rope.kind == "proportional" else rope.dims or head_dim
+
+
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the angle per position of each turned pair of dimensions, float32 [pairs].
 

@@ -6,6 +6,7 @@ others with the same interface). A family that nothing else computes runs here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, Attention, Block, Experts, Mlp, Norm, Rope, Spec
+from forerun.blocks import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_EMBEDDING,
+    POSITIONS,
+    Attention,
+    Block,
+    Experts,
+    LayerInput,
+    Mlp,
+    Norm,
+    Rope,
+    Spec,
+)
 from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
@@ -32,6 +47,7 @@ NAME = "reference"
 RANK = 1
 row_invariant = False
 Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
+Turn = tuple[Rope, int]  # and the size of the heads that are turned
 
 
 def usable(device: str) -> str | None:
@@ -45,8 +61,6 @@ def supports(spec: Spec) -> str | None:
         return why_not
     if any(block.recurrence is not None for block in spec.blocks):
         return "blocks that keep a state are not computed yet"
-    if any(block.per_layer_input is not None for block in spec.blocks):
-        return "embeddings of single layers are not computed yet"
     return None
 
 
@@ -163,17 +177,19 @@ class Projections:
 
 @dataclass
 class Step:
-    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind.
+    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind and size of heads.
 
     sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
+    layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
     num_experts: of each block with experts that has run, how many of them some row chose.
     """
 
     positions: Tensor
-    rotations: Mapping[Rope, Rotation]
+    rotations: Mapping[Turn, Rotation]
     cache: BlockCache | None
     view: CacheView | None
     sources: CacheView | None = None
+    layer_inputs: Tensor | None = None
     num_experts: list[int] = field(default_factory=list)
 
 
@@ -207,7 +223,7 @@ class TorchAttention:
         """What the block's branch adds [T, H], of rows y that its projections read. i: the block's number."""
         a = self.spec
         found = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
-        rotation = None if a.rope is None else step.rotations[a.rope]
+        rotation = None if a.rope is None else step.rotations[a.rope, a.head_dim]
         q = self.queries(ops, found["q_proj"], rotation, step.positions)
         k = v = None
         if a.shares_kv_of is None and a.sees != "encoder":
@@ -294,13 +310,14 @@ class TorchExperts:
         self.spec = e
         self.router = parts.product(f"{at}gate")
         self.router_norm = Normed.of(parts, f"{at}router_norm", e.router_norm)
+        self.scales = parts.vector(f"{at}expert_scale.weight") if e.scaled else None
         self.experts = [TorchMlp(e.mlp, parts, f"{at}experts.{i}.") for i in range(e.num)]
         self.shared = None if e.shared is None else TorchMlp(e.shared, parts, f"{at}shared_expert.")
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
 
-    def run(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, int]:
-        """y [T, H] -> [T, H], and how many experts some row chose."""
-        chosen, shares = self.chosen(ops, y)
+    def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
+        """y [T, H] -> [T, H], and how many experts some row chose. stream [T, H]: the rows before their norm."""
+        chosen, shares = self.chosen(ops, stream if self.spec.reads_stream else y)
         out, num_experts = torch.zeros_like(y), 0
         for i, expert in enumerate(self.experts):
             rows, places = (chosen == i).nonzero(as_tuple=True)
@@ -324,7 +341,7 @@ class TorchExperts:
     def chosen(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row [T, chosen], and their shares, float32."""
         e = self.spec
-        scores = self.router.apply(ops, normed(self.router_norm, ops, y))[0].float()
+        scores = self.router.apply(ops, normed(self.router_norm, ops, y))[0].float() * e.score_scale
         if e.score == "softmax":
             scores = scores.softmax(-1)
         elif e.score == "sigmoid":
@@ -335,7 +352,39 @@ class TorchExperts:
             shares = shares.softmax(-1)
         elif e.normalise:
             shares = shares / shares.sum(-1, keepdim=True)
-        return found, shares * e.scale
+        return found, shares * e.scale if self.scales is None else shares * e.scale * self.scales[found].float()
+
+
+class TorchLayerInput:
+    """What a block adds of the inputs that it has beside the residual stream."""
+
+    def __init__(self, own: LayerInput, parts: Parts, at: str) -> None:
+        self.spec = own
+        self.gate = parts.product(f"{at}per_layer_input_gate")
+        self.up = parts.product(f"{at}per_layer_projection")
+        self.norm = Normed.of(parts, f"{at}post_per_layer_input_norm", own.norm)
+
+    def run(self, ops: ReferenceOps, x: Tensor, inputs: Tensor) -> Tensor:
+        """x [T, H], inputs [T, size] -> [T, H]."""
+        inner = ops.activated(self.spec.act, self.gate.apply(ops, x)[0]) * inputs
+        return normed(self.norm, ops, self.up.apply(ops, inner)[0])
+
+
+class TorchLayerInputs:
+    """Makes what blocks read beside the residual stream."""
+
+    def __init__(self, own: LayerInput, parts: Parts) -> None:
+        self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
+        self.projection = parts.product("model.per_layer_model_projection")
+        self.norm = Normed.of(parts, "model.per_layer_projection_norm", own.norm)
+
+    def run(self, ops: ReferenceOps, tokens: Tensor, x: Tensor) -> Tensor:
+        """Tokens [T] and their embeddings x [T, H] -> [T, layers, size]."""
+        projected = self.projection.apply(ops, x)[0] * x.shape[-1] ** -0.5
+        projected = normed(self.norm, ops, projected.view(len(x), -1, self.spec.size))
+        found = F.embedding(tokens, self.table)
+        found = found * torch.tensor(math.sqrt(self.spec.size), dtype=found.dtype)
+        return (projected + found.view(projected.shape)) * 2**-0.5
 
 
 class TorchBlock:
@@ -351,7 +400,11 @@ class TorchBlock:
         self.attention = None if a is None else TorchAttention(a, parts, at, biased)
         self.mlp = None if mlp is None else TorchMlp(mlp, parts, f"{at}mlp.")
         self.experts = None if experts is None else TorchExperts(experts, parts, f"{at}mlp.")
-        self.out_scale = parts.vector(f"{at}layer_scalar") if block.out_scale else None
+        beside = {name: Normed.of(parts, at + name, norm) for name, norm in blocks.beside_norms(block).items()}
+        self.post_dense, self.pre_experts, self.post_experts = beside.values()
+        own = block.per_layer_input
+        self.layer_input = None if own is None else TorchLayerInput(own, parts, at)
+        self.out_scale = parts.vector(f"{at}layer_scalar.weight") if block.out_scale else None
 
     def run(self, ops: ReferenceOps, x: Tensor, i: int, step: Step, read: Tensor | None = None) -> Tensor:
         """Run rows of the residual stream x [T, H]. read [T, ...]: what the attention reads in place of x."""
@@ -361,6 +414,8 @@ class TorchBlock:
             x = self.attended(ops, x, self.attention.run(ops, y, i, step))
         if self.mlp is not None or self.experts is not None:
             x = self.fed_forward(ops, x, before if self.spec.parallel else x, step.num_experts)
+        if self.layer_input is not None and step.layer_inputs is not None:
+            x = x + self.layer_input.run(ops, x, step.layer_inputs[:, i])
         return x if self.out_scale is None else x * self.out_scale
 
     def attended(self, ops: ReferenceOps, x: Tensor, branch: Tensor) -> Tensor:
@@ -373,10 +428,11 @@ class TorchBlock:
         num_experts: to which is appended how many experts some row chose, where there are any.
         """
         y = normed(self.pre_mlp, ops, reads)
-        parts = [] if self.mlp is None else [self.mlp.run(ops, y)]
+        parts = [] if self.mlp is None else [normed(self.post_dense, ops, self.mlp.run(ops, y))]
         if self.experts is not None:
-            part, num = self.experts.run(ops, y)
-            parts.append(part)
+            y = y if self.mlp is None else normed(self.pre_experts, ops, reads)
+            part, num = self.experts.run(ops, y, reads)
+            parts.append(normed(self.post_experts, ops, part))
             if num_experts is not None:
                 num_experts.append(num)
         return self._added(ops, x, parts[0] if len(parts) == 1 else parts[0] + parts[1], self.post_mlp)
@@ -424,7 +480,10 @@ class TorchModel:
             shared = None if block.attention is None else block.attention.bias
             biased = self.blocks[shared].attention if isinstance(shared, int) else None
             self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", biased))
-        ropes = {a.rope: a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope is not None}
+        found = [a for block in spec.blocks if (a := block.attention) is not None]
+        turns = dict.fromkeys((a.rope, a.head_dim) for a in found if a.rope is not None)
+        own_inputs = spec.layer_input
+        self._layer_inputs = None if own_inputs is None else TorchLayerInputs(own_inputs, parts)
         self.encoder: TorchModel | None = None
         if spec.encoder is not None:
             names = [weight.name for weight in blocks.weights(spec.encoder)]
@@ -432,7 +491,7 @@ class TorchModel:
             own = {name: weights[name if name == lent else blocks.of_encoder(name)] for name in names}
             self.encoder = TorchModel(spec.encoder, own, self.ops, join)
         dtype = self.activation_dtype
-        self._rotations = {rope: Rotations(rope, dim, self.device, dtype) for rope, dim in ropes.items()}
+        self._rotations = {turn: Rotations(*turn, self.device, dtype) for turn in turns}
         self._packed = None if join is None else parts.made
         if join is not None:  # products that have weights of their own: nothing is in memory twice
             self.weights = {}
@@ -454,8 +513,8 @@ class TorchModel:
         unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
             return sum(product.nbytes for product in self._packed) - unread
-        looked_up = "" if self.config.tied else EMBEDDING
-        return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up) - unread
+        looked_up = {LAYER_EMBEDDING, "" if self.config.tied else EMBEDDING}
+        return sum(tensor.nbytes for name, tensor in self.weights.items() if name not in looked_up) - unread
 
     def forward(
         self,
@@ -491,7 +550,10 @@ class TorchModel:
             x = self._entered(x, positions)
         end = end_of(batch)
         rotations = {k: table.at(positions, end) for k, table in self._rotations.items()}
-        step, first = Step(positions, rotations, cache, view, sources), 0
+        inputs = None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs.run(self.ops, tokens, self._embedded(tokens))
+        step, first = Step(positions, rotations, cache, view, sources, inputs), 0
         for i in chosen:
             _write(taps, range(first, i + 1), x)
             first = i + 1

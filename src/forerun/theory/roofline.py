@@ -157,7 +157,8 @@ def expert_part(spec: Spec) -> float:
 
 def cache_elements(spec: Spec) -> int:
     """Return the numbers that one token has in the cache: keys and values of all layers."""
-    return sum(2 * a.kv_heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
+    found = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
+    return sum(2 * a.kv_heads * a.head_dim for a in found)
 
 
 def _operations_per_key(spec: Spec) -> int:

@@ -52,6 +52,8 @@ class Scorer:
 
     def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:
         config = model.config
+        if any(b.attention is not None and b.attention.shares_kv_of is not None for b in config.blocks):
+            raise BadOption("layers of this model read the keys of others, so that none of them may be left out")
         self.num_layers, self.windows = config.num_layers, windows
         longest = max(map(len, windows))
         sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "prefix_caching": False}
