@@ -27,7 +27,8 @@ def random_weights(raw: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Ten
     weights = {}
     for name, shape in weight_shapes(read_config(raw)).items():
         noise = torch.randn(shape, generator=generator)
-        weights[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
+        is_factor = "norm" in name or "_scal" in name
+        weights[name] = 1 + 0.3 * noise if is_factor else noise * (0.3 if name.endswith(".bias") else 0.15)
     return weights
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Spec, weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.models.source import QuantisedSource, Source, Stored
+from forerun.models.source import STACKED, QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 
 Rows = TypeVar("Rows", Tensor, QuantisedRows)
@@ -44,7 +44,8 @@ class Names:
     follows there, {} being an expert's number; another module has our name. prefix: what may stand before any name.
     ignored: endings of tensors that are no weights; beside: beginnings of those of other parts than the text model.
     ours_at: our blocks, {} being their number, which is that of the published one times step, plus first. more: other
-    blocks. exact: whole names, of tensors that may be stored as one row of a matrix.
+    blocks. exact: whole names, of tensors that may be stored as one row of a matrix. bare: those of `inner` that are
+    names of tensors, and stand for our `.weight`.
     """
 
     outer: Mapping[str, str]
@@ -58,11 +59,12 @@ class Names:
     first: int = 0
     more: tuple[Names, ...] = ()
     exact: Mapping[str, str] = field(default_factory=dict)
+    bare: frozenset[str] = frozenset()
 
     @property
     def only_renames(self) -> bool:
         """Whether each published tensor is one of ours, stored as ours is."""
-        plain = not self.exact and all(isinstance(how, str) for how in self.inner.values())
+        plain = not self.exact and not self.bare and all(isinstance(how, str) for how in self.inner.values())
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
@@ -73,8 +75,14 @@ class Names:
         if module in self.outer:
             return [f"{self.outer[module]}.{ending}"], Fused((self.outer[module],))
         head, tail = map(re.escape, self.block.split("{}"))
-        match = re.fullmatch(rf"{head}(0|[1-9]\d{{0,3}}){tail}(.+)", module)
-        key, expert = (None, "") if match is None else _without_expert(match[2], self.inner)
+        within = rf"{head}(0|[1-9]\d{{0,3}}){tail}(.+)"
+        match = re.fullmatch(within, name.removeprefix(self.prefix)) if self.bare else None
+        key, expert = (None, "") if match is None else _without_expert(match[2], self.bare)
+        if key is not None:
+            ending = "weight"
+        else:
+            match = re.fullmatch(within, module)
+            key, expert = (None, "") if match is None else _without_expert(match[2], self.inner.keys() - self.bare)
         if match is None or key is None:
             others = (names.ours(name.removeprefix(self.prefix)) for names in self.more)
             return next((found for found in others if found is not None), None)
@@ -85,9 +93,14 @@ class Names:
 
     def theirs(self, module: str) -> str | None:
         """Return the published name of a module of ours, without prefix; None for one that is not known."""
+        found = self._theirs(module)
+        return None if found is None else found[0]
+
+    def _theirs(self, module: str) -> tuple[str, bool] | None:
+        """Return the published name of a module of ours, and whether it is that of a tensor."""
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
-            return outer[module]
+            return outer[module], False
         head, tail = map(re.escape, self.ours_at.split("{}"))
         match = re.fullmatch(rf"{head}(\d+){tail}(.+)", module)
         for theirs, how in self.inner.items():
@@ -96,13 +109,20 @@ class Names:
             number, rest = divmod(int(match[1]) - self.first, self.step)
             part, expert = _without_expert(match[2], how.parts if isinstance(how, Fused) else (how,))
             if rest == 0 and part is not None:
-                return f"{self.block.format(number)}{theirs.format(expert)}"
-        return next((found for names in self.more if (found := names.theirs(module)) is not None), None)
+                return f"{self.block.format(number)}{theirs.format(expert)}", theirs in self.bare
+        return next((found for names in self.more if (found := names._theirs(module)) is not None), None)
 
     def published(self, module: str) -> str:
         """Return the published name of a module of ours, with its prefix; one that is not known has our name."""
         theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
+
+    def published_tensor(self, name: str) -> str:
+        """Return the published name of a tensor of ours."""
+        module, _, ending = name.rpartition(".")
+        found = self._theirs(module)
+        is_bare = found is not None and found[1] and ending == "weight"
+        return self.published(module) if is_bare else f"{self.published(module)}.{ending}"
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
@@ -140,6 +160,8 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
                 found[name] = Place(name)
             continue
         ours, how = known
+        if any(_is_unread(own, spec) for own in ours):
+            continue
         sizes = [shapes[own][0] if own in shapes else 0 for own in ours]
         for own, rows in zip(ours, _rows(how, sizes, spec), strict=True):
             found[own] = Place(
@@ -149,6 +171,13 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
                 names is not None and name in names.exact,
             )
     return found
+
+
+def _is_unread(name: str, spec: Spec) -> bool:
+    """Whether a tensor makes keys or values of a block that reads another's: published files have it all the same."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+    a = spec.blocks[int(found[1])].attention if found is not None and int(found[1]) < spec.num_layers else None
+    return a is not None and a.shares_kv_of is not None
 
 
 def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
@@ -261,8 +290,7 @@ def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[s
         if name in rows:
             found[rows[name]] = weight[None]
             continue
-        module, _, ending = name.rpartition(".")
-        made.setdefault(f"{names.published(module)}.{ending}", {})[name] = weight
+        made.setdefault(names.published_tensor(name), {})[name] = weight
     for theirs, parts in made.items():
         held = places(names, spec, [theirs])
         first = held[next(iter(parts))]
@@ -274,7 +302,18 @@ def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[s
             for own, part in parts.items():
                 whole[held[own].rows] = part
         found[theirs] = whole.T.contiguous() if first.transposed else whole
-    return found
+    return _stacked(found)
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with one of all experts in place of one of each, where published files have that."""
+    found, parts = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in tensors.items():
+        if STACKED.fullmatch(name.rpartition(".")[0]):
+            parts.setdefault(name.rpartition(".")[0], []).append(tensor)
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack(own) for name, own in parts.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF

@@ -7,6 +7,7 @@ the names of files in it alone, and `open_source(path) -> Source`.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from torch import Tensor
 from forerun.models import refusals
 from forerun.ops.memory import BLOCK_BYTES as BLOCK_BYTES
 from forerun.ops.quantised import QuantisedMatrix, Scheme
+
+# Tensors of the matrices of all experts, [experts, outputs, inputs], by the ends of their names.
+STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")
 
 
 @dataclass(frozen=True)

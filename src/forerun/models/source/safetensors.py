@@ -21,7 +21,7 @@ from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import refusals
 from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, in_order, layout_of, widened
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
-from forerun.models.source import BLOCK_BYTES, Stored
+from forerun.models.source import BLOCK_BYTES, STACKED, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
@@ -35,12 +35,16 @@ BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, as its header has it. name: in the file. dtype: safetensors' word for it."""
+    """A tensor of a file, as its header has it. name: in the file. dtype: safetensors' word for it.
+
+    expert: of all experts' matrices in one tensor, the one that it is.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    expert: int | None = None
 
 
 def recognises(path: Path) -> bool:
@@ -72,8 +76,9 @@ class SafetensorsFolder:
         prefix = BASE_PREFIX if BASE_EMBEDDING in found else ""
         return {
             name if name.startswith("lm_head.") else prefix + name: entry
-            for name, entry in found.items()
-            if not name.endswith("rotary_emb.inv_freq")
+            for whole, of_all in found.items()
+            if not whole.endswith("rotary_emb.inv_freq")
+            for name, entry in _each_expert(whole, of_all)
         }
 
     @cached_property
@@ -190,7 +195,9 @@ class SafetensorsFolder:
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         for first in range(0, num_rows, step):
             with safe_open(stored.file, framework="pt") as file:
-                yield file.get_slice(self._entries[name].name)[first : min(first + step, num_rows)]
+                entry, chosen = self._entries[name], slice(first, min(first + step, num_rows))
+                whole = file.get_slice(entry.name)
+                yield whole[chosen] if entry.expert is None else whole[entry.expert, chosen]
 
     def _widened(self, name: str) -> Iterator[Tensor]:
         matrix = self._floats[name]
@@ -269,6 +276,15 @@ class FloatParts:
     scales: str
     spans: tuple[int, int]
     names: frozenset[str]
+
+
+def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+    """Yield a tensor under its name, or the matrix of each expert, as NAME.0, where it holds those of all."""
+    if len(entry.shape) != 3 or not STACKED.fullmatch(name):
+        yield name, entry
+        return
+    for i in range(entry.shape[0]):
+        yield f"{name}.{i}", replace(entry, shape=entry.shape[1:], expert=i)
 
 
 def _headers(path: Path) -> Iterator[Entry]:
