@@ -22,6 +22,7 @@ _SECONDS = (*_SHORT_SECONDS, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.
 _DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _MOST_REMEMBERED = 4096  # sequences
+_EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
 
 
@@ -65,6 +66,10 @@ class Metrics:
             "spec_decode_draft_length", "tokens drafted for a request in a step, as paced; 0 = plain", _LENGTHS, "draft"
         )
         self._steps = self._seconds("step_duration", "of one step of the whole batch")
+        self._experts = None
+        if llm.engine.runner.has_experts:
+            chosen = "experts of a layer that the rows of a step chose, on average over layers"
+            self._experts = self._histogram("step_experts", chosen, _EXPERTS)
         delays = "of the event loop behind a timer of 50 ms: how late it comes to what it should do"
         self._delay = self._histogram("event_loop_delay_seconds", f"seconds {delays}", _DELAYS)
         self._last_s: dict[int, float] = {}  # by sequence: when a step brought it on
@@ -115,6 +120,8 @@ class Metrics:
         now_s = time.monotonic()
         self._of(self._generated).inc(report.num_committed)
         self._of(self._steps).observe(report.seconds)
+        if self._experts is not None and report.num_experts:
+            self._of(self._experts).observe(report.num_experts)
         if (
             len(self._last_s) > _MOST_REMEMBERED
         ):  # of those that ended while a step ran; the event loop removes some, too
