@@ -5,7 +5,7 @@ Some layers of it are enough to time passes with their true sizes, in forerun an
     python -m benchmarks.random_file qwen3-30b-a3b layers.gguf
     python -m benchmarks.peers --target layers.gguf --forward 1 --forward 8
 
-Routers are random, too, so that neighbouring tokens share no more experts than chance gives them: a worst case. The
+Routers are random, too, so that different tokens share no more experts than chance gives them: a worst case. The
 vocabulary is that of the shipped model, for with four layers an LM head of 150,000 ids would be most of each pass.
 """
 
@@ -25,7 +25,7 @@ from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.registry import unknown
 
-STD = 0.02  # of all matrices
+STD, EMBEDDED_STD = 0.02, 1.0  # of all matrices; of embeddings, so that a router sees which token there is
 Array = np.ndarray[Any, Any]
 
 
@@ -94,11 +94,11 @@ def write(path: Path, shape: Shape, num_layers: int, kind: str, expert_kind: str
         _add(writer, key, value)
     num_ids = len(_vocabulary()["tokenizer.ggml.tokens"])
 
-    def add(name: str, sizes: tuple[int, ...], kind: str) -> None:
-        data = _random(generator, sizes, kind)
+    def add(name: str, sizes: tuple[int, ...], kind: str, std: float = STD) -> None:
+        data = _random(generator, sizes, kind, std)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
-    add("token_embd", (num_ids, shape.hidden), kind)
+    add("token_embd", (num_ids, shape.hidden), kind, EMBEDDED_STD)
     add("output", (num_ids, shape.hidden), kind)
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     for i in range(num_layers):
@@ -117,7 +117,7 @@ def write(path: Path, shape: Shape, num_layers: int, kind: str, expert_kind: str
     return path.stat().st_size
 
 
-def _random(generator: np.random.Generator, sizes: tuple[int, ...], kind: str) -> Array:
+def _random(generator: np.random.Generator, sizes: tuple[int, ...], kind: str, std: float) -> Array:
     """Random codes as a type stores them, with one scale for all: bytes [..., rows, bytes of a row]."""
     import gguf
 
@@ -131,7 +131,7 @@ def _random(generator: np.random.Generator, sizes: tuple[int, ...], kind: str) -
         spread = {"Q4_0": 4.6, "Q8_0": 73.9, "IQ4_NL": 69.0}
         if kind not in spread:
             raise BadOption(unknown("type", kind, (*spread, "MXFP4")))
-        data[..., :2] = np.array([STD / spread[kind]], np.float16).view(np.uint8)
+        data[..., :2] = np.array([std / spread[kind]], np.float16).view(np.uint8)
     return np.ascontiguousarray(data.reshape(*sizes[:-1], -1))
 
 

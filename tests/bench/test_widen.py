@@ -12,6 +12,7 @@ from forerun import LLM, SamplingParams, ops as operators
 from forerun.bench.plans import SHAPE_NAMES
 from forerun.bench.widen import (
     SHAPES,
+    describe,
     head_to_widen,
     num_parameters,
     shape_named,
@@ -31,6 +32,14 @@ from methods import random_head as head_of
 from ops.native_cases import needs_native
 from tiny import write_tiny
 
+GEMMA = {
+    "model_type": "gemma3_text", "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+MIXED = {
+    **GEMMA, "model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24, "mlp_only_layers": [1],
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "untied": {"tied": False},
@@ -283,3 +292,11 @@ def test_padding_rows_stay_without_a_token(tmp_path: Path) -> None:
     wide = widen_checkpoint(load_checkpoint(folder, with_tokenizer=True), GROWN)
     assert wide.tokenizer is not None
     assert wide.tokenizer.holes == frozenset(range(257, 300))
+
+
+def test_every_familys_shape_has_words() -> None:
+    """A benchmark says them, so that one that knows Llama's like alone would refuse all other models."""
+    said = "hidden 512, 6 layers, ffn 1536, 8/2 heads of 64, 4096 ids"
+    assert describe(read_config(read_raw_config(SHIPPED_TARGET))) == said
+    assert describe(read_config(GEMMA)) == "hidden 32, 2 layers, ffn 48, 4/1 heads of 8, 99 ids"
+    assert describe(read_config(MIXED)) == "hidden 32, 2 layers, ffn 48, 2 of 8 experts of 16, 4/1 heads of 8, 99 ids"

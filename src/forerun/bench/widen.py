@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from forerun import drafters
-from forerun.blocks import Plain, Spec
+from forerun.blocks import Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
@@ -211,11 +211,17 @@ def describe(spec: Spec) -> str:
         reading = sum(block.attention is not None and block.attention.sees == "encoder" for block in spec.blocks)
         layers = f"{spec.encoder.num_layers} encoder and {spec.num_layers - reading} decoder layers"
         return f"{spec.model_type}, hidden {spec.hidden_size}, {layers}, {spec.vocab_size} ids"
-    c = Plain.of(spec)
-    return (
-        f"hidden {c.hidden_size}, {c.num_layers} layers, ffn {c.ffn_size}, "
-        f"{c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}, {c.vocab_size} ids"
-    )
+    said = [f"hidden {spec.hidden_size}", f"{spec.num_layers} layers"]
+    of_parts = {
+        "mlp": "ffn {0.size}",
+        "experts": "{0.chosen} of {0.num} experts of {0.mlp.size}",
+        "attention": "{0.heads}/{0.kv_heads} heads of {0.head_dim}",
+    }
+    for part, text in of_parts.items():
+        found = [getattr(block, part) for block in spec.blocks]
+        kinds = dict.fromkeys(text.format(one) for one in found if one is not None)
+        said += [" and ".join(kinds)] if kinds else []
+    return ", ".join([*said, f"{spec.vocab_size} ids"])
 
 
 def measured_target(config: EngineConfig, shape: str) -> EngineConfig:
