@@ -77,7 +77,7 @@ void silu_mul(Backend& b, Address gate, Address up, int num_rows, int width, Add
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_rows, [&](int i) {
             const size_t o = static_cast<size_t>(i) * width;
-            b.kernels.silu_mul(at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
+            b.kernels.act_mul(Act::silu, at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
         });
     });
 }

@@ -19,15 +19,18 @@ struct AttentionPart {
     int64_t position_step;
     int rotation;   // which of a model's tables of cos and sin, -1 = none
     int turned;     // dimensions of a head that are rotated
+    int keys_of;    // the block whose keys and values are read, -1 = this one's own
+    bool k_is_v;    // whether values are what the keys are before their norm
     bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
     Sees sees;
     Biases biases;
     std::optional<Norm> q_norm, k_norm, v_norm;
-    const Matrix *qkv, *o;  // qkv: of queries alone where a source's keys and values are seen
+    const Matrix *qkv, *o;  // qkv: of queries alone where keys and values are a source's or another block's
 
     int q_size() const { return heads * head_dim; }
     int kv_size() const { return kv_heads * head_dim; }
-    int qkv_size() const { return q_size() + (sees == Sees::source ? 0 : 2 * kv_size()); }
+    bool makes_keys() const { return sees != Sees::source && keys_of < 0; }
+    int qkv_size() const { return q_size() + (makes_keys() ? 2 * kv_size() : 0); }
 };
 
 struct MlpPart {
@@ -47,9 +50,20 @@ struct ExpertsPart {
     std::optional<MlpPart> shared;  // of every row
     const Matrix *router, *shared_gate;  // shared_gate: of whose sigmoid the shared part is a multiple; null = it counts whole
     std::optional<Norm> router_norm;
+    bool reads_stream;  // whether the router reads rows before the norm in front of the experts
+    float score_scale;  // of the router's outputs
     Scores scores;
     bool normalises;  // whether the chosen scores are divided by their sum
     float scale;      // of the chosen scores
+    const float* scales;  // of each expert's share, null = none
+};
+
+// What a block adds of the inputs that it has beside the residual stream: norm(up(act(gate(x)) * inputs)).
+struct LayerInputPart {
+    int size;
+    Act act;
+    const Matrix *gate, *up;
+    std::optional<Norm> norm;
 };
 
 // post-norms are of a branch before it is added, or of the sum.
@@ -57,7 +71,10 @@ struct Block {
     std::optional<Norm> pre_attention, post_attention, pre_mlp, post_mlp;
     std::optional<AttentionPart> attention;
     std::optional<MlpPart> mlp;
-    std::optional<ExpertsPart> experts;  // in place of it
+    std::optional<ExpertsPart> experts;  // in place of it, or beside it, where each has norms of its own
+    std::optional<Norm> post_dense, pre_experts, post_experts;
+    std::optional<LayerInputPart> layer_input;
+    float out_scale;  // of what the block gives
     bool norms_sum, parallel;  // parallel: both parts read the rows that come in
     float branch_scale;
 };
@@ -70,6 +87,15 @@ struct Table {
     bool is_there() const { return packed || rows; }
 };
 
+// What makes the inputs of all blocks, of each token side by side. scale: of rows of the table.
+struct LayerInputs {
+    int size;
+    Table table;
+    float scale;
+    const Matrix* projection;
+    std::optional<Norm> norm;
+};
+
 struct ModelParts {
     int vocab_size, hidden_size;
     Type type;  // of dense weights, keys and values
@@ -79,6 +105,7 @@ struct ModelParts {
     Table embedding, positions;
     float embed_scale;
     int position_offset;  // the row of position 0
+    std::optional<LayerInputs> layer_inputs;
     LogitRange range;
     const Matrix* head;   // null = none
 };

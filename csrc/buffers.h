@@ -31,6 +31,7 @@ struct Model::Buffers {
     std::vector<AttentionWork> work;  // by shape
     std::vector<ExpertGroups> groups;  // by block
     float *experts_in, *scores, *experts_out, *shared_out;  // rows behind their norm, their scores, and what experts give
+    float* layer_inputs;                                    // of all blocks, of each row side by side
     uint32_t *experts_words, *experts_inner;                // inputs of the experts' products
 
     Inputs inputs_of(const Matrix& w, uint32_t* words) const { return {words, w.type, num_rows, w.num_steps}; }

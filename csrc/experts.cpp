@@ -53,7 +53,7 @@ void weigh(const Kernels& kernels, const ExpertsPart& e, float* scores, const in
         for (int k = 0; k < e.chosen; ++k) total += shares[k];
         scale_to(shares, e.chosen, total);
     }
-    for (int k = 0; k < e.chosen; ++k) shares[k] *= e.scale;
+    for (int k = 0; k < e.chosen; ++k) shares[k] *= e.scales ? e.scale * e.scales[chosen[k]] : e.scale;
 }
 
 }  // namespace
@@ -88,20 +88,24 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
 
     // What all experts read, and the router's inputs. Rows of one block share cache lines, so a block belongs to one thread.
     const Inputs routed = b.inputs_of(*e.router, b.inputs);
+    const std::optional<Norm>& pre = block.mlp ? block.pre_experts : block.pre_mlp;
     float* const own = b.normed + b.normed_stride * static_cast<size_t>(thread);
     team.tiles(thread, routed.num_blocks(), [&](int k) {
         for (int row = routed.block_start(k); row < routed.block_start(k + 1); ++row) {
             float* const to = b.row(b.experts_in, row);
-            if (block.pre_mlp) norm_row(kernels, *block.pre_mlp, b.row(b.residual, row), b.width, to);
-            else std::memcpy(to, b.row(b.residual, row), width * sizeof(float));
-            if (e.router_norm) norm_row(kernels, *e.router_norm, to, b.width, own);
-            kernels.put_row(routed, row, e.router_norm ? own : to, b.width);
+            const float* const stream = b.row(b.residual, row);
+            if (pre) norm_row(kernels, *pre, stream, b.width, to);
+            else std::memcpy(to, stream, width * sizeof(float));
+            const float* const read = e.reads_stream ? stream : to;
+            if (e.router_norm) norm_row(kernels, *e.router_norm, read, b.width, own);
+            kernels.put_row(routed, row, e.router_norm ? own : read, b.width);
         }
     });
     product(backend_, thread, *e.router, routed, stored(b.scores, num));
     team.tiles(thread, b.num_rows, [&](int row) {
         const size_t at = static_cast<size_t>(row) * chosen;
         float* const scores = b.scores + static_cast<size_t>(row) * num;
+        for (size_t i = 0; i < num && e.score_scale != 1.0f; ++i) scores[i] *= e.score_scale;
         choose(scores, e.num, e.chosen, groups.chosen.data() + at);
         weigh(kernels, e, scores, groups.chosen.data() + at, groups.shares.data() + at);
     });
@@ -142,6 +146,12 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
             const float* const part = b.row(b.experts_out, groups.place_of[at]);
             const float share = groups.shares[at];
             for (size_t i = 0; i < width; ++i) sum[i] += part[i] * share;
+        }
+        if (block.mlp) {  // whose outputs are there
+            float* const dense = b.row(b.shared_out, row);
+            if (block.post_experts) norm_row(kernels, *block.post_experts, sum, b.width, sum);
+            if (block.post_dense) norm_row(kernels, *block.post_dense, dense, b.width, dense);
+            for (size_t i = 0; i < width; ++i) sum[i] += dense[i];
         }
         if (!e.shared) return;
         float gate = 1.0f;

@@ -334,7 +334,7 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
     // Layer norm of one row (Ba et al. 2016, eq. 4). bias: or null.
     void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps, float* out);
-    void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+    void (*act_mul)(Act act, const float* gate, const float* up, int n, float* out);  // act(gate) * up
     // Rotary positions (Su et al. 2021), pairs (i, i + n/2); cos, sin [n], the first half of sin negated.
     void (*rope)(const float* x, const float* cos, const float* sin, int n, float scale, float* out);
     // The same of pairs (2i, 2i + 1); cos and sin in the same order as above.

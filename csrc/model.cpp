@@ -41,8 +41,14 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
             has_branch = has_experts = true;
             scores = std::max(scores, rows * static_cast<size_t>(e.num)), chosen = std::max(chosen, choices);
             inner = std::max(inner, choices * size), groups += 4 * choices;
-            if (e.shared) ffn = std::max(ffn, steps(e.shared->size)), has_shared = true;
+            if (e.shared) ffn = std::max(ffn, steps(e.shared->size));
+            has_shared |= e.shared || block.mlp;
             widest = std::max(widest, hidden);  // the router's inputs are float32
+        }
+        if (block.layer_input) {
+            const int size = block.layer_input->size;
+            qkv = std::max(qkv, static_cast<size_t>(size)), ffn = std::max(ffn, steps(size));
+            has_branch = true;
         }
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
@@ -52,6 +58,8 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
         attention = std::max(attention, attention_scratch(shape_of(a), ATTENTION_ROWS, a.kv_heads));
     }
     BufferSizes sizes{};
+    const size_t inputs = model.layer_inputs ? model.blocks.size() * static_cast<size_t>(model.layer_inputs->size) : 0;
+    sizes.layer_inputs = rows * inputs;
     sizes.residual = rows * hidden;
     sizes.branch = has_branch ? rows * hidden : 0;
     sizes.qkv = rows * qkv;
@@ -61,7 +69,7 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     sizes.experts_in = has_experts ? rows * hidden : 0, sizes.scores = scores;
     sizes.experts_out = chosen * hidden, sizes.shared_out = has_shared ? rows * hidden : 0;
     sizes.experts_words = chosen * steps(model.hidden_size), sizes.experts_inner = inner, sizes.groups = groups;
-    sizes.each_normed = up_to(read, 64);
+    sizes.each_normed = up_to(std::max(read, inputs), 64);  // where a row of the table is unpacked, too
     const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);  // a gate's inputs are float32
     sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * of_own, 32);
     sizes.each_attention = up_to(attention, 64);
@@ -89,7 +97,7 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     size_t bytes = 0;
     for (size_t count : {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
                          threads * s.each_attention, s.experts_in, s.scores, s.experts_out, s.shared_out, s.experts_words,
-                         s.experts_inner, s.groups})
+                         s.experts_inner, s.groups, s.layer_inputs})
         bytes += count > 0 ? allocated_bytes(4 * count) : 0;
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
     const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
@@ -119,6 +127,7 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     b.experts_out = room.experts_out.floats(sizes.experts_out), b.shared_out = room.shared_out.floats(sizes.shared_out);
     b.experts_words = room.experts_words.words(sizes.experts_words);
     b.experts_inner = room.experts_inner.words(sizes.experts_inner);
+    b.layer_inputs = room.layer_inputs.floats(sizes.layer_inputs);
     b.groups.resize(parts_.blocks.size());
     for (int i : pass.layers) {
         const Block& block = parts_.blocks[static_cast<size_t>(i)];
@@ -144,8 +153,10 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
         bytes_ += w->bytes();
         is_any_quantised_ |= is_quantised(w->type);
     };
+    if (parts_.layer_inputs) count(parts_.layer_inputs->projection);
     for (const Block& block : parts_.blocks) {
         size_t shape = 0;
+        if (block.layer_input) count(block.layer_input->gate), count(block.layer_input->up);
         if (block.attention) {
             count(block.attention->qkv), count(block.attention->o);
             const HeadShape wanted = shape_of(*block.attention);
@@ -174,15 +185,15 @@ const Matrix& Model::head() const {
     return *parts_.head;
 }
 
+void Model::unpack(const Table& table, int64_t row, int width, float* x) const {
+    if (table.packed) return backend_.kernels.unpack_row(*table.packed, static_cast<int>(row), x);
+    const size_t at = static_cast<size_t>(row) * static_cast<size_t>(width) * bytes_of(parts_.type);
+    backend_.kernels.from_type(static_cast<const char*>(table.rows) + at, width, parts_.type, x);
+}
+
 void Model::embed(int64_t token, float* x) const {
-    const Table& table = parts_.embedding;
     const size_t width = static_cast<size_t>(parts_.hidden_size);
-    if (table.packed) {
-        backend_.kernels.unpack_row(*table.packed, static_cast<int>(token), x);
-    } else {
-        const size_t at = static_cast<size_t>(token) * width * bytes_of(parts_.type);
-        backend_.kernels.from_type(static_cast<const char*>(table.rows) + at, parts_.hidden_size, parts_.type, x);
-    }
+    unpack(parts_.embedding, token, parts_.hidden_size, x);
     for (size_t i = 0; i < width && parts_.embed_scale != 1.0f; ++i) x[i] *= parts_.embed_scale;
 }
 
@@ -201,7 +212,8 @@ void Model::enter(const Pass& pass, int row, float* x) const {
 
 void Model::check(const Pass& pass) const {
     if (pass.rotations.size() != parts_.rotations.size()) throw std::invalid_argument("every kind of rotation needs a table");
-    if (!pass.input && !parts_.embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
+    const bool reads_tokens = !pass.input || parts_.layer_inputs;
+    if (reads_tokens && !parts_.embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
     for (size_t i = 0; i < pass.layers.size(); ++i) {
         const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
         if (attention && attention->reads != parts_.hidden_size && !(pass.read && i == 0))
@@ -211,7 +223,7 @@ void Model::check(const Pass& pass) const {
     }
     const Table& positions = parts_.positions;
     for (int row = 0; row < pass.num_rows; ++row) {
-        if (!pass.input && (pass.tokens[row] < 0 || pass.tokens[row] >= parts_.embedding.num_rows))
+        if (reads_tokens && (pass.tokens[row] < 0 || pass.tokens[row] >= parts_.embedding.num_rows))
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
         const int64_t at = pass.positions[row] + parts_.position_offset;
         if (positions.is_there() && (at < 0 || at >= positions.num_rows))
@@ -244,6 +256,7 @@ std::vector<int> Model::forward(const Pass& pass) {
             else embed(pass.tokens[row], x);
             if (enters) enter(pass, row, x);
         });
+        if (parts_.layer_inputs) make_layer_inputs(thread, pass, b);
         for (int i : pass.layers) {
             write_taps(i);
             run_block(thread, i, pass, b);
@@ -267,11 +280,59 @@ void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     if (block.parallel && block.mlp) feed(thread, block, b);
     if (block.attention) run_attention(thread, index, pass, b);
     if (!block.parallel && block.mlp) feed(thread, block, b);
-    if (block.mlp) add_branch(thread, block, block.post_mlp, *block.mlp->down, b.inputs_of(*block.mlp->down, b.ffn), b);
+    const bool is_beside = block.mlp && block.experts;  // the experts add what both give
+    const Inputs inner = block.mlp ? b.inputs_of(*block.mlp->down, b.ffn) : Inputs{};
+    if (is_beside) product(backend_, thread, *block.mlp->down, inner, stored(b.shared_out, static_cast<size_t>(b.width)));
+    else if (block.mlp) add_branch(thread, block, block.post_mlp, *block.mlp->down, inner, b);
     if (block.experts) {
         run_experts(thread, index, block, b);
         join_branch(thread, block, block.post_mlp, b);
     }
+    if (block.layer_input) add_layer_input(thread, index, block, b);
+    if (block.out_scale != 1.0f)
+        backend_.team.tiles(thread, b.num_rows, [&](int row) {
+            float* const x = b.row(b.residual, row);
+            for (int i = 0; i < b.width; ++i) x[i] *= block.out_scale;
+        });
+}
+
+// What all blocks have of each token beside the residual stream.
+void Model::make_layer_inputs(int thread, const Pass& pass, Buffers& b) {
+    const LayerInputs& own = *parts_.layer_inputs;
+    const int width = own.size * static_cast<int>(parts_.blocks.size());
+    const float scale = 1.0f / std::sqrt(static_cast<float>(b.width)), half = std::sqrt(0.5f);
+    backend_.team.tiles(thread, b.num_rows, [&](int row) { embed(pass.tokens[row], b.row(b.branch, row)); });
+    times_rows(thread, b.branch, b.width, std::nullopt, *own.projection, stored(b.layer_inputs, static_cast<size_t>(width)), b);
+    float* const looked_up = b.normed + b.normed_stride * static_cast<size_t>(thread);
+    backend_.team.tiles(thread, b.num_rows, [&](int row) {
+        float* const x = b.layer_inputs + static_cast<size_t>(row) * static_cast<size_t>(width);
+        unpack(own.table, pass.tokens[row], width, looked_up);
+        for (int i = 0; i < width; ++i) x[i] *= scale;
+        for (int at = 0; at < width && own.norm; at += own.size) norm_row(backend_.kernels, *own.norm, x + at, own.size, x + at);
+        for (int i = 0; i < width; ++i) x[i] = (x[i] + looked_up[i] * own.scale) * half;
+    });
+}
+
+void Model::add_layer_input(int thread, int index, const Block& block, Buffers& b) {
+    const LayerInputPart& own = *block.layer_input;
+    const size_t size = static_cast<size_t>(own.size), all = size * parts_.blocks.size();
+    const Inputs inner = b.inputs_of(*own.up, b.ffn);
+    times_rows(thread, b.residual, b.width, std::nullopt, *own.gate, stored(b.qkv, size), b);
+    // Rows of one block share cache lines, so a block belongs to one thread.
+    backend_.team.tiles(thread, inner.num_blocks(), [&](int k) {
+        for (int row = inner.block_start(k); row < inner.block_start(k + 1); ++row) {
+            float* const gate = b.qkv + static_cast<size_t>(row) * size;
+            const float* const inputs = b.layer_inputs + static_cast<size_t>(row) * all + static_cast<size_t>(index) * size;
+            backend_.kernels.act_mul(own.act, gate, inputs, own.size, gate);
+            backend_.kernels.put_row(inner, row, gate, own.size);
+        }
+    });
+    product(backend_, thread, *own.up, inner, stored(b.branch, static_cast<size_t>(b.width)));
+    backend_.team.tiles(thread, b.num_rows, [&](int row) {
+        float *const branch = b.row(b.branch, row), *const sum = b.row(b.residual, row);
+        if (own.norm) norm_row(backend_.kernels, *own.norm, branch, b.width, branch);
+        for (int i = 0; i < b.width; ++i) sum[i] += branch[i];
+    });
 }
 
 void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
@@ -283,7 +344,8 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
                stored(b.qkv, stride), b);
     backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
-    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[index], pass.values[index], a.heads, a.kv_heads,
+    const int keys_of = a.keys_of < 0 ? index : a.keys_of;
+    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[keys_of], pass.values[keys_of], a.heads, a.kv_heads,
                               a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
                               a.sees,      a.biases};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
@@ -386,7 +448,8 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
         scale *= static_cast<float>(1.0 + a.position_beta * std::log(1.0 + steps));
     }
     norm(q, a.heads, a.q_norm), turn(q, a.heads, scale);
-    if (a.sees == Sees::source) return;  // whose keys and values are there
+    if (!a.makes_keys()) return;  // those of a source or another block are there
+    if (a.k_is_v) std::memcpy(value, key, static_cast<size_t>(a.kv_size()) * sizeof(float));
     norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
     turn(key, a.kv_heads, 1.0f);
     const Run* run = &pass.runs[0];

@@ -38,7 +38,7 @@ struct Pass {
 // Floats and words of the buffers of a pass, by name; `each` = of every thread.
 struct BufferSizes {
     size_t residual, branch, qkv, inputs, ffn, parts;
-    size_t experts_in, scores, experts_out, shared_out, experts_words, experts_inner, groups;
+    size_t experts_in, scores, experts_out, shared_out, experts_words, experts_inner, groups, layer_inputs;
     size_t each_normed, each_own, each_attention;
 };
 
@@ -121,7 +121,7 @@ class Model {
     struct Room {
         std::mutex turn;
         Scratch residual, branch, qkv, inputs, own, ffn, normed, attention, parts;
-        Scratch experts_in, scores, experts_out, shared_out, experts_words, experts_inner;
+        Scratch experts_in, scores, experts_out, shared_out, experts_words, experts_inner, layer_inputs;
     };
     const Matrix& head() const;
     void check(const Pass& pass) const;
@@ -131,6 +131,9 @@ class Model {
     void run_block(int thread, int index, const Pass& pass, Buffers& b);
     void run_attention(int thread, int index, const Pass& pass, Buffers& b);
     void feed(int thread, const Block& block, Buffers& b);
+    void make_layer_inputs(int thread, const Pass& pass, Buffers& b);
+    void add_layer_input(int thread, int index, const Block& block, Buffers& b);
+    void unpack(const Table& table, int64_t row, int width, float* x) const;
     void run_experts(int thread, int index, const Block& block, Buffers& b);
     void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w, const Output& to,
                     Buffers& b);

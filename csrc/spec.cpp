@@ -28,12 +28,14 @@ const std::map<string, std::set<string>> READ = {
               "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
               "truncate", "far"}},
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "reads", "sees", "position_scale", "bias"}},
+                   "o_bias", "softcap", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias"}},
-    {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias"}},
+    {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
+                 "reads_stream", "score_scale", "scaled"}},
+    {"LayerInput", {"size", "act", "norm"}},
     {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
-               "branch_scale"}},
+               "branch_scale", "out_scale", "per_layer_input", "post_dense", "pre_experts", "post_experts"}},
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
               "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder",
@@ -44,11 +46,7 @@ const std::map<string, std::set<string>> READ = {
 const std::map<string, string> WORDS = {
     {"Attention.sinks", "sinks of attention"},
     {"Attention.gate", "gates of attention"},
-    {"Attention.k_is_v", "values that are keys"},
-    {"Attention.shares_kv_of", "blocks that share keys and values"},
     {"Block.recurrence", "blocks that keep a state"},
-    {"Block.out_scale", "scaled outputs of blocks"},
-    {"Block.per_layer_input", "embeddings of single layers"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
@@ -75,13 +73,17 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     if (type == "Attention" && (number("kv_heads") < 1 || number("heads") % number("kv_heads") != 0))
         return no("heads=" + std::to_string(number("heads")) + " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
     if (type == "Attention" && nb::cast<string>(object.attr("sees")) == "encoder")
-        for (const char* name : {"window", "rope", "k_norm", "v_norm"})
+        for (const char* name : {"window", "rope", "k_norm", "v_norm", "shares_kv_of"})
             if (!object.attr(name).is_none()) return no(string(name) + " of an encoder's keys and values");
-    if (type == "Block" && !object.attr("mlp").is_none() && !object.attr("experts").is_none())
-        return no("feed-forward part beside experts");
+    if (type == "Block" && !object.attr("mlp").is_none() && !object.attr("experts").is_none()) {
+        if (!object.attr("experts").attr("shared").is_none()) return no("shared expert beside a feed-forward part");
+    } else if (type == "Block") {
+        for (const char* name : {"post_dense", "pre_experts", "post_experts"})
+            if (!object.attr(name).is_none()) return no(string(name) + " but of experts beside a feed-forward part");
+    }
     if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
         return no("experts beside attention");
-    if (type == "Mlp" && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
+    if ((type == "Mlp" || type == "LayerInput") && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
         return no("activation " + nb::cast<string>(object.attr("act")));
     return {};
 }
@@ -144,6 +146,8 @@ class Reader {
         m.embed_scale = rounded(real(spec, "embed_scale"));
         m.range = {real(spec, "logit_scale"), real(spec, "logit_softcap")};
         m.embedding = {maybe(places_ ? &places_->matrices : nullptr, "embedding"), table("model.embed_tokens.weight"), m.vocab_size};
+        const nb::object inputs = spec.attr("layer_input");
+        if (!inputs.is_none()) m.layer_inputs = layer_inputs(inputs, m.vocab_size);
         const nb::object positions = spec.attr("positions");
         if (!positions.is_none()) {
             m.position_offset = whole(positions, "offset");
@@ -173,7 +177,24 @@ class Reader {
         if (!b.attr("attention").is_none()) found.attention = attention(b.attr("attention"), at);
         if (!b.attr("mlp").is_none()) found.mlp = mlp(b.attr("mlp"), at + "mlp.");
         if (!b.attr("experts").is_none()) found.experts = experts(b.attr("experts"), at + "mlp.");
+        found.post_dense = norm(b.attr("post_dense"), at + "post_feedforward_layernorm_1", hidden_);
+        found.pre_experts = norm(b.attr("pre_experts"), at + "pre_feedforward_layernorm_2", hidden_);
+        found.post_experts = norm(b.attr("post_experts"), at + "post_feedforward_layernorm_2", hidden_);
+        const nb::object input = b.attr("per_layer_input");
+        if (!input.is_none())
+            found.layer_input = LayerInputPart{whole(input, "size"), act_of(text(input, "act")), matrix(at + "layer_gate"), matrix(at + "layer_up"),
+                                               norm(input.attr("norm"), at + "post_per_layer_input_norm", hidden_)};
+        found.out_scale = yes(b, "out_scale") && places_ ? *vector(at + "layer_scalar.weight") : 1.0f;
         return found;
+    }
+
+    LayerInputs layer_inputs(nb::handle input, int vocab_size) {
+        const int size = whole(input, "size");
+        const Table rows{maybe(places_ ? &places_->matrices : nullptr, "model.layer_embedding"), table("model.embed_tokens_per_layer.weight"),
+                         vocab_size};
+        if (places_ && !rows.is_there()) throw std::invalid_argument("there is no weight model.embed_tokens_per_layer.weight");
+        return {size, rows, rounded(static_cast<float>(std::sqrt(static_cast<double>(size)))), matrix("model.layer_inputs"),
+                norm(input.attr("norm"), "model.per_layer_projection_norm", size)};
     }
 
     AttentionPart attention(nb::handle a, const string& at) {
@@ -190,8 +211,11 @@ class Reader {
             found.position_step = nb::cast<int64_t>(by_position[nb::int_(1)]);
         }
         found.q_norm = head_norm(a.attr("q_norm"), own + "q_norm", found.heads, found.head_dim);
-        found.k_norm = head_norm(a.attr("k_norm"), own + "k_norm", found.kv_heads, found.head_dim);
-        found.v_norm = head_norm(a.attr("v_norm"), own + "v_norm", found.kv_heads, found.head_dim);
+        found.keys_of = whole(a, "shares_kv_of", -1), found.k_is_v = yes(a, "k_is_v");
+        if (found.makes_keys()) {
+            found.k_norm = head_norm(a.attr("k_norm"), own + "k_norm", found.kv_heads, found.head_dim);
+            found.v_norm = head_norm(a.attr("v_norm"), own + "v_norm", found.kv_heads, found.head_dim);
+        }
         const nb::object rope = a.attr("rope");
         if (!rope.is_none()) {
             found.turned = text(rope, "kind") == "proportional" ? found.head_dim : whole(rope, "dims", found.head_dim);
@@ -224,6 +248,8 @@ class Reader {
         const string score = text(e, "score");
         found.scores = score == "softmax" ? Scores::softmax : score == "sigmoid" ? Scores::sigmoid : Scores::softmax_of_chosen;
         found.normalises = yes(e, "normalise"), found.scale = real(e, "scale");
+        found.reads_stream = yes(e, "reads_stream"), found.score_scale = real(e, "score_scale");
+        found.scales = yes(e, "scaled") && places_ ? vector(at + "expert_scale.weight") : nullptr;
         return found;
     }
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import Attention, Block, Experts, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Positions, Rope, Spec, products, weights
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
 from ops.native_cases import NAN, ops_of, seeded
@@ -151,6 +151,40 @@ SPECS: dict[str, Spec] = {
 }
 
 
+LARGE = Rope(1e3, "proportional", dims=8)
+OF_VALUES = replace(of_heads(RMS), weight=False)
+
+
+def gemma4(window: int | None, kv_heads: int, head_dim: int, *, size: int = 33, **changes: Any) -> Block:
+    """A layer of Gemma 4. changes: of its attention."""
+    a = Attention(4, kv_heads, head_dim, 0.4, window, q_norm=of_heads(RMS), k_norm=of_heads(RMS), v_norm=OF_VALUES)
+    a = replace(a, rope=LARGE if window is None else Rope(), **changes)
+    return Block(RMS, a, None, RMS, RMS, Mlp(size, "gelu_tanh"), post_mlp=RMS, out_scale=True)
+
+
+OWN_INPUT = LayerInput(12, "gelu_tanh", RMS)
+BESIDE = Experts(6, 2, Mlp(20, "gelu_tanh"), router_norm=RMS, reads_stream=True, score_scale=0.5, scaled=True)
+SPECS |= {
+    "gemma4": spec_of([gemma4(5, 2, 16), gemma4(None, 1, 24, k_is_v=True), gemma4(5, 2, 16)], logit_softcap=3.0),
+    "gemma4, own inputs": spec_of(
+        [
+            replace(block, per_layer_input=OWN_INPUT)
+            for block in (
+                gemma4(5, 2, 16),
+                gemma4(None, 2, 24, k_is_v=True),
+                gemma4(5, 2, 16, shares_kv_of=0, size=66),
+                gemma4(None, 2, 24, shares_kv_of=1, size=66),
+            )
+        ],
+        embed_scale=math.sqrt(44),
+    ),
+    "gemma4, experts": spec_of(
+        [
+            replace(block, experts=BESIDE, post_dense=RMS, pre_experts=PLUS_ONE, post_experts=RMS)
+            for block in (gemma4(5, 2, 16), gemma4(None, 1, 24, k_is_v=True))
+        ]
+    ),
+}
 MATRICES = ("matrix", "experts")
 
 
@@ -162,7 +196,8 @@ def random_weights(spec: Spec, dtype: torch.dtype, bits: int = 0) -> dict[str, T
     """Tensors of these numbers; with bits, matrices are what their rounded weights stand for, in float32."""
     generator, found = seeded(len(spec.blocks) + spec.hidden_size), {}
     for weight in weights(spec):
-        centre = 1.0 if "norm" in weight.name and weight.name.endswith("weight") and "model_type" else 0.0
+        is_factor = "norm" in weight.name or "_scal" in weight.name
+        centre = 1.0 if is_factor and weight.name.endswith("weight") else 0.0
         size = 2.0 if is_wide(weight) else 0.25  # scores that differ much, so that rounding seldom changes a choice
         made = (torch.randn(weight.shape, generator=generator) * size + centre * 0.8).to(dtype)
         found[weight.name] = made.float() if is_wide(weight) or (bits and weight.role in MATRICES) else made
@@ -177,8 +212,11 @@ class Table:
 
     @classmethod
     def of(cls, rope: Rope, head_dim: int) -> Table:
-        dims = rope.dims or head_dim
-        frequencies = rope.theta ** -(torch.arange(0, dims, 2).double() / dims)
+        dims = whole = rope.dims or head_dim
+        if rope.kind == "proportional":
+            whole = head_dim
+        frequencies = rope.theta ** -(torch.arange(0, dims, 2).double() / whole)
+        frequencies = torch.cat((frequencies, torch.zeros((whole - dims) // 2).double()))
         angles = torch.arange(NUM_POSITIONS).double()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float().contiguous())
@@ -322,13 +360,14 @@ def _rounded(rows: Tensor, bits: int) -> QuantisedMatrix:
 class Reference:
     """The same function in float64, of one sequence of tokens. weights: as `random_weights` has them.
 
-    chosen: of each block with experts that has run, those that some row chose.
+    chosen: of each block with experts that has run, those that some row chose. kept: keys and values by block.
     """
 
     spec: Spec
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     chosen: list[set[int]] = field(default_factory=list)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def rows(self, tokens: list[int]) -> Tensor:
         """[T, H + V]."""
@@ -337,25 +376,48 @@ class Reference:
         if s.positions is not None:
             x = x + self.w(blocks.POSITIONS)[torch.arange(len(tokens)) + s.positions.offset]
         x = self.norm(x, s.embed_norm, "model.embed_norm")
+        inputs = None if s.layer_input is None else self.layer_inputs(tokens, x, s.layer_input)
+        self.kept.clear()
         for i, block in enumerate(s.blocks):
             at, before = f"model.layers.{i}.", x
             if block.attention is not None:
                 y = self.norm(x, block.pre_attention, at + "input_layernorm")
-                y = self.attention(y, block.attention, at + "self_attn.")
+                y = self.attention(y, block.attention, at + "self_attn.", i)
                 x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
-            if block.mlp is not None:
+            if block.mlp is not None and block.experts is not None:
+                y = self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block))
+                y = self.norm(
+                    self.mlp(y, block.mlp, at + "mlp."), block.post_dense, f"{at}post_feedforward_layernorm_1"
+                )
+                z = self.norm(x, block.pre_experts, f"{at}pre_feedforward_layernorm_2")
+                z = self.experts(z, block.experts, at + "mlp.", x)
+                y = y + self.norm(z, block.post_experts, f"{at}post_feedforward_layernorm_2")
+                x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
+            elif block.mlp is not None:
                 y = self.norm(before if block.parallel else x, block.pre_mlp, at + blocks.pre_mlp_name(block))
                 y = self.mlp(y, block.mlp, at + "mlp.")
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
-            if block.experts is not None:
+            elif block.experts is not None:
                 y = self.experts(
                     self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block)), block.experts, at + "mlp."
                 )
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
+            if inputs is not None and (own := block.per_layer_input) is not None:
+                gate = torch.nn.functional.gelu(self.product(x, f"{at}per_layer_input_gate"), approximate="tanh")
+                y = self.product(gate * inputs[:, i], f"{at}per_layer_projection")
+                x = x + self.norm(y, own.norm, f"{at}post_per_layer_input_norm")
+            x = x * self.w(f"{at}layer_scalar.weight") if block.out_scale else x
         x = self.norm(x, s.final_norm, "model.norm")
         logits = x @ self.w(blocks.EMBEDDING if s.tied else blocks.HEAD).T
         logits = (logits + (self.w("lm_head.bias") if s.head_bias else 0)) * s.logit_scale
         return torch.cat((x, self.capped(logits, s.logit_softcap)), 1)
+
+    def layer_inputs(self, tokens: list[int], x: Tensor, own: LayerInput) -> Tensor:
+        """[T, layers, size]."""
+        projected = self.product(x, "model.per_layer_model_projection") / math.sqrt(x.shape[1])
+        projected = self.norm(projected.view(len(x), -1, own.size), own.norm, "model.per_layer_projection_norm")
+        found = self.w(blocks.LAYER_EMBEDDING)[tokens] * float(torch.tensor(math.sqrt(own.size)).to(self.dtype))
+        return (projected + found.view(projected.shape)) / math.sqrt(2)
 
     def w(self, name: str) -> Tensor:
         return self.weights[name].double()
@@ -387,11 +449,15 @@ class Reference:
         x = x.view(len(x), num, dim)
         return self.norm(x, norm, at) if norm is not None and norm.span == "head" else x
 
-    def attention(self, y: Tensor, a: Attention, at: str) -> Tensor:
+    def attention(self, y: Tensor, a: Attention, at: str, i: int = 0) -> Tensor:
         q = self.heads(self.product(y, at + "q_proj"), a.heads, a.head_dim, a.q_norm, at + "q_norm")
-        k = self.heads(self.product(y, at + "k_proj"), a.kv_heads, a.head_dim, a.k_norm, at + "k_norm")
-        v = self.heads(self.product(y, at + "v_proj"), a.kv_heads, a.head_dim, a.v_norm, at + "v_norm")
-        q, k = self.turned(q, a), self.turned(k, a)
+        q = self.turned(q, a)
+        if a.shares_kv_of is None:
+            k = self.heads(self.product(y, at + "k_proj"), a.kv_heads, a.head_dim, a.k_norm, at + "k_norm")
+            of_values = at + ("k_proj" if a.k_is_v else "v_proj")
+            v = self.heads(self.product(y, of_values), a.kv_heads, a.head_dim, a.v_norm, at + "v_norm")
+            self.kept[i] = self.turned(k, a), v
+        k, v = self.kept[i if a.shares_kv_of is None else a.shares_kv_of]
         if a.position_scale is not None:
             beta, length = a.position_scale
             q = q * (1 + beta * torch.log1p(torch.arange(len(q)).double() // length))[:, None, None]
@@ -406,7 +472,7 @@ class Reference:
     def turned(self, x: Tensor, a: Attention) -> Tensor:
         if a.rope is None:
             return x
-        dims = a.rope.dims or a.head_dim
+        dims = a.head_dim if a.rope.kind == "proportional" else a.rope.dims or a.head_dim
         table = Table.of(a.rope, a.head_dim).rows[: len(x)].double()
         cos, sin = table[:, 0, None, : dims // 2], table[:, 1, None, dims // 2 :]
         first, second = slice(0, dims // 2), slice(dims // 2, dims)
@@ -428,8 +494,9 @@ class Reference:
         inner = acts[mlp.act](self.product(y, at + "gate_proj")) * up if mlp.gated else acts[mlp.act](up)
         return self.product(inner, at + "down_proj")
 
-    def experts(self, y: Tensor, e: Experts, at: str) -> Tensor:
-        scores = self.product(self.norm(y, e.router_norm, at + "router_norm"), at + "gate")
+    def experts(self, y: Tensor, e: Experts, at: str, stream: Tensor | None = None) -> Tensor:
+        read = y if stream is None else stream
+        scores = self.product(self.norm(read, e.router_norm, at + "router_norm"), at + "gate") * e.score_scale
         shares = {"softmax": scores.softmax(-1), "sigmoid": scores.sigmoid()}.get(e.score, scores)
         out = torch.zeros_like(y)
         self.chosen.append(set())
@@ -443,6 +510,7 @@ class Reference:
             elif e.normalise:
                 own = own / own.sum()
             for i, share in zip(found, own, strict=True):
+                share = share * self.w(f"{at}expert_scale.weight")[i] if e.scaled else share
                 out[row] += self.mlp(y[row : row + 1], e.mlp, f"{at}experts.{i}.")[0] * share * e.scale
         if e.shared is not None:
             gate = self.product(y, at + "shared_expert_gate").sigmoid() if e.shared_gate else 1.0

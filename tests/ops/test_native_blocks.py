@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.blocks import Attention, Block, Experts, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Recurrence, Rope, Spec
 from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from ops.native_blocks import (
@@ -47,7 +47,7 @@ def roundable(spec: Spec) -> Spec:
     """The same blocks with sizes that groups of 16 divide."""
 
     def block(b: Block) -> Block:
-        a, mlp = b.attention, b.mlp
+        a, mlp, own = b.attention, b.mlp, b.per_layer_input
         if a is not None:
             a = replace(
                 a, head_dim=16 if a.head_dim < 24 else 32, rope=a.rope and replace(a.rope, dims=a.rope.dims and 8)
@@ -57,7 +57,7 @@ def roundable(spec: Spec) -> Spec:
             return mlp and replace(mlp, size=-(-mlp.size // 32) * 32)
 
         e = b.experts and replace(b.experts, mlp=wide(b.experts.mlp), shared=wide(b.experts.shared))
-        return replace(b, attention=a, mlp=wide(mlp), experts=e)
+        return replace(b, attention=a, mlp=wide(mlp), experts=e, per_layer_input=own and replace(own, size=16))
 
     return replace(spec, hidden_size=48, blocks=tuple(map(block, spec.blocks)))
 
@@ -121,7 +121,7 @@ def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
         assert same_bits(row, plain), len(text)
         far += float((row.double() - exact).norm()) > tolerance * float(exact.norm())
     # Rows that are rounded choose other experts where two scores are nearly equal.
-    assert far <= (0.25 * len(found) if name == "experts" and tolerance > 1e-3 else 0)
+    assert far <= (0.25 * len(found) if "experts" in name and tolerance > 1e-3 else 0)
 
 
 @every_isa
@@ -175,7 +175,7 @@ def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
 
 @every_isa
 def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
-    for name in ("gemma3", "gpt2"):
+    for name in ("gemma3", "gpt2", "gemma4, own inputs", "gemma4, experts"):
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
         text = tokens_of(3, 9)
         numbers = model.numbers({0: 0}, {0: 9 + 4}, {})
@@ -198,7 +198,7 @@ def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
 @every_isa
 def test_taps_parts_and_rows_in_place_of_embeddings(isa: str) -> None:
     """A pass cut behind a block goes on from its rows; learned positions come with the first block."""
-    for name in ("gpt2", "gemma3"):
+    for name in ("gpt2", "gemma3", "gemma4, own inputs"):
         model, _ = model_of(name, FLOAT32, 0, isa)
         last = model.spec.num_layers - 1
         whole = model.run({0: tokens_of(1, 6)}, {0: 0})
@@ -276,7 +276,9 @@ def test_the_model_of_this_backend_computes_what_that_of_torch_does(name: str, i
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 NOT_COMPUTED: dict[str, tuple[Any, str]] = {
-    "both": (replace(PLAIN, experts=Experts(4, 2, Mlp(8))), "feed-forward part beside experts"),
+    "both": (replace(PLAIN, experts=Experts(4, 2, Mlp(8), Mlp(8))), "shared expert beside a feed-forward part"),
+    "norm of both": (replace(PLAIN, pre_experts=RMS), "pre_experts but of experts beside a feed-forward part"),
+    "act of inputs": (replace(PLAIN, per_layer_input=LayerInput(8, "clamped_silu")), "activation clamped_silu"),
     "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
     "sinks": (replace(PLAIN, attention=Attention(2, 1, 16, sinks=True)), "sinks of attention"),
     "turned source": (replace(PLAIN, attention=Attention(2, 1, 16, rope=Rope(), sees="encoder")), "rope of an encoder"),

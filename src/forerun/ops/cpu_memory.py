@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from forerun import native
-from forerun.blocks import EMBEDDING, Buckets, Spec, products, weights
+from forerun.blocks import EMBEDDING, LAYER_EMBEDDING, LAYER_PRODUCTS, Buckets, Spec, products, weights
 from forerun.ops.memory import (
     FLOAT_BYTES,
     KERNEL_BYTES,
@@ -154,6 +154,8 @@ def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
     """Yield the numbers of each table whose rows are looked up: an embedding that is not packed, and positions."""
     if not model.tied and EMBEDDING not in schemes:
         yield model.vocab_size * model.hidden_size
+    if model.layer_input is not None and LAYER_EMBEDDING not in schemes:
+        yield model.vocab_size * model.num_layers * model.layer_input.size
     for spec in (model, *([] if model.encoder is None else [model.encoder])):
         if spec.positions is not None:
             yield (spec.positions.num + spec.positions.offset) * spec.hidden_size
@@ -179,6 +181,8 @@ def packed_matrix_bytes(c: Spec, dtype: torch.dtype, schemes: Schemes | None = N
     """
     schemes, groups = schemes or {}, products(weights(c))
     embedding = groups.pop("embedding")
+    if LAYER_EMBEDDING not in schemes:
+        groups.pop(LAYER_PRODUCTS[0], None)
     groups["head"] = groups.pop("head", embedding)  # the last one; of a tied model the embedding
     if not c.tied and EMBEDDING in schemes:
         groups["embedding"] = embedding

@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Attention, Buckets, Spec, products
+from forerun.blocks import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    LAYER_PRODUCTS,
+    POSITIONS,
+    Attention,
+    Buckets,
+    Spec,
+    products,
+)
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
@@ -61,9 +71,10 @@ class CpuModel:
         embedding = groups.pop("embedding")
         # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
         self.matrices = {"head": self._pack(source, groups.pop("head", embedding))}
-        self._embedding = self.matrices["head"] if spec.tied else None
-        if not spec.tied:
-            self._take_embedding(source)
+        self._embedding = self.matrices["head"] if spec.tied else self._take_table(source, EMBEDDING)
+        of_layers = LAYER_PRODUCTS[0]
+        if groups.pop(of_layers, []) and (table := self._take_table(source, LAYER_EMBEDDING)) is not None:
+            self.matrices[of_layers] = table
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         for product, names in groups.items():
             is_paired, is_wide = product.endswith(".gate_up") and len(names) == 2, product.endswith(blocks.SCORES)
@@ -80,14 +91,15 @@ class CpuModel:
         self._encoder = None if spec.encoder is None else self._made(spec.encoder, "encoder.")
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.weight_dtype))
 
-    def _take_embedding(self, source: _Source) -> None:
-        """Keep an embedding that is not the LM head: packed where it is quantised, else as it is."""
-        table = source.weights[EMBEDDING]
-        if isinstance(table, QuantisedMatrix):
-            self._embedding = self.ops.pack(table)
-            self._places[EMBEDDING] = (self._embedding, 0, table.shape[0])
-        else:
-            self._tables[EMBEDDING] = table.detach().contiguous()
+    def _take_table(self, source: _Source, name: str) -> PackedMatrix | None:
+        """Keep an embedding that is not the LM head: packed where it is quantised, which is returned, else as it is."""
+        table = source.weights[name]
+        if not isinstance(table, QuantisedMatrix):
+            self._tables[name] = table.detach().contiguous()
+            return None
+        packed = self.ops.pack(table)
+        self._places[name] = (packed, 0, table.shape[0])
+        return packed
 
     def _turns(self, end: int) -> list[int]:
         """The addresses of the tables of cos and sin, of every position below `end`."""
