@@ -16,6 +16,7 @@ from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
 from forerun.models.naming import Place, places, published
+from forerun.models.source import STACKED
 from forerun.ops.rotary import attention_factor, inverse_frequencies
 
 DENSE = ("F32", "F16", "BF16")
@@ -51,7 +52,7 @@ MIXED = {
 }
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
-                 "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # fmt: skip
+                 "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # fmt: skip
 TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -135,6 +136,8 @@ def write_model(
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
     stored = dict(weights) if names is None else published(names, config, weights)
+    for name in [name for name in stored if STACKED.fullmatch(name)]:
+        stored |= {f"{name}.{i}": part for i, part in enumerate(stored.pop(name))}
     for name, tensor in stored.items():
         weight, heads = tensor.float().numpy(), 0
         attention = config.blocks[0].attention
@@ -146,11 +149,18 @@ def write_model(
         weight = by_part(weight, attention.heads) if is_by_head else weight
         is_turned = arch == "gpt2" and ".c_" in name and weight.ndim == 2  # as the converter turns them
         weight = np.ascontiguousarray(weight.T) if is_turned else weight
-        offset = float(arch.startswith("gemma") and "norm" in name)
+        offset = float(arch in ("gemma2", "gemma3") and "norm" in name)
         kind = quantise(name) if weight.ndim == 2 else "F32"
         weight = weight[0] if "shared_expert_gate" in name else weight  # as the converter squeezes it
         data = stored_as(kind, weight + np.float32(offset))
-        if ".experts." in name:  # of all experts one tensor
+        if STACKED.fullmatch(name.rpartition(".")[0]):  # of all experts one tensor, as in the folder
+            stacked.setdefault((f"{name.rpartition('.')[0]}.weight", kind), []).append(data)
+        elif "router." in name and name.endswith("scale"):
+            scaled = name.replace("router.scale", "router.proj").replace("router.per_expert_scale", "experts.down_proj")
+            writer.add_tensor(f"{theirs.get_name(scaled)}.scale", data)
+        elif name.endswith("layer_scalar"):
+            writer.add_tensor(f"{theirs.get_name(name)}.weight", data)
+        elif ".experts." in name:
             before, _, after = name.partition(".experts.")
             stacked.setdefault((f"{before}.experts.{after.partition('.')[2]}", kind), []).append(data)
         else:
@@ -167,6 +177,11 @@ def write_model(
         plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
         factors = plain / inverse_frequencies(rope, attention.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
+    if arch == "gemma4":
+        full = next(b.attention for b in config.blocks if b.attention is not None and b.attention.window is None)
+        turned_dims = (full.rope.dims if full.rope else None) or full.head_dim
+        factors = np.array([1.0] * (turned_dims // 2) + [1e30] * ((full.head_dim - turned_dims) // 2), np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
     if rope is not None and rope.kind == "longrope":
         for name, found in (("short", rope.short_factor), ("long", rope.long_factor)):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(found, np.float32))
@@ -214,7 +229,7 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
             "rope.dimension_count": a.rope.dims or a.head_dim,
             "vocab_size": spec.vocab_size,
         }
-        assert full.kind in ROPE_KINDS
+        assert full.kind in ROPE_KINDS or arch == "gemma4"
         if full.kind == "linear":
             own |= {"rope.scaling.type": "linear", "rope.scaling.factor": full.factor}
         if full.kind in ("yarn", "longrope"):
@@ -239,6 +254,8 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
     if arch == "gptneox":
         own = {key: value for key, value in own.items() if key not in ("rope.freq_base", "attention.head_count_kv")}
         own |= {"use_parallel_residual": spec.blocks[0].parallel}
+    if arch == "gemma4":
+        own |= _by_layer(spec)
     if a.position_scale is not None:
         own |= {"attention.temperature_scale": a.position_scale[0]}
     caps = {"attn_logit_softcapping": a.softcap, "final_logit_softcapping": spec.logit_softcap}
@@ -246,6 +263,29 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
     if window := next((x.window for x in found if x.window is not None), None):
         own["attention.sliding_window"] = window
     return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def _by_layer(spec: Spec) -> dict[str, Any]:
+    """What files of Gemma 4 say by layer, or of both kinds of layers."""
+    found = [block.attention for block in spec.blocks if block.attention is not None]
+    full = next(a for a in found if a.window is None)
+    local = next(a for a in found if a.window is not None)
+    sizes = [block.mlp.size for block in spec.blocks if block.mlp is not None]
+    assert full.rope is not None
+    assert local.rope is not None
+    own: dict[str, Any] = {
+        "attention.head_count_kv": [a.kv_heads for a in found],
+        "attention.sliding_window_pattern": [a.window is not None for a in found],
+        "attention.shared_kv_layers": sum(a.shares_kv_of is not None for a in found),
+        "embedding_length_per_layer_input": spec.layer_input.size if spec.layer_input else 0,
+        "rope.freq_base": full.rope.theta,
+        "rope.freq_base_swa": local.rope.theta,
+        "feed_forward_length": sizes if len(set(sizes)) > 1 else sizes[0],
+    }
+    for name, a in (("", full), ("_swa", local)):
+        own |= {f"attention.{part}_length{name}": a.head_dim for part in ("key", "value")}
+        own[f"rope.dimension_count{name}"] = a.head_dim
+    return own
 
 
 def byte_vocabulary() -> dict[str, Any]:

@@ -265,7 +265,17 @@ MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PLAIN_SIZES = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
 EPS = float(np.float32(1e-5))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 7,
+          "num_key_value_heads": 3, "vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 0,
+          "num_hidden_layers": 3}  # fmt: skip
+LOCAL, FULL = "sliding_attention", "full_attention"
 RAW: dict[str, dict[str, Any]] = {
+    "gemma4": {**GEMMA4, "layer_types": [LOCAL, LOCAL, FULL], "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+               "final_logit_softcapping": 3.0},
+    "gemma4-small": {**GEMMA4, "num_hidden_layers": 6, "layer_types": [LOCAL, LOCAL, FULL] * 2, "num_kv_shared_layers":
+                     3, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True},
+    "gemma4-experts": {**GEMMA4, "layer_types": [LOCAL, LOCAL, FULL], "enable_moe_block": True, "num_experts": 5,
+                       "top_k_experts": 2, "moe_intermediate_size": 32, "attention_k_eq_v": True},
     "llama-yarn": {**SIZES, "model_type": "llama", "rope_scaling": YARN},
     "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 7, "original_max_position_embeddings": 8192},
     "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
@@ -289,7 +299,8 @@ RAW: dict[str, dict[str, Any]] = {
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
 MODELS["mixed"] = WIDE
-QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4"}
+QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4",
+             "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0"}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED])

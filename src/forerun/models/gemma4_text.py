@@ -17,9 +17,10 @@ from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Rop
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
-from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
 
 FULL, LOCAL = LAYER_KINDS
+NEVER = 1e29  # a factor of rotary frequencies beyond it means that a pair is not turned
 CAP, SHARES = "final_logit_softcapping", "num_kv_shared_layers"
 INPUT, GLOBAL = "hidden_size_per_layer_input", ("global_head_dim", "num_global_key_value_heads")
 OWN_KEYS = {"hidden_activation", "attention_bias", "sliding_window", CAP, SHARES, INPUT, *GLOBAL,
@@ -62,6 +63,15 @@ def _by_layer(value: Any, num: int) -> list[Any]:
     return value if isinstance(value, list) else [value] * num
 
 
+def _turned_part(own: Own) -> float:
+    """The share of a head that is turned: pairs whose frequency is divided by 1, where others have a huge factor."""
+    factors: list[float] = own.get(ROPE_FREQS) or []
+    num = sum(factor == 1 for factor in factors)
+    if not num or any(factor < NEVER for factor in factors[num:]):
+        raise UnsupportedModel(f"a GGUF file of gemma4 has other factors of rotary frequencies than 1 and {NEVER:g}")
+    return configs.share(2 * num, 2 * len(factors))
+
+
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """llama.cpp's files have heads, their sizes and windows by layer, and large heads in the usual keys."""
     num, shared = own.get("block_count"), own.get("attention.shared_kv_layers", 0)
@@ -78,17 +88,17 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
             "a GGUF file of gemma4 has other heads or feed-forward parts in some layer than in those of its kind, "
             "which forerun does not compute: use another file"
         )
-    rope = own.get("rope.freq_base", 1e6)
+    large, small = (own.get(f"attention.key_length{of}") for of in ("", "_swa"))
+    if own.get("rope.dimension_count", large) != large or own.get("rope.dimension_count_swa", small) != small:
+        raise UnsupportedModel("a GGUF file of gemma4 turns a part of its heads, which forerun does not compute")
     is_missing = [f"blk.{i}.attn_v.weight" not in tensors for i in range(num - shared) if not local[i]]
     raw: dict[str, Any] = {
         "layer_types": [LAYER_KINDS[bool(is_local)] for is_local in local],
-        "head_dim": own.get("attention.key_length_swa"),
-        GLOBAL[0]: own.get("attention.key_length"),
+        "head_dim": small,
+        GLOBAL[0]: large,
         "num_key_value_heads": of.get(True, heads[0]),
         "per_layer_config": {
-            str(i): {"head_dim": own.get("attention.key_length"), "num_key_value_heads": of[False]}
-            for i in range(num)
-            if not local[i]
+            str(i): {"head_dim": large, "num_key_value_heads": of[False]} for i in range(num) if not local[i]
         },
         "attention_k_eq_v": any(is_missing),
         "intermediate_size": sizes[0],
@@ -98,8 +108,8 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
         INPUT: own.get("embedding_length_per_layer_input") or 0,
         CAP: own.get(CAP),
         "rope_parameters": {
-            FULL: {**ROPES[FULL], "rope_theta": rope},
-            LOCAL: {**ROPES[LOCAL], "rope_theta": own.get("rope.freq_base_swa", 1e4)},
+            FULL: {**ROPES[FULL], "rope_theta": own.get("rope.freq_base"), "partial_rotary_factor": _turned_part(own)},
+            LOCAL: {**ROPES[LOCAL], "rope_theta": own.get("rope.freq_base_swa")},
         },
     }
     if "blk.0.ffn_gate_inp.weight" in tensors:
@@ -115,6 +125,7 @@ GGUF_KEYS = {name: key for name, key in SIZES.items() if key not in ("rope_theta
              "intermediate_size")}  # fmt: skip
 GGUF = Gguf(
     "gemma4",
+    takes_factors=True,
     keys=GGUF_KEYS,
     more=_more,
     by_more=frozenset(
@@ -191,7 +202,7 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
     if not size(width, INPUT, least=0):
         return None
     rows = "vocab_size_per_layer_input"
-    configs.require(c.get(rows, DEFAULTS["vocab_size"]) == c["vocab_size"], c, rows, f"vocab_size={c['vocab_size']}")
+    configs.require(c.get(rows, c["vocab_size"]) == c["vocab_size"], c, rows, f"vocab_size={c['vocab_size']}")
     return LayerInput(width[INPUT], "gelu_tanh", norm)
 
 
@@ -289,6 +300,6 @@ def write(spec: Spec) -> Raw:
 def _rope_config(rope: Rope, head_dim: int) -> Raw:
     if rope.kind != "proportional":
         return {"rope_type": "default", "rope_theta": rope.theta, **(configs.rope_scaling(rope) or {})}
-    share = (rope.dims or head_dim) / head_dim
+    share = configs.share(rope.dims or head_dim, head_dim)
     return {"rope_type": rope.kind, "rope_theta": rope.theta, "partial_rotary_factor": share,
             **({} if rope.factor == 1 else {"factor": rope.factor})}  # fmt: skip

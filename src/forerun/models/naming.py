@@ -396,7 +396,8 @@ class Gguf:
     architecture: general.architecture. keys: of its metadata -> of config.json. more: what else config.json says, from
     the metadata and the names of the tensors; by_more: keys that it alone reads. names: of tensors. turned: q and k
     have the rows of the two halves of a head in turn. stored_offset: what has been added to the weights of norms.
-    turns_parts: whether the family may turn a part of each head.
+    turns_parts: whether the family may turn a part of each head. takes_factors: whether `more` gets the factors of
+    rotary frequencies among the metadata, as a list under ROPE_FREQS.
     """
 
     architecture: str
@@ -407,6 +408,10 @@ class Gguf:
     turned: bool = False
     stored_offset: float = 0.0
     turns_parts: bool = False
+    takes_factors: bool = False
+
+
+ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Gemma 4's
 
 
 def has_bias(tensors: Collection[str], module: str) -> bool:

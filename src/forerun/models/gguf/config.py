@@ -18,11 +18,11 @@ from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number, share
 from forerun.models.families import gguf_families
 from forerun.models.gguf.header import Header, Texts, Value
-from forerun.models.naming import Gguf
+from forerun.models.naming import ROPE_FREQS, Gguf
 from forerun.ops.rotary import attention_factor, inverse_frequencies
 
-ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long"))
-ROPE_TENSORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # factors of rotary frequencies: Llama 3's, longrope's
+ROPE_SHORT, ROPE_LONG = (f"rope_factors_{name}.weight" for name in ("short", "long"))
+ROPE_TENSORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # the last two are longrope's
 # Keys that are read otherwise, or say again what the tensors show, or count what is not there.
 _READ = (
     "attention.sliding_window rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.finetuned "
@@ -58,7 +58,8 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     if "rope.freq_base" in gguf.keys:
         raw |= _rotary(kind, own, rope_factors, raw, path, turns_parts=gguf.turns_parts)
-    raw |= gguf.more(own, header.tensors)
+    factors = {name: found.tolist() for name, found in rope_factors.items() if gguf.takes_factors}
+    raw |= gguf.more({**own, **factors}, header.tensors)
     raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
     scaling = raw.get("rope_scaling") or {}
     scaled = {*YARN, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
