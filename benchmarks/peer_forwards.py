@@ -42,11 +42,13 @@ from forerun.bench.plans import Plan
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
+from forerun.blocks import read_share
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import Backend, BlockCache
 from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.runner import Run, Runner
+from forerun.ops.cpu_model import CpuModel
 from forerun.registry import flag_of
 from forerun.text.terminal import make_console
 
@@ -145,8 +147,16 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
     print_engines(engines, left_out, busy_s, console)
     lines = lines_of(passes)
     console.print(table_of(lines, plan))
-    share = _share_of_bandwidth(passes[OWN, plan.contexts[0], plan.rows[0]], bandwidths, ceiling.bytes_per_pass)
-    _print_notes(plan, bandwidths, ceiling.bytes_per_pass, share, console)
+    read = {m: bytes_of(model, median(own.num_experts[m])) for m in plan.rows}
+    shares = {m: _share_of_bandwidth(passes[OWN, plan.contexts[0], m], bandwidths, read[m]) for m in plan.rows}
+    share = shares[plan.rows[0]]
+    _print_notes(plan, bandwidths, read[plan.rows[0]], share, console)
+    if model.config.has_experts:
+        chosen = ", ".join(f"{m}: {median(own.num_experts[m]):.1f} and {shares[m]:.2f}" for m in plan.rows)
+        console.print(
+            "by rows of forerun's passes, the experts of a layer that they chose, and the share of the memory's speed "
+            f"at which they read these and all other weights: {chosen}"
+        )
     about: dict[str, Any] = {
         "bench": "peer forwards",
         "target": checkpoint.name,
@@ -156,6 +166,8 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
         "round_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
         "own_share_of_bandwidth": share,
+        "own_shares_of_bandwidth": shares,
+        "own_num_experts": {m: median(own.num_experts[m]) for m in plan.rows},
     }
     return {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
 
@@ -204,6 +216,7 @@ class OwnForward:
         for place in range(num_places):
             cache.open(place)
         self._runner, self._held = Runner(model, cache), [list[int]() for _ in range(num_places)]
+        self.num_experts: dict[int, list[float]] = {}  # by rows of a pass: of a layer, that those rows chose
 
     def forward(self, past: list[int], ids: list[int], place: int) -> Pass:
         """Run one pass over `ids` behind `past`, which is written to the cache before the clock starts."""
@@ -219,6 +232,7 @@ class OwnForward:
         seconds = time.perf_counter() - start
         cache.keep({place: range(len(ids))})
         self._held[place] = past + ids
+        self.num_experts.setdefault(len(ids), []).append(scores.num_experts)
         # By numpy: torch's own threads would still be spinning when the next pass begins.
         return Pass(seconds, scores.logits[0].float().numpy().argmax(-1).tolist())
 
@@ -356,8 +370,22 @@ def table_of(lines: Seq[ForwardLine], plan: ForwardsPlan) -> Table:
     )
 
 
+def bytes_of(model: LoadedModel, num_experts: float) -> int:
+    """Return the bytes of weights that a pass reads whose rows chose so many experts of each layer; 0 = there are none.
+
+    Raises BadOption for a mixture that the native kernels do not run.
+    """
+    found = next((block.experts for block in model.config.blocks if block.experts is not None), None)
+    if found is None:
+        return model.bytes_per_pass
+    if not isinstance(model, CpuModel):
+        raise BadOption("what a mixture of experts reads is known of the native kernels: leave --ops out")
+    all_experts = sum(m.nbytes for name, m in model.matrices.items() if read_share(model.config, name) < 1)
+    return model.bytes_per_pass + round(all_experts * (num_experts - found.chosen) / found.num)
+
+
 def _share_of_bandwidth(passes: Seq[Pass], bandwidths: Seq[float], num_bytes: int) -> float:
-    """Return the part of the memory's speed at which these passes read all weights: the median over the rounds."""
+    """Return the part of the memory's speed at which these passes read their weights: the median over the rounds."""
     return median(num_bytes / one.seconds / b for one, b in zip(passes, bandwidths, strict=True))
 
 

@@ -125,12 +125,15 @@ def _random(generator: np.random.Generator, sizes: tuple[int, ...], kind: str, s
     if sizes[-1] % block:
         raise BadOption(f"rows of {sizes[-1]} weights do not divide into the blocks of {block} of {kind}")
     data = generator.integers(0, 256, (*sizes[:-1], sizes[-1] // block, num_bytes), dtype=np.uint8)
+    spread = {"Q4_0": 4.3, "Q8_0": 73.9, "IQ4_NL": 69.0}
     if kind == "MXFP4":
         data[..., 0] = 127 - 7  # a power of two; the table of numbers has a deviation of 2.9
     else:
-        spread = {"Q4_0": 4.6, "Q8_0": 73.9, "IQ4_NL": 69.0}
         if kind not in spread:
             raise BadOption(unknown("type", kind, (*spread, "MXFP4")))
+        if kind == "Q4_0":  # codes from -7 to 7: a mean beside 0 would make all tokens alike from layer to layer
+            low, high = generator.integers(1, 16, (2, *data.shape), dtype=np.uint8)
+            data = low | high << 4
         data[..., :2] = np.array([std / spread[kind]], np.float16).view(np.uint8)
     return np.ascontiguousarray(data.reshape(*sizes[:-1], -1))
 

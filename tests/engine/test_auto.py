@@ -26,9 +26,12 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny(tmp_path / "target")
 
 
+TINY = named.NamedModel("tiny-one", "random", "llama", 1, "bfloat16", "none", 1, "in these tests")
+
+
 def name_it(monkeypatch: pytest.MonkeyPatch, folder: Path, auto: str) -> None:
     """From here on `tiny-one` is the name of this folder, and states what drafts for it."""
-    model = named.NamedModel("tiny-one", "random", "none", 1, folder=str(folder), auto=auto)
+    model = replace(TINY, folder=str(folder), auto=auto)
     monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
 
 
@@ -47,7 +50,7 @@ def test_a_named_model_states_it(monkeypatch: pytest.MonkeyPatch, folder: Path, 
 
 
 def test_the_hub_knows_it_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = named.NamedModel("tiny-one", "random", "none", 1, hub="org/tiny-one", auto="lookup")
+    model = replace(TINY, hub="org/tiny-one", auto="lookup")
     monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
     assert auto_draft("org/tiny-one") == "lookup"
     assert auto_draft("org/tiny-two") == WITHOUT_MODEL
@@ -55,9 +58,7 @@ def test_the_hub_knows_it_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hubs_weights_may_have_a_drafter_of_their_own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """A head pays beside weights of 16 bits, and may not beside a file of 4: docs/methods/eagle.md."""
-    both = named.NamedModel(
-        "tiny-one", "", "none", 1, folder=str(folder), hub="org/tiny", auto="ngram", hub_auto="lookup"
-    )
+    both = replace(TINY, folder=str(folder), hub="org/tiny", auto="ngram", hub_auto="lookup")
     monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": both})
     assert auto_draft("tiny-one") == auto_draft(str(folder)) == "ngram"
     assert auto_draft("org/tiny") == "lookup"

@@ -114,7 +114,7 @@ def test_the_list_says_what_is_true() -> None:
     """Its families are read, its draft models have names, and what the package has is as large as it says."""
     for model in named.named_models().values():
         assert model.family in model_types()
-        assert model.draft is None or model.draft in named.named_models()
+        assert model.smaller is None or model.smaller in named.named_models()
         assert model.folder or model.repository
     shipped = named.named_models()["shipped"]
     assert shipped.parameters == read_config(read_raw_config(SHIPPED_TARGET)).num_weights

@@ -136,7 +136,7 @@ def model_lines(width: int) -> Iterator[str]:
         sources = [model.how_to_get] if model.how_to_get else []
         sources += [] if model.repository is None else [f"{model.repository} on the hub"]
         comes = f"from: {', or '.join(sources)}" if sources else "part of this package"
-        draft = [] if model.draft is None else [f"its draft model: --draft {model.draft}"]
+        draft = [] if model.smaller is None else [f"its draft model: --draft {model.smaller}"]
         for text in (model.about, comes, *draft, f"run so far: {model.tried}"):
             yield folded(text, width, " " * 4, " " * 6)
 

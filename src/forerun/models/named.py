@@ -41,7 +41,7 @@ class NamedModel:
     wheel: str | None = None
     file: str | None = None
     hub: str | None = None
-    draft: str | None = None
+    smaller: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     auto: str | None = None
     hub_auto: str | None = None
