@@ -385,6 +385,26 @@ def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> 
     assert (first.position_scale, first.rope) == (None, Rope(1e4))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention__sliding_window_pattern", [True, False], "no list of its layers with a window"),
+        ("attention__sliding_window_pattern", None, "no list of its layers with a window"),
+        ("attention__head_count_kv", [3, 2, 3, 3, 3, 3], "other heads or feed-forward parts in some layer"),
+        ("feed_forward_length", [64, 64, 64, 128, 128, 64], "other heads or feed-forward parts in some layer"),
+        ("feed_forward_length", [], "no numbers of heads or sizes of its layers"),
+        ("attention__shared_kv_layers", 6, "no numbers of heads or sizes of its layers"),
+        ("attention__value_length_swa", 32, "another attention.value_length than its heads' size"),
+        ("rope__dimension_count", 16, "another rope.dimension_count than its heads' size"),
+    ],
+)
+def test_what_a_file_of_gemma_4_says_by_layer_is_checked(tmp_path: Path, key: str, value: Any, words: str) -> None:
+    config = OTHERS["gemma4-small"]
+    write_model(tmp_path / "a.gguf", config, random_weights(config), **{f"gemma4__{key}": value})
+    with pytest.raises(UnsupportedModel, match=words):
+        open_source(tmp_path / "a.gguf")
+
+
 def test_one_list_of_factors_is_not_enough(tmp_path: Path) -> None:
     config = read_config(RAW["phi3-long"])
     write_model(tmp_path / "a.gguf", config, random_weights(config))

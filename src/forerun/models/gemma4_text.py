@@ -65,10 +65,13 @@ def _by_layer(value: Any, num: int) -> list[Any]:
 
 def _turned_part(own: Own) -> float:
     """The share of a head that is turned: pairs whose frequency is divided by 1, where others have a huge factor."""
-    factors: list[float] = own.get(ROPE_FREQS) or []
+    found = own.get(ROPE_FREQS)
+    factors: list[float] = found if isinstance(found, list) else []
     num = sum(factor == 1 for factor in factors)
-    if not num or any(factor < NEVER for factor in factors[num:]):
-        raise UnsupportedModel(f"a GGUF file of gemma4 has other factors of rotary frequencies than 1 and {NEVER:g}")
+    if not num or not all(type(factor) is float and factor >= NEVER for factor in factors[num:]):
+        raise UnsupportedModel(
+            f"a GGUF file of gemma4 has other factors of rotary frequencies than 1 and {NEVER:g}: fetch it again"
+        )
     return configs.share(2 * num, 2 * len(factors))
 
 
@@ -79,7 +82,7 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     if type(num) is not int or type(shared) is not int or not isinstance(local, list) or len(local) != num:
         raise UnsupportedModel("a GGUF file of gemma4 has no list of its layers with a window: fetch it again")
     heads, sizes = (_by_layer(own.get(key), num) for key in ("attention.head_count_kv", "feed_forward_length"))
-    if not all(type(found) is int for found in (*heads, *sizes)):
+    if not len(heads) == len(sizes) == num > shared >= 0 or not all(type(found) is int for found in (*heads, *sizes)):
         raise UnsupportedModel("a GGUF file of gemma4 has no numbers of heads or sizes of its layers: fetch it again")
     of = {bool(is_local): count for is_local, count in zip(local, heads, strict=False)}
     wide = [sizes[0] * 2 if sizes[-1] != sizes[0] and i >= num - shared else sizes[0] for i in range(num)]
@@ -89,8 +92,12 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
             "which forerun does not compute: use another file"
         )
     large, small = (own.get(f"attention.key_length{of}") for of in ("", "_swa"))
-    if own.get("rope.dimension_count", large) != large or own.get("rope.dimension_count_swa", small) != small:
-        raise UnsupportedModel("a GGUF file of gemma4 turns a part of its heads, which forerun does not compute")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if own.get(key, large) != large or own.get(f"{key}_swa", small) != small:
+            raise UnsupportedModel(
+                f"a GGUF file of gemma4 has another {key} than its heads' size, which forerun does not compute: use "
+                "another file"
+            )
     is_missing = [f"blk.{i}.attn_v.weight" not in tensors for i in range(num - shared) if not local[i]]
     raw: dict[str, Any] = {
         "layer_types": [LAYER_KINDS[bool(is_local)] for is_local in local],
