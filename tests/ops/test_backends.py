@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, native, ops
-from forerun.blocks import Experts, Mlp, Plain, Spec, weight_shapes
+from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Plain, Spec, weight_shapes
 from forerun.cli import doctor
 from forerun.cli.words import backend, closing_line
 from forerun.config import EngineConfig
@@ -39,20 +39,39 @@ def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
         EngineConfig(ops="nativ")
 
 
+def with_gates() -> Spec:
+    def gated(block: Block) -> Block:
+        return replace(block, attention=block.attention and replace(block.attention, gate=True))
+
+    return replace(PLAIN, blocks=tuple(map(gated, PLAIN.blocks)))
+
+
 @needs_native
 def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     assert ops.resolve("auto", "cpu", PLAIN) == "native"
     assert list(ops.faster("native", "cpu", PLAIN)) == []
-    assert ops.resolve("auto", "cpu", with_experts()) == "reference"
-    assert list(ops.faster("reference", "cpu", with_experts())) == [
-        ("native", "the native kernels compute no feed-forward part beside experts")
+    assert ops.resolve("auto", "cpu", with_experts()) == "native"
+    assert ops.resolve("auto", "cpu", with_gates()) == "reference"
+    assert list(ops.faster("reference", "cpu", with_gates())) == [
+        ("native", "the native kernels compute no gates of attention")
     ]
-    with pytest.raises(
-        UnsupportedModel, match="cannot run on ops='native': the native kernels compute no feed-forward part"
-    ):
-        ops.resolve("native", "cpu", with_experts())
+    with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no gates"):
+        ops.resolve("native", "cpu", with_gates())
     with pytest.raises(BadOption, match="ops='native' computes on the CPU and contradicts"):
         ops.resolve("native", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": Experts(4, 2, Mlp(16))}, "no experts beside a feed-forward part"),
+        ({"per_layer_input": LayerInput(8)}, "no inputs of single layers"),
+        ({"attention": Attention(2, 1, 512)}, "heads of 512, but up to 256"),
+    ],
+)
+def test_cuda_refuses_what_its_kernels_lack(changes: dict[str, Any], words: str) -> None:
+    spec = replace(PLAIN, blocks=tuple(replace(block, **changes) for block in PLAIN.blocks))
+    assert words in (ops.backend("cuda").supports(spec) or "")
 
 
 @needs_native
@@ -136,7 +155,7 @@ def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
     assert e is not None
     assert experts is not None
     x = torch.randn(5, 32, generator=generator).double()
-    found, num_experts = experts.run(model.ops, x)
+    found, num_experts = experts.run(model.ops, x, x)
     chosen = set[int]()
     at = "model.layers.0.mlp."
 
