@@ -543,7 +543,7 @@ def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
         yield from _norm(f"{own}k_norm", a.k_norm, _span(a.k_norm, a.kv_heads, a.head_dim))
         yield from _norm(f"{own}v_norm", a.v_norm, _span(a.v_norm, a.kv_heads, a.head_dim))
     if a.sinks:
-        yield Weight(f"{own}sinks", (a.heads,), "vector", split="out")
+        yield Weight(f"{own}sinks.weight", (a.heads,), "vector", split="out")
     if isinstance(a.bias, Buckets):
         yield Weight(f"{own}relative_attention_bias.weight", (a.bias.num, a.heads), "table")
     yield from _matrix(f"{own}o_proj", hidden, q, f"{at}o", a.o_bias, "in")

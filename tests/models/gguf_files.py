@@ -52,7 +52,8 @@ MIXED = {
 }
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
-                 "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # fmt: skip
+                 "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+                 "gpt_oss": "gpt-oss"}  # fmt: skip
 TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -132,7 +133,7 @@ def write_model(
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
-    kept, names, stacked = {}, names_of(config), dict[tuple[str, str], list[Array]]()
+    kept, names, stacked = {}, names_of(config) if arch != "gpt-oss" else None, dict[tuple[str, str], list[Array]]()
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
     stored = dict(weights) if names is None else published(names, config, weights)

@@ -276,6 +276,9 @@ RAW: dict[str, dict[str, Any]] = {
                      3, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True},
     "gemma4-experts": {**GEMMA4, "layer_types": [LOCAL, LOCAL, FULL], "enable_moe_block": True, "num_experts": 5,
                        "top_k_experts": 2, "moe_intermediate_size": 32, "attention_k_eq_v": True},
+    "gpt_oss": {**SIZES, "model_type": "gpt_oss", "head_dim": 16, "num_hidden_layers": 3, "num_local_experts": 5,
+                "num_experts_per_tok": 2, "sliding_window": 7, "rope_parameters": {**YARN, "rope_theta": 5e3,
+                "original_max_position_embeddings": 32, "truncate": False}},
     "llama-yarn": {**SIZES, "model_type": "llama", "rope_scaling": YARN},
     "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 7, "original_max_position_embeddings": 8192},
     "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5,
@@ -300,6 +303,7 @@ OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT
 WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
 MODELS["mixed"] = WIDE
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4",
+             "gpt_oss-quarter": "MXFP4",
              "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0"}  # fmt: skip
 
 

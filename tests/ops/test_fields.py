@@ -136,7 +136,7 @@ def formula(spec: Spec, w: dict[str, Tensor]) -> Tensor:
                     table = w["model.layers.0.self_attn.relative_attention_bias.weight"]
                     scores = scores + torch.stack([table[bucket(row - j), head] for j in range(first, row + 1)])
                 shares = scores.exp()
-                rest = part["self_attn.sinks"][head].exp() if a.sinks else 0.0
+                rest = part["self_attn.sinks.weight"][head].exp() if a.sinks else 0.0
                 out[row, head] = (shares / (shares.sum() + rest)) @ v[first : row + 1, group]
         flat = out.reshape(n, -1)
         if a.gate:

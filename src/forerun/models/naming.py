@@ -28,12 +28,14 @@ Rows = TypeVar("Rows", Tensor, QuantisedRows)
 class Fused:
     """What one published tensor holds: these of our matrices, one below the other.
 
-    transposed: it is stored as inputs x outputs. by_head: the rows of the first head of each part come first.
+    transposed: it is stored as inputs x outputs. by_head: the rows of the first head of each part come first. in_turn:
+    the first row of each part comes first.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     by_head: bool = False
+    in_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Names:
     ignored: endings of tensors that are no weights; beside: beginnings of those of other parts than the text model.
     ours_at: our blocks, {} being their number, which is that of the published one times step, plus first. more: other
     blocks. exact: whole names, of tensors that may be stored as one row of a matrix. bare: those of `inner` that are
-    names of tensors, and stand for our `.weight`.
+    names of tensors, and stand for our `.weight`, or for `.bias` where they end so.
     """
 
     outer: Mapping[str, str]
@@ -79,7 +81,7 @@ class Names:
         match = re.fullmatch(within, name.removeprefix(self.prefix)) if self.bare else None
         key, expert = (None, "") if match is None else _without_expert(match[2], self.bare)
         if key is not None:
-            ending = "weight"
+            ending = _ending(key)
         else:
             match = re.fullmatch(within, module)
             key, expert = (None, "") if match is None else _without_expert(match[2], self.inner.keys() - self.bare)
@@ -96,8 +98,8 @@ class Names:
         found = self._theirs(module)
         return None if found is None else found[0]
 
-    def _theirs(self, module: str) -> tuple[str, bool] | None:
-        """Return the published name of a module of ours, and whether it is that of a tensor."""
+    def _theirs(self, module: str, ending: str = "weight") -> tuple[str, bool] | None:
+        """Return the published name of a module of ours, and whether it is that of a tensor with that ending."""
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
             return outer[module], False
@@ -106,11 +108,13 @@ class Names:
         for theirs, how in self.inner.items():
             if match is None:
                 break
+            if theirs in self.bare and _ending(theirs) != ending:
+                continue
             number, rest = divmod(int(match[1]) - self.first, self.step)
             part, expert = _without_expert(match[2], how.parts if isinstance(how, Fused) else (how,))
             if rest == 0 and part is not None:
                 return f"{self.block.format(number)}{theirs.format(expert)}", theirs in self.bare
-        return next((found for names in self.more if (found := names._theirs(module)) is not None), None)
+        return next((found for names in self.more if (found := names._theirs(module, ending)) is not None), None)
 
     def published(self, module: str) -> str:
         """Return the published name of a module of ours, with its prefix; one that is not known has our name."""
@@ -120,9 +124,14 @@ class Names:
     def published_tensor(self, name: str) -> str:
         """Return the published name of a tensor of ours."""
         module, _, ending = name.rpartition(".")
-        found = self._theirs(module)
-        is_bare = found is not None and found[1] and ending == "weight"
-        return self.published(module) if is_bare else f"{self.published(module)}.{ending}"
+        found = self._theirs(module, ending)
+        if found is not None and found[1]:
+            return self.prefix + found[0]
+        return f"{self.published(module)}.{ending}"
+
+
+def _ending(bare: str) -> str:
+    return "bias" if bare.removesuffix(".{}").endswith("_bias") else "weight"
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
@@ -167,7 +176,7 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
             found[own] = Place(
                 name,
                 rows if len(ours) > 1 else None,
-                how.transposed and name.endswith(".weight"),
+                how.transposed and own.endswith(".weight"),
                 names is not None and name in names.exact,
             )
     return found
@@ -183,6 +192,9 @@ def _is_unread(name: str, spec: Spec) -> bool:
 def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
     """Yield the rows of each part among all rows."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if how.in_turn:
+        yield from (list(range(i, sum(sizes), len(sizes))) for i in range(len(sizes)))
+        return
     if not how.by_head:
         yield from (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         return

@@ -210,7 +210,7 @@ class TorchAttention:
         self.q_norm = Normed.of(parts, f"{own}q_norm", a.q_norm)
         self.k_norm = Normed.of(parts, f"{own}k_norm", a.k_norm) if has_own else None
         self.v_norm = Normed.of(parts, f"{own}v_norm", a.v_norm) if has_own else None
-        sinks = parts.vector(f"{own}sinks") if a.sinks else None
+        sinks = parts.vector(f"{own}sinks.weight") if a.sinks else None
         buckets, table = (None, None) if biased is None else (biased.scoring.buckets, biased.scoring.table)
         if isinstance(a.bias, blocks.Buckets):
             buckets, table = a.bias, parts.vector(f"{own}relative_attention_bias.weight")

@@ -21,7 +21,7 @@ from forerun.ops.memory import BLOCK_BYTES as BLOCK_BYTES
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 # Tensors of the matrices of all experts, [experts, outputs, inputs], by the ends of their names.
-STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")
+STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias)?")
 
 
 @dataclass(frozen=True)

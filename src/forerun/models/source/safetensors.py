@@ -279,8 +279,8 @@ class FloatParts:
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor under its name, or the matrix of each expert, as NAME.0, where it holds those of all."""
-    if len(entry.shape) != 3 or not STACKED.fullmatch(name):
+    """Yield a tensor under its name, or the part of each expert, as NAME.0, where it holds those of all."""
+    if len(entry.shape) != (2 if name.endswith("_bias") else 3) or not STACKED.fullmatch(name):
         yield name, entry
         return
     for i in range(entry.shape[0]):

@@ -1,0 +1,107 @@
+"""gpt-oss (gpt-oss-20b, -120b): experts with biases, a sink in each head's scores, and windows in every other layer.
+
+A row takes the experts of the largest scores, whose softmax their shares are. Gate and up of an expert are bounded, and
+their rows stand in turn. The frequencies of YaRN are not rounded to whole dimensions, as in transformers; llama.cpp
+rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Block, Experts, Mlp, Spec
+from forerun.models import configs
+from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_config, plain_spec, size
+from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.qwen3_moe import numbers_of, without_experts
+
+NUM, PER_TOKEN, LIMIT, ALPHA = "num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"
+OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "experts_per_token",
+            "initial_context_length", "output_router_logits", "router_aux_loss_coef"}  # fmt: skip
+USUAL_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+              "original_max_position_embeddings": 4096, "truncate": False}  # fmt: skip
+DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8,
+            "num_attention_heads": 64, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
+            "sliding_window": 128, "attention_bias": True, NUM: 128, PER_TOKEN: 4,
+            "tie_word_embeddings": False}  # fmt: skip
+NORM = "post_attention_layernorm"
+BOUND, GAIN = 7.0, 1.702  # what `clamped_silu` computes
+PARTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+BARE: dict[str, str | Fused] = {
+    "self_attn.sinks": "self_attn.sinks",
+    "mlp.experts.gate_up_proj.{}": Fused(PARTS, transposed=True, in_turn=True),
+    "mlp.experts.gate_up_proj_bias.{}": Fused(PARTS, in_turn=True),
+    "mlp.experts.down_proj.{}": Fused(("mlp.experts.{}.down_proj",), transposed=True),
+    "mlp.experts.down_proj_bias.{}": "mlp.experts.{}.down_proj",
+}
+NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=frozenset(BARE))
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    """llama.cpp's files say YaRN without how it is rounded, and windows without the layers that have them."""
+    scaling = {"factor": own.get("rope.scaling.factor"),
+               "original_max_position_embeddings": own.get("rope.scaling.original_context_length")}  # fmt: skip
+    said = {key: value for key, value in scaling.items() if value is not None}
+    rope = {**USUAL_ROPE, "rope_theta": own.get("rope.freq_base", USUAL_ROPE["rope_theta"]), **said}
+    return {"rope_parameters": rope, "rope_scaling": None, "rope_theta": None,
+            "sliding_window": own.get("attention.sliding_window")}  # fmt: skip
+
+
+GGUF = Gguf(
+    "gpt-oss",
+    keys={**SIZES, "expert_count": NUM, "expert_used_count": PER_TOKEN},
+    more=_more,
+    by_more=frozenset({"attention.sliding_window", "expert_feed_forward_length"}),
+    names=Names(OUTER, "blk.{}.", INNER | EXPERTS | {"post_attention_norm": NORM, "attn_sinks": "self_attn.sinks"}),
+)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    for key, value in ((LIMIT, BOUND), (ALPHA, GAIN)):
+        configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")
+    ropes = [raw.get(key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    if not ropes:
+        c |= {"rope_parameters": USUAL_ROPE}
+    elif "rope_theta" not in {**raw, **(ropes[0] if isinstance(ropes[0], dict) else {})}:
+        c |= {"rope_theta": USUAL_ROPE["rope_theta"]}
+    bias, num = flag(c, "attention_bias"), size(c, "num_hidden_layers")
+    kinds = {"layer_types": [LAYER_KINDS[i % 2 == 0] for i in range(num)], **c}
+    spec = plain_spec(
+        c,
+        honoured=OWN_KEYS,
+        qkv_bias=bias,
+        o_bias=bias,
+        windows=configs.windows(kinds, num, size(c, "sliding_window")),
+    )
+    mlp = Mlp(size(c, "intermediate_size"), "clamped_silu", bias=True)
+    experts = Experts(*numbers_of(c, NUM), mlp, score="softmax_of_chosen", router_bias=True)
+
+    def mixed(block: Block) -> Block:
+        assert block.attention is not None
+        return replace(block, attention=replace(block.attention, sinks=True), mlp=None, experts=experts)
+
+    return replace(spec, blocks=tuple(map(mixed, spec.blocks)))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    found = [block.attention for block in spec.blocks if block.attention is not None]
+    blocks = [block if (a := block.attention) is None else replace(block, attention=replace(a, sinks=False))
+              for block in spec.blocks]  # fmt: skip
+    dense, experts = without_experts(replace(spec, blocks=tuple(blocks)))
+    plain = replace(experts.mlp, act="silu", bias=False)
+    dense = replace(dense, blocks=tuple(replace(block, mlp=plain) for block in dense.blocks))
+    raw = plain_config(dense, "GptOssForCausalLM")
+    return {
+        **raw,
+        NUM: experts.num,
+        PER_TOKEN: experts.chosen,
+        LIMIT: BOUND,
+        "attention_bias": found[0].o_bias,
+        "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
+        "sliding_window": next((a.window for a in found if a.window is not None), DEFAULTS["sliding_window"]),
+    }
