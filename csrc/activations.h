@@ -49,14 +49,30 @@ inline F16 gelu_tanh(F16 x) {
     return x / (f16(1.0f) + exp(negative(u + u)));
 }
 
+// x sigmoid(1.702 x), x at most 7: what gpt-oss does with gate (its model card, section 2.2).
+constexpr float CLAMPED_SLOPE = 1.702f, CLAMPED_AT = 7.0f;
+inline F16 clamped_silu(F16 x) {
+    const F16 at = f16(CLAMPED_AT), bounded = less_than(at, x, at, x);
+    return bounded / (f16(1.0f) + exp(negative(bounded * f16(CLAMPED_SLOPE))));
+}
+
 inline F16 activated(Act act, F16 x) {
     switch (act) {
         case Act::silu: return silu(x);
         case Act::gelu: return gelu(x);
         case Act::gelu_tanh: return gelu_tanh(x);
         case Act::relu: return max(f16(0.0f), x);
+        case Act::clamped_silu: return clamped_silu(x);
     }
     return x;
+}
+
+inline F16 gated(Act act, F16 gate, F16 up) {
+    if (act == Act::clamped_silu) {
+        const F16 most = f16(CLAMPED_AT), least = f16(-CLAMPED_AT), bounded = less_than(most, up, most, up);
+        up = less_than(bounded, least, least, bounded) + f16(1.0f);
+    }
+    return activated(act, gate) * up;
 }
 
 inline F16 capped(F16 x, float cap) { return f16(cap) * tanh(x / f16(cap)); }

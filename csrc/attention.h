@@ -127,12 +127,19 @@ void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* s
     }
 }
 
+// Writes what a query has seen, divided by the sum of all weights. A sink's weight comes in last, behind those of all keys.
 inline void write_out(const Attention& a, int row, int head, const State& state) {
-    const F16 inverse = f16(1.0f / state.sum);
     const bool has_values = state.sum != 0.0f;  // else all scores are -inf, and nothing was written there
+    F16 inverse = f16(1.0f / state.sum);
+    if (a.sinks && has_values) {
+        const float sink = a.sinks[head], max = state.max > sink ? state.max : sink;
+        alignas(64) float scales[LANES] = {state.max - max, sink - max};
+        store(scales, exp(load(scales)));
+        inverse = f16(scales[0] / (state.sum * scales[0] + scales[1]));
+    }
     for (int d = 0; d < a.head_dim; d += LANES) {
         const int n = a.head_dim - d < LANES ? a.head_dim - d : LANES;
-        const F16 values = has_values ? load(state.values + d) * inverse : f16(__builtin_nanf(""));
+        const F16 values = has_values ? load(state.values + d) * inverse : f16(a.sinks ? 0.0f : __builtin_nanf(""));
         if (a.out)
             store_first(a.out + static_cast<size_t>(row) * a.out_stride + head * a.head_dim + d, values, n, false);
         else

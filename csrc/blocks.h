@@ -24,6 +24,7 @@ struct AttentionPart {
     bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
     Sees sees;
     Biases biases;
+    const float* sinks;  // of each head, null = none
     std::optional<Norm> q_norm, k_norm, v_norm;
     const Matrix *qkv, *o;  // qkv: of queries alone where keys and values are a source's or another block's
 

@@ -181,12 +181,12 @@ struct Inputs {
     }
 };
 
-enum class Act : int { silu, gelu, gelu_tanh, relu };
+enum class Act : int { silu, gelu, gelu_tanh, relu, clamped_silu };
 
 enum class Finish : int {
     store,      // out = product + bias
     add,        // out += product + bias: the residual stream
-    gated,      // inputs of the next product = act(gate) * up
+    gated,      // inputs of the next product = act(gate) * up, both bounded and up + 1 where act is clamped_silu
     activated,  // inputs of the next product = act(product + bias)
     logits,     // out = scale (product + bias), capped
     argmax,     // per row, the largest logit in the given panels and its lowest id
@@ -299,6 +299,7 @@ struct Attention {
     Inputs next;              // the inputs of the next product, written where out is null
     Sees sees = Sees::past;
     Biases biases = {};       // of scores, behind softcap
+    const float* sinks = nullptr;  // [num_heads], of each a further score whose value is nothing; null = there are none
 };
 
 // A unit of a row that is rounded to scale * codes. sum, halves: of all codes, of the first half and of the second. The

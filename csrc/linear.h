@@ -189,7 +189,7 @@ inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int
         F16 y0 = w.bias ? load(at) + bias0 : load(at), y1 = w.bias ? load(at + LANES) + bias1 : load(at + LANES);
         const int rest = lanes_left(w.num_out, first + LANES);
         if (to.finish == Finish::gated) {
-            put(to.next, row, first, activated(to.act, y0) * y1, lanes_left(w.num_out, first));
+            put(to.next, row, first, gated(to.act, y0, y1), lanes_left(w.num_out, first));
             continue;
         }
         if (to.finish == Finish::activated) {

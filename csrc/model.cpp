@@ -347,7 +347,7 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     const int keys_of = a.keys_of < 0 ? index : a.keys_of;
     const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[keys_of], pass.values[keys_of], a.heads, a.kv_heads,
                               a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
-                              a.sees,      a.biases};
+                              a.sees,      a.biases, a.sinks};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
     float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
     backend_.team.tiles(thread, static_cast<int>(work.items.size()), [&](int i) {

@@ -54,7 +54,7 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
 inline void act_mul(Act act, const float* gate, const float* up, int n, float* out) {
     for (int i = 0; i < n; i += LANES) {
         const int count = n - i < LANES ? n - i : LANES;
-        store_first(out + i, activated(act, load_first(gate + i, count)) * load_first(up + i, count), count, false);
+        store_first(out + i, gated(act, load_first(gate + i, count), load_first(up + i, count)), count, false);
     }
 }
 

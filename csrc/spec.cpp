@@ -28,7 +28,7 @@ const std::map<string, std::set<string>> READ = {
               "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
               "truncate", "far"}},
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of"}},
+                   "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias"}},
     {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
@@ -44,13 +44,13 @@ const std::map<string, std::set<string>> READ = {
 
 // What a field stands for, for people.
 const std::map<string, string> WORDS = {
-    {"Attention.sinks", "sinks of attention"},
     {"Attention.gate", "gates of attention"},
     {"Block.recurrence", "blocks that keep a state"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
 const std::set<string> ACTS = {"silu", "gelu", "gelu_tanh", "relu"};
+const string GATED_ACT = "clamped_silu";  // which bounds what it is multiplied by, too
 
 string type_of(nb::handle object) { return nb::cast<string>(object.type().attr("__name__")); }
 string shown(nb::handle object) { return nb::cast<string>(nb::repr(object)); }
@@ -83,8 +83,11 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     }
     if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
         return no("experts beside attention");
-    if ((type == "Mlp" || type == "LayerInput") && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
-        return no("activation " + nb::cast<string>(object.attr("act")));
+    if (type == "Mlp" || type == "LayerInput") {
+        const string act = nb::cast<string>(object.attr("act"));
+        const bool is_gated = type == "Mlp" && nb::cast<bool>(object.attr("gated"));
+        if (ACTS.count(act) == 0 && !(is_gated && act == GATED_ACT)) return no("activation " + act + (act == GATED_ACT ? " without a gate" : ""));
+    }
     return {};
 }
 
@@ -119,6 +122,7 @@ bool yes(nb::handle object, const char* name) { return nb::cast<bool>(object.att
 string text(nb::handle object, const char* name) { return nb::cast<string>(object.attr(name)); }
 
 Act act_of(const string& name) {
+    if (name == GATED_ACT) return Act::clamped_silu;
     return name == "silu" ? Act::silu : name == "gelu" ? Act::gelu : name == "gelu_tanh" ? Act::gelu_tanh : Act::relu;
 }
 
@@ -223,6 +227,7 @@ class Reader {
         }
         found.qkv = matrix(at + "qkv"), found.o = matrix(at + "o");
         found.biases = biases(a.attr("bias"), own);
+        found.sinks = yes(a, "sinks") && places_ ? vector(own + "sinks.weight") : nullptr;
         return found;
     }
 

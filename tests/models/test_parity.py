@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from forerun import LLM, SamplingParams, native
-from forerun.errors import BadOption, PromptTooLong, UnsupportedModel
+from forerun.errors import BadOption, PromptTooLong
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner, pack
@@ -405,10 +405,6 @@ def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str
     They are drafted for too, which changes nothing.
     """
     folder = write_checkpoint(WHOLE[case])
-    if ops == "native" and case == "gpt_oss":
-        with pytest.raises(UnsupportedModel, match="the native kernels compute no sinks of attention"):
-            LLM(str(folder), ops=ops)
-        return
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = [tokens_of(3 + seed, seed) for seed in range(20)]
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)

@@ -185,6 +185,15 @@ SPECS |= {
         ]
     ),
 }
+
+
+def gpt_oss(window: int | None) -> Block:
+    a = Attention(4, 2, 16, window=window, rope=Rope(), qkv_bias=True, o_bias=True, sinks=True)
+    experts = Experts(6, 2, Mlp(33, "clamped_silu", bias=True), score="softmax_of_chosen", router_bias=True)
+    return Block(RMS, a, pre_mlp=RMS, experts=experts)
+
+
+SPECS["gpt_oss, experts"] = spec_of([gpt_oss(5), gpt_oss(None)], tied=False)
 MATRICES = ("matrix", "experts")
 
 
@@ -466,7 +475,10 @@ class Reference:
         scores = self.capped(scores, a.softcap)
         distance = torch.arange(len(y))[:, None] - torch.arange(len(y))
         hidden = (distance < 0) | (distance >= (a.window or len(y)))
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if a.sinks:  # a further key, whose value is nothing
+            scores = torch.cat((scores, self.w(at + "sinks.weight")[:, None, None].expand(-1, len(y), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(y)]
         return self.product(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), at + "o_proj")
 
     def turned(self, x: Tensor, a: Attention) -> Tensor:
@@ -491,6 +503,10 @@ class Reference:
             "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         }
         up = self.product(y, at + "up_proj")
+        if mlp.act == "clamped_silu":
+            gate = self.product(y, at + "gate_proj").clamp(max=7)
+            inner = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+            return self.product(inner, at + "down_proj")
         inner = acts[mlp.act](self.product(y, at + "gate_proj")) * up if mlp.gated else acts[mlp.act](up)
         return self.product(inner, at + "down_proj")
 

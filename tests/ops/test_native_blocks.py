@@ -136,6 +136,37 @@ def test_of_equal_scores_the_lowest_experts_are_chosen(isa: str) -> None:
 
 
 @every_isa
+def test_gates_are_bounded(isa: str) -> None:
+    """Where gate and up are far beyond their bounds, on both sides."""
+    spec = spec_of([replace(PLAIN, mlp=Mlp(40, "clamped_silu"))])
+    stored = random_weights(spec, FLOAT32)
+    stored |= {
+        name: weight * 8 for name, weight in stored.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))
+    }
+    found = Native(spec, stored, FLOAT32, isa).run({0: tokens_of(1, 9)}, {0: 0})
+    reference = Reference(spec, stored, FLOAT32)
+    exact = reference.rows(tokens_of(1, 9))
+    assert float((found.double() - exact).norm()) <= 1e-5 * float(exact.norm())
+    unbounded = Reference(replace(spec, blocks=(PLAIN,)), stored, FLOAT32).rows(tokens_of(1, 9))
+    assert float((unbounded - exact).norm()) > 0.1 * float(exact.norm())
+
+
+@every_isa
+def test_sinks_beside_keys_of_several_ranges(isa: str) -> None:
+    """Texts of 600 tokens, whose ranges threads share; each row has the bits of one thread, whatever its chunk."""
+    spec = replace(SPECS["gpt_oss, experts"], max_positions=640)
+    stored, found = random_weights(spec, FLOAT32), []
+    for operators, cut in ((ops_of(isa), 600), (ops_of(isa, 3), 590), (ops_of(isa, 3), 599), (ReferenceOps(), 600)):
+        session = Session(load_model(spec, dict(stored), operators), max_seq_len=640)
+        text = tokens_of(4, 600)
+        found.append(torch.cat([session.run({0: part}) for part in (text[:cut], text[cut:]) if part]))
+    plain, chunked, decoded, reference = found
+    assert same_bits(plain, chunked)
+    assert same_bits(plain, decoded)
+    assert float((plain - reference).norm()) < 1e-5 * float(reference.norm())
+
+
+@every_isa
 def test_a_pass_tells_how_many_experts_its_rows_chose(isa: str) -> None:
     """Of each layer that has any, and of those alone that ran."""
     model, reference = model_of("experts", FLOAT32, 0, isa, 2)
@@ -175,7 +206,7 @@ def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
 
 @every_isa
 def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
-    for name in ("gemma3", "gpt2", "gemma4, own inputs", "gemma4, experts"):
+    for name in ("gemma3", "gpt2", "gemma4, own inputs", "gemma4, experts", "gpt_oss, experts"):
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
         text = tokens_of(3, 9)
         numbers = model.numbers({0: 0}, {0: 9 + 4}, {})
@@ -280,11 +311,10 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "norm of both": (replace(PLAIN, pre_experts=RMS), "pre_experts but of experts beside a feed-forward part"),
     "act of inputs": (replace(PLAIN, per_layer_input=LayerInput(8, "clamped_silu")), "activation clamped_silu"),
     "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
-    "sinks": (replace(PLAIN, attention=Attention(2, 1, 16, sinks=True)), "sinks of attention"),
     "turned source": (replace(PLAIN, attention=Attention(2, 1, 16, rope=Rope(), sees="encoder")), "rope of an encoder"),
     "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="encoder")), "window of an encoder"),
     "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),
-    "act": (replace(PLAIN, mlp=Mlp(8, "clamped_silu")), "activation clamped_silu"),
+    "act": (replace(PLAIN, mlp=Mlp(8, "clamped_silu", gated=False)), "activation clamped_silu without a gate"),
 }
 
 
