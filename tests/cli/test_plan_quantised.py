@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, refuse_what_does_not_fit
 from forerun.errors import BadOption, CapacityError
+from forerun.models.loading import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.ops.cpu_model import CpuModel
 from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
+from models.test_packings import GPT_OSS, write_mxfp4
 
 pytestmark = needs_native
 WIDE = Plain("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256).spec
@@ -119,6 +122,25 @@ def test_config_json_alone(cli: Any, tmp_path: Path, name: str) -> None:
     )
     num_weights = raw["num_hidden_layers"] * 7 * 256 * 256
     assert dense - found == num_weights * (16 - bits) / 8
+
+
+def test_config_json_alone_says_that_experts_are_mxfp4(cli: Any, tmp_path: Path) -> None:
+    """And that nothing else is."""
+    found = []
+    for name in ("whole", "config"):
+        (tmp_path / name).mkdir()
+        write_mxfp4(tmp_path / name)
+    (tmp_path / "config" / "model.safetensors").unlink()
+    for name in ("whole", "config"):
+        parts = planned(cli, "--target", str(tmp_path / name), "--draft", "none", "--ops", "native")["parts"]
+        found.append(parts["target weights"])
+    assert found[0] == found[1]
+    shapes = weight_shapes(read_config(GPT_OSS))
+    num_packed, num_others = (
+        sum(math.prod(shape) for name, shape in shapes.items() if (".experts." in name and len(shape) == 2) == packed)
+        for packed in (True, False)
+    )
+    assert num_packed * 4.25 / 8 < found[0] < num_packed * 4.25 / 8 + num_others * 4
 
 
 def test_widened_shapes_and_refusals(cli: Any) -> None:

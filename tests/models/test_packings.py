@@ -17,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from forerun import native
+from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.models.loading import load_checkpoint, read_config
@@ -340,6 +341,105 @@ def test_a_broken_fp8_file_is_refused(tmp_path: Path, part: str, tensor: Tensor 
     tensors = load_file(tmp_path / "model.safetensors")
     broken(tensors, part, tensor)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=why):
+        load_checkpoint(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ MXFP4
+
+GPT_OSS = {
+    **RAW,
+    "model_type": "gpt_oss",
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+def write_mxfp4(folder: Path, **changes: Tensor | None) -> dict[str, Tensor]:
+    """Write a checkpoint of gpt-oss as it is published, random bytes in place of experts, and return its tensors.
+
+    changes: of parts of the experts of layer 0, None = it is left out.
+    """
+    generator, found = torch.Generator().manual_seed(5), {}
+    for name, shape in weight_shapes(read_config(GPT_OSS)).items():
+        if ".experts." not in name:
+            theirs = name.replace("mlp.gate", "mlp.router").replace("sinks.weight", "sinks")
+            found[theirs] = torch.randn(shape, generator=generator).bfloat16()
+    num, hidden, size = 3, RAW["hidden_size"], RAW["intermediate_size"]
+    for i in range(RAW["num_hidden_layers"]):
+        for part, num_out, num_in in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
+            own = f"model.layers.{i}.mlp.experts.{part}_proj_"
+            shape = (num, num_out, num_in // 32)
+            found[f"{own}blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            found[f"{own}scales"] = torch.randint(118, 126, shape, dtype=torch.uint8, generator=generator)
+            found[f"{own}bias"] = torch.randn(num, num_out, generator=generator).bfloat16()
+    for part, tensor in changes.items():
+        found.pop(EXPERTS + part)
+        found |= {} if tensor is None else {EXPERTS + part: tensor}
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(GPT_OSS))
+    return found
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows at a time; the experts stay packed where that is possible, and have the same weights there."""
+    monkeypatch.setattr(safetensors, "BLOCK_WEIGHTS", 5000)
+    write_mxfp4(tmp_path)
+    how = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=how).state_dict()
+    loaded = load_checkpoint(tmp_path, dtype="float32")
+    weights = loaded.model.weights
+    for i in range(3):
+        whole, down = (theirs[f"{EXPERTS}{part}_proj"][i].T for part in ("gate_up", "down"))
+        expected = {"gate": whole[::2], "up": whole[1::2], "down": down}
+        for part, weight in expected.items():
+            assert torch.equal(weights[f"{EXPERTS}{i}.{part}_proj.weight"], weight), part
+        bias = theirs[f"{EXPERTS}gate_up_proj_bias"][i]
+        assert torch.equal(weights[f"{EXPERTS}{i}.up_proj.bias"], bias[1::2])
+    if native.extension() is None:
+        return
+    packed = load_checkpoint(tmp_path, ops=CpuOps()).model
+    for i in range(3):
+        name = f"{EXPERTS}{i}"
+        assert {packed.matrices[f"{name}.{part}"].bits for part in ("gate_up", "down")} == {(4,)}
+        for part in ("gate", "up", "down"):
+            assert torch.equal(packed.weight(f"{name}.{part}_proj.weight"), weights[f"{name}.{part}_proj.weight"])
+
+
+@pytest.mark.skipif(native.extension() is None, reason="the native extension is not there")
+def test_drafts_do_not_change_what_a_model_of_mxfp4_says(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    prompts = [[1 + seed, 2, 3, 4, 1 + seed, 2, 3] for seed in range(8)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"ops": "native", "max_seq_len": 64}
+    plain, drafted = (
+        LLM(str(tmp_path), draft=draft, pacing="fixed", **options).generate(prompts, params)
+        for draft in ("none", "lookup")
+    )
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    assert sum(out.report.num_accepted for out in drafted) > 0
+
+
+NOT_A_NUMBER = torch.full((3, 64, 4), 255, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"down_proj_scales": None}, r"MXFP4 matrix .*down_proj_blocks.0 that is not read \(beside blocks a part is"),
+        ({"down_proj_blocks": torch.zeros(3, 64, 4, 15, dtype=torch.uint8)}, "its blocks have 15 bytes"),
+        ({"down_proj_scales": torch.zeros(3, 64, 3, dtype=torch.uint8)}, r"its scales has shape \[64, 3\] where"),
+        ({"down_proj_scales": torch.ones(3, 64, 4)}, "its scales the type F32"),
+        ({"down_proj_scales": NOT_A_NUMBER}, "scales that are no finite numbers"),
+        ({"down_proj_blocks": None}, "down_proj_scales.0 in .* has type U8"),
+    ],
+)
+def test_a_broken_mxfp4_file_is_refused(tmp_path: Path, changes: dict[str, Tensor | None], why: str) -> None:
+    write_mxfp4(tmp_path, **changes)
     with pytest.raises(UnsupportedModel, match=why):
         load_checkpoint(tmp_path)
 

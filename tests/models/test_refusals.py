@@ -149,7 +149,7 @@ CONFIGS: list[tuple[str, Raw, str]] = [
             {"quantization_config": {"quant_method": method, "bits": 4}},
             f"config.json sets quant_method='{method}' in quantization_config, which is not read: {READABLE}",
         )
-        for method in ("bitsandbytes", "mxfp4", "hqq")
+        for method in ("bitsandbytes", "quark", "hqq")
     ),
     (
         "nameless",

@@ -35,6 +35,8 @@ BARE: dict[str, str | Fused] = {
     "mlp.experts.gate_up_proj_bias.{}": Fused(PARTS, in_turn=True),
     "mlp.experts.down_proj.{}": Fused(("mlp.experts.{}.down_proj",), transposed=True),
     "mlp.experts.down_proj_bias.{}": "mlp.experts.{}.down_proj",
+    "mlp.experts.gate_up_proj_blocks.{}": Fused(PARTS, in_turn=True),  # of MXFP4, stored as outputs x inputs
+    "mlp.experts.down_proj_blocks.{}": "mlp.experts.{}.down_proj",
 }
 NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=frozenset(BARE))
 
@@ -54,7 +56,7 @@ GGUF = Gguf(
     keys={**SIZES, "expert_count": NUM, "expert_used_count": PER_TOKEN},
     more=_more,
     by_more=frozenset({"attention.sliding_window", "expert_feed_forward_length"}),
-    names=Names(OUTER, "blk.{}.", INNER | EXPERTS | {"post_attention_norm": NORM, "attn_sinks": "self_attn.sinks"}),
+    names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS, "post_attention_norm": NORM, "attn_sinks": "self_attn.sinks"}),
 )
 
 

@@ -109,4 +109,6 @@ def _said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
 
 
 def _said_scheme(weight: Weight, raw: Mapping[str, Any]) -> Scheme | None:
-    return said_scheme(raw, weight.shape[1]) if weight.least_bits == MATRIX_BITS else None
+    if weight.least_bits != MATRIX_BITS:
+        return None
+    return said_scheme(raw, weight.shape[1], is_expert=weight.role == "experts")

@@ -1,9 +1,9 @@
-"""How GPTQ, AWQ, FP8 and compressed-tensors store matrices: which tensors belong together, and what they mean.
+"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store matrices: which tensors belong together, and what they mean.
 
-What is read is chosen by config.json (`layout_of`). A `Layout` stores a matrix as integers, scales and zero points, in
+What is read is chosen by config.json (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in
 tensors that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores floats of 8 bits
 and scales, which no operator computes with, so they become numbers. Sources: AutoGPTQ's and AutoAWQ's packers of 2024,
-compressed-tensors 0.20, and transformers 5's FP8 and FBGEMM quantisers.
+compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.models.refusals import KEYS, READABLE
-from forerun.ops.quantised import QuantisedRows, Scheme
+from forerun.ops.quantised import MXFP4, QuantisedRows, Scheme, mxfp4
 
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 FLOAT8 = "F8_E4M3"  # as safetensors names it
+INTEGERS, BYTES = frozenset({"I8", "I32", "I64"}), frozenset({"U8"})
+BLOCKS = "_blocks"  # how the name of a tensor with the codes of MXFP4 ends
 SCALES, INPUT_SCALES = ("weight_scale_inv", "weight_scale"), frozenset({"input_scale", "input_scale_ub"})
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
 
@@ -38,9 +40,27 @@ class Layout:
     bits: int | None = None  # as the configuration says; None = as the shapes say
     zero_shift: int = 0  # what is added to a stored zero point
     may_permute: bool = False  # whether inputs are said to be in another order than groups
+    types: frozenset[str] = INTEGERS  # of tensors with integers
+
+    def matrix_of(self, name: str, dtype: str) -> tuple[str, dict[str, str]] | None:
+        """Return the matrix whose integers a tensor has, and the names of its parts; None where it has none.
+
+        A matrix of MXFP4 is one of all experts: it has the name of its tensor, as no other has its shape.
+        """
+        if dtype not in self.types:
+            return None
+        if self.method == "MXFP4":
+            scales = name.replace(BLOCKS, "_scales")
+            return None if scales == name else (name, {"blocks": name, "scales": scales})
+        prefix, _, part = name.rpartition(".")
+        if part != self.codes:
+            return None
+        return f"{prefix}.weight", {part: f"{prefix}.{part}" for part in (self.codes, *sorted(self.parts))}
 
     def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
         """Return the shape and scheme of a matrix; scales: their type in the file. Raises ValueError, saying why."""
+        if self.method == "MXFP4":
+            return _blocks_of_floats(shapes, scales), MXFP4
         if scales not in SCALE_DTYPES:
             raise ValueError(f"its scales have type {scales}")
         num_out, num_in, bits, group = _SIZES[self.codes](self, shapes)
@@ -52,6 +72,10 @@ class Layout:
 
     def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
         """Read some rows of a matrix; they begin at a multiple of 32."""
+        if self.method == "MXFP4":
+            some = slice(chosen.start, chosen.stop)
+            pairs = read("blocks", some, ALL)
+            return mxfp4(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1), read("scales", some, ALL))
         codes, scales, zeros = _ROWS[self.codes](self, scheme, shapes, chosen, read)
         return QuantisedRows(scheme, codes[:, :num_in].contiguous(), scales.contiguous(), zeros.contiguous())
 
@@ -110,14 +134,17 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
     return None
 
 
-def said_scheme(raw: Mapping[str, Any], num_in: int) -> Scheme | None:
+def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
     """Return the scheme of a layer's matrices as far as config.json says it, for a plan made without the weights.
 
-    None where they are dense. Of several groups of settings it is the one with the most bits. Raises as `layout_of`.
+    is_expert: whether they are those of experts; no others are MXFP4. None where they are dense. Of several groups of
+    settings it is the one with the most bits. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:
         return None
+    if layout.method == "MXFP4":
+        return MXFP4 if is_expert and num_in % MXFP4.group == 0 else None
     said = next(raw[key] for key in KEYS if raw.get(key))
     bits, group, is_symmetric = layout.bits or 4, said.get("group_size"), False
     if layout.bits is None:
@@ -175,6 +202,11 @@ def _fp8(settings: _Settings) -> Floats:
 
 def _fbgemm(settings: _Settings) -> Floats:
     return Floats("FBGEMM", SCALES, INPUT_SCALES)
+
+
+def _mxfp4(settings: _Settings) -> Layout:
+    settings.want("dequantize", None, False, True)
+    return Layout("MXFP4", "blocks", frozenset({"scales"}), types=BYTES)
 
 
 def _float_quantized(settings: _Settings, groups: Mapping[str, Any]) -> Floats:
@@ -235,6 +267,7 @@ _READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
     "fbgemm_fp8": _fbgemm,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }
 
@@ -276,6 +309,15 @@ def _sizes_int(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
 
 
 _SIZES = {"qweight": _sizes_qweight, "weight_packed": _sizes_packed, "weight": _sizes_int}
+
+
+def _blocks_of_floats(shapes: Shapes, scales: str) -> tuple[int, int]:
+    """MXFP4 has two codes in a byte, the first in its lower half: [O, I / 32, 16]; scales are [O, I / 32]."""
+    num_out, num_groups, num_bytes = shapes["blocks"]
+    if num_bytes != MXFP4.group // 2 or scales not in BYTES:
+        raise ValueError(f"its blocks have {num_bytes} bytes, and its scales the type {scales}")
+    _want(shapes, "scales", (num_out, num_groups))
+    return num_out, num_groups * MXFP4.group
 
 
 def _group(num_in: int, num_groups: int) -> int:

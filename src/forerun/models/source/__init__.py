@@ -20,8 +20,9 @@ from forerun.models import refusals
 from forerun.ops.memory import BLOCK_BYTES as BLOCK_BYTES
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 
-# Tensors of the matrices of all experts, [experts, outputs, inputs], by the ends of their names.
-STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias)?")
+# Tensors of the parts of all experts, [experts, outputs, inputs], by the ends of their names -> their dimensions.
+STACKED_SIZES = {None: 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 
 
 @dataclass(frozen=True)

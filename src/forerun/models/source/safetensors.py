@@ -21,7 +21,7 @@ from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import refusals
 from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, in_order, layout_of, widened
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
-from forerun.models.source import BLOCK_BYTES, STACKED, Stored
+from forerun.models.source import BLOCK_BYTES, STACKED, STACKED_SIZES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
@@ -29,7 +29,6 @@ from forerun.text.json_files import read_json
 # As safetensors names them; whatever else a file may hold means quantised weights.
 READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BASE_PREFIX, BASE_EMBEDDING = "model.", "embed_tokens.weight"
-INTEGERS = ("I8", "I32", "I64")  # of quantised matrices
 BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
 
 
@@ -89,26 +88,24 @@ class SafetensorsFolder:
             return {}
         found = {}
         for name, entry in self._entries.items():
-            prefix, _, part = name.rpartition(".")
-            is_codes = part == layout.codes and entry.dtype in INTEGERS
-            if is_codes:
-                found[f"{prefix}.weight"] = self._parts(layout, prefix)
+            if (matrix := layout.matrix_of(name, entry.dtype)) is not None:
+                found[matrix[0]] = self._parts(layout, *matrix)
         return found
 
-    def _parts(self, layout: Layout, prefix: str) -> Parts:
-        names = {part: f"{prefix}.{part}" for part in (layout.codes, *sorted(layout.parts))}
+    def _parts(self, layout: Layout, name: str, names: Mapping[str, str]) -> Parts:
         entries = {part: self._entries[name] for part, name in names.items() if name in self._entries}
         shapes = {part: entry.shape for part, entry in entries.items()}
         if "weight_shape" in entries:
             shapes["weight_shape"] = tuple(self._read(names["weight_shape"])[:2].tolist())
-        scales = "scales" if layout.codes == "qweight" else "weight_scale"
+        scales = "scales" if "scales" in layout.parts else "weight_scale"
         try:
             shape, scheme = layout.scheme_of(shapes, entries[scales].dtype)
             indices = [part for part in ("g_idx", "weight_g_idx") if part in entries]
             groups = self._groups(names[indices[0]], shape[1], scheme.group) if indices else None
         except (ValueError, KeyError, IndexError) as error:
             missing = f"beside {', '.join(sorted(shapes))} a part is missing, or has another shape"
-            raise self._not_read(layout.method, prefix, str(error) if type(error) is ValueError else missing) from error
+            why = str(error) if type(error) is ValueError else missing
+            raise self._not_read(layout.method, name.removesuffix(".weight"), why) from error
         return Parts(layout, scheme, shape, names, shapes, groups)
 
     def _not_read(self, method: str, prefix: str, why: str) -> UnsupportedModel:
@@ -224,7 +221,8 @@ class SafetensorsFolder:
         def read(part: str, rows: slice, columns: slice) -> Tensor:
             entry = self._entries[parts.names[part]]
             with safe_open(entry.file, framework="pt") as file:
-                found: Tensor = file.get_slice(entry.name)[rows, columns]
+                whole = file.get_slice(entry.name)
+                found: Tensor = whole[rows, columns] if entry.expert is None else whole[entry.expert, rows, columns]
             return found.clone()  # the mapping goes
 
         for first in range(0, num_out, step):
@@ -280,7 +278,8 @@ class FloatParts:
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
     """Yield a tensor under its name, or the part of each expert, as NAME.0, where it holds those of all."""
-    if len(entry.shape) != (2 if name.endswith("_bias") else 3) or not STACKED.fullmatch(name):
+    stacked = STACKED.fullmatch(name)
+    if stacked is None or len(entry.shape) != STACKED_SIZES[stacked[2]]:
         yield name, entry
         return
     for i in range(entry.shape[0]):
