@@ -389,6 +389,29 @@ def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> 
     assert (first.position_scale, first.rope) == (None, Rope(1e4))
 
 
+OWN_YARN = Rope(5e3, "yarn", 4.0, original_max_positions=32, truncate=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "rope"),
+    [
+        ({"type": "yarn", "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}, OWN_YARN),  # as converters of 2026 write it
+        ({"type": "yarn", "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0}, replace(OWN_YARN, beta_fast=8, beta_slow=2)),
+        ({"type": "yarn", "factor": 8.0}, replace(OWN_YARN, factor=8)),
+        ({"type": "linear", "factor": 2.0}, Rope(5e3, "linear", 2)),
+        ({"type": "none"}, Rope(5e3)),
+        ({"type": None, "factor": None, "original_context_length": None}, Rope(5e3)),
+    ],
+)
+def test_positions_of_gpt_oss_are_those_of_the_file(tmp_path: Path, said: dict[str, Any], rope: Rope) -> None:
+    """YaRN is not rounded, and a file without a kind of scaling has none."""
+    config = OTHERS["gpt_oss"]
+    metadata = {f"gpt-oss__rope__scaling__{key}": value for key, value in said.items()}
+    write_model(tmp_path / "a.gguf", config, random_weights(config), **metadata)
+    found = read_config(open_source(tmp_path / "a.gguf").config)
+    assert [block.attention and block.attention.rope for block in found.blocks] == [rope] * 3
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -42,13 +42,11 @@ NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=f
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """llama.cpp's files say YaRN without how it is rounded, and windows without the layers that have them."""
-    scaling = {"factor": own.get("rope.scaling.factor"),
-               "original_max_position_embeddings": own.get("rope.scaling.original_context_length")}  # fmt: skip
-    said = {key: value for key, value in scaling.items() if value is not None}
-    rope = {**USUAL_ROPE, "rope_theta": own.get("rope.freq_base", USUAL_ROPE["rope_theta"]), **said}
-    return {"rope_parameters": rope, "rope_scaling": None, "rope_theta": None,
-            "sliding_window": own.get("attention.sliding_window")}  # fmt: skip
+    """A file without a kind of scaling has none, where a config.json has YaRN. Its windows are in the usual layers."""
+    kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", 1)
+    is_plain = kind == "none" or (kind == "linear" and factor == 1)
+    rope = {"rope_type": "default"} if is_plain else None
+    return {"sliding_window": own.get("attention.sliding_window"), "rope_parameters": rope}
 
 
 GGUF = Gguf(
@@ -57,6 +55,7 @@ GGUF = Gguf(
     more=_more,
     by_more=frozenset({"attention.sliding_window", "expert_feed_forward_length"}),
     names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS, "post_attention_norm": NORM, "attn_sinks": "self_attn.sinks"}),
+    rounds_yarn=False,
 )
 
 

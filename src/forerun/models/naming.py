@@ -409,7 +409,8 @@ class Gguf:
     the metadata and the names of the tensors; by_more: keys that it alone reads. names: of tensors. turned: q and k
     have the rows of the two halves of a head in turn. stored_offset: what has been added to the weights of norms.
     turns_parts: whether the family may turn a part of each head. takes_factors: whether `more` gets the factors of
-    rotary frequencies among the metadata, as a list under ROPE_FREQS.
+    rotary frequencies among the metadata, as a list under ROPE_FREQS. rounds_yarn: whether YaRN's frequencies are
+    rounded to whole dimensions, of which files say nothing.
     """
 
     architecture: str
@@ -421,6 +422,7 @@ class Gguf:
     stored_offset: float = 0.0
     turns_parts: bool = False
     takes_factors: bool = False
+    rounds_yarn: bool = True
 
 
 ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Gemma 4's

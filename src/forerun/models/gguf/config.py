@@ -64,6 +64,8 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
     scaling = raw.get("rope_scaling") or {}
     scaled = {*YARN, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
     scaled |= {TEMPERATURE} if scaling.get("rope_type") == "longrope" else set()
+    if scaling.get("rope_type") == "yarn" and not gguf.rounds_yarn:
+        raw["rope_scaling"] = {**scaling, "truncate": False}
     unknown = own.keys() - READ - gguf.keys.keys() - gguf.by_more - scaled
     return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
 
