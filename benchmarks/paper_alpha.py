@@ -225,7 +225,9 @@ def texts(llm: LLM, params: SamplingParams, num_tokens: int, seed: int, task: Ta
     if task is not None:
         return _answers(llm, params, num_tokens, seed, task)
     num_texts = -(-num_tokens // TOKENS_PER_TEXT)
-    prompts = [text for _, text in latency.read_prompts(num_texts)]
+    room = llm.checkpoint.model.config.max_positions - TOKENS_PER_TEXT
+    encode = llm.checkpoint.text_tokenizer.encode
+    prompts = [text for _, text in latency.read_prompts(1_000_000) if len(encode(text)) < room][:num_texts]
     length = -(-num_tokens // len(prompts))
     given = [replace(params, max_tokens=length, seed=seed + i, ignore_eos=True) for i in range(len(prompts))]
     outputs = llm.generate(prompts, given)
