@@ -20,7 +20,17 @@ app = App(
     moved={
         **{
             name: name
-            for name in ("gaps", "kernels", "peers", "peers_t5", "quality", "replicas", "serving", "throughput")
+            for name in (
+                "gaps",
+                "kernels",
+                "peers",
+                "peers_t5",
+                "quality",
+                "random_file",
+                "replicas",
+                "serving",
+                "throughput",
+            )
         },
         "tune": "tune_grid",
     },
