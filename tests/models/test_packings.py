@@ -23,7 +23,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.loading import load_checkpoint, read_config, under_our_names
 from forerun.models.source import open_source, safetensors
 from forerun.ops.cpu import CpuOps
 
@@ -422,6 +422,14 @@ def test_drafts_do_not_change_what_a_model_of_mxfp4_says(tmp_path: Path) -> None
     )
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     assert sum(out.report.num_accepted for out in drafted) > 0
+
+
+def test_names_of_experts_are_read_once(tmp_path: Path) -> None:
+    """Each of the thousands of matrices of a mixture is looked up among them."""
+    write_mxfp4(tmp_path)
+    source = under_our_names(open_source(tmp_path), read_config(GPT_OSS))
+    assert source.tensors is source.tensors
+    assert source.tensors.keys() == weight_shapes(read_config(GPT_OSS)).keys()
 
 
 NOT_A_NUMBER = torch.full((3, 64, 4), 255, dtype=torch.uint8)

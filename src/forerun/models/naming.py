@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -226,7 +227,7 @@ class NamedSource:
         """See `Source.check`."""
         self.source.check(with_tokenizer)
 
-    @property
+    @cached_property  # which each weight is looked up in
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`."""
         return {ours: placed(self.source.tensors[place.name], place) for ours, place in self._places.items()}
