@@ -72,6 +72,8 @@ def test_each_router_is_balanced_by_the_loss_of_a_step(tiny: Make, monkeypatch: 
     run_windows(task.model, windows[:, :-1])
     assert len(task.ops.imbalances) == SHAPE.num_layers
     imbalance = sum(task.ops.imbalances, torch.zeros(()))
+    task.validate()
+    assert len(task.ops.imbalances) == SHAPE.num_layers, "what only looks on is not balanced"
     expected = torch.autograd.grad(imbalance, [task.weights[name] for name in gates])
     with_loss = lm.prepare(tiny("other", shape=SHAPE))
     monkeypatch.setattr(losses, "loss_of", lambda *_: torch.zeros(()))

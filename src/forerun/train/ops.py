@@ -27,8 +27,9 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`."""
-        self.imbalances.append(losses.imbalance(scores, chosen))
+        """See `ReferenceOps`. A pass that nothing is learned from, as a teacher's, leaves no trace."""
+        if scores.requires_grad:
+            self.imbalances.append(losses.imbalance(scores, chosen))
 
     def attention(
         self,
