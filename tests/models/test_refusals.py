@@ -26,7 +26,9 @@ WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
     "org/name"
 )
-READABLE = "name the unquantised original, or one quantised as GPTQ, AWQ, FP8 or compressed-tensors of 4 or 8 bits"
+READABLE = (
+    "name the unquantised original, or one quantised as GPTQ, AWQ, FP8, MXFP4 or compressed-tensors of 4 or 8 bits"
+)
 QUANTISED = (
     "which means quantised weights, and no quantization_config in config.json says how they are to be read: "
     f"{READABLE} by a tool that writes that key"

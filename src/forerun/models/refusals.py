@@ -19,7 +19,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 KEYS = ("quantization_config", "compression_config")  # of config.json, where it says how weights are quantised
-READABLE = "GPTQ, AWQ, FP8 or compressed-tensors of 4 or 8 bits"
+READABLE = "GPTQ, AWQ, FP8, MXFP4 or compressed-tensors of 4 or 8 bits"
 # Files that quantisers of earlier years leave instead of a key in config.json -> where they name their method.
 QUANTISERS = {
     "quantize_config.json": "quant_method",
