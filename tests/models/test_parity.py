@@ -352,11 +352,11 @@ def test_layers_that_read_the_keys_of_others(write_checkpoint: Any) -> None:
 
 
 @NATIVE
-@pytest.mark.parametrize("case", [case for case in WHOLE if case.startswith("gemma4")])
-def test_drafts_for_layers_of_two_sizes_change_nothing(write_checkpoint: Any, case: str) -> None:
+@pytest.mark.parametrize("case", ["gpt_oss", *(case for case in WHOLE if case.startswith("gemma4"))])
+def test_drafts_for_layers_of_several_kinds_change_nothing(write_checkpoint: Any, case: str) -> None:
     """In bfloat16, and with matrices of 8 bits: chains, trees, the first layers alone, and a shared beginning."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
-    sizes |= {"hidden_size_per_layer_input": 16} if WHOLE[case]["hidden_size_per_layer_input"] else {}
+    sizes |= {"hidden_size_per_layer_input": 16} if WHOLE[case].get("hidden_size_per_layer_input") else {}
     folder = write_checkpoint({**WHOLE[case], **sizes})
     shared = tokens_of(40, 5)
     prompts = [shared[:33] + tokens_of(3 + seed, seed) * 2 for seed in range(4)]
