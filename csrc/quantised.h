@@ -106,7 +106,8 @@ inline void add_unit(const char* codes, const int8_t* table, const Scales (&scal
 constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %
 // How far the weights of each panel are fetched ahead. The first cache has few places for lines that are waited for, so wide
 // registers have them fetched into the second: on an EPYC that makes a product of 8-bit codes 1.2 to 1.5 times as fast as from
-// 1,024 bytes ahead into the first, of 4 bits up to 1.15 times, and a Xeon takes as long either way. 4 and 8 KB were slower.
+// 1,024 bytes ahead into the first, and of 4 bits up to 1.15 times. On a Xeon 4 bits took as long either way; 4 and 8 KB ahead
+// were slower there.
 constexpr int QUANTISED_AHEAD_BYTES = WIDE_REGISTERS ? 2048 : 1024;
 
 // The sums of panels that follow each other, float32 [panels][num_rows][32]. They are walked side by side: a processor fetches
