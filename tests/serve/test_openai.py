@@ -120,6 +120,27 @@ def test_what_changes_nothing_is_taken() -> None:
     assert (job.stream, job.include_usage, job.continuous_usage) == (True, True, True)
 
 
+def test_minus_one_is_off_as_in_other_servers() -> None:
+    assert read(CHAT, top_k=-1, seed=-1, max_tokens=-1).params == SamplingParams(max_tokens=None)
+
+
+def test_tools_and_how_they_are_chosen() -> None:
+    now = {"type": "function", "function": {"name": "now", "description": "Tells the time.", "strict": True}}
+    calls = read(CHAT, tools=[TOOL, now], parallel_tool_calls=False).calls
+    assert calls is not None
+    assert (calls.choice, calls.parallel, calls.strict) == ("auto", False, {"now"})
+    assert calls.tools[1]["function"] == {"name": "now", "description": "Tells the time."}
+    one = read(CHAT, tools=[TOOL, now], tool_choice={"type": "function", "function": {"name": "now"}}).calls
+    assert one is not None
+    assert (one.choice, len(one.tools)) == ("now", 2)
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}
+    some = read(CHAT, tools=[TOOL, now], tool_choice=allowed).calls
+    assert some is not None
+    assert (some.choice, [tool["function"]["name"] for tool in some.tools]) == ("required", ["weather"])
+    assert read(CHAT, tools=[TOOL], tool_choice="none").calls is None
+    assert read(CHAT, tools=[]).calls is None
+
+
 def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     assert model_names(str(tmp_path / "small")) == ("small", str(tmp_path / "small"))
@@ -136,7 +157,8 @@ def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 # -------------------------------------------------------------------------------------------------------- refused
 
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+TOOL = {"type": "function", "function": {"name": "weather"}}
+REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
     (CHAT, {"num_beams": 2, "temperature": 0, "stream": True}, "stream", "which text is best is known at the end"),
     (COMPLETIONS, {"num_beams": 2}, "num_beams", "a beam search draws nothing; add temperature=0"),
@@ -150,15 +172,21 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "the model reads texts alone",
     ),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools", "calls none"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice", "calls none"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools", "it must be a function"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools", "it must be a function"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "which has no name"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "tools", "two tools are called 'weather'"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "the tools are weather"),
+    (CHAT, {"tools": [TOOL], "tool_choice": 3}, "tool_choice", "it must be none, auto, required or"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "grammar or schema"),
     (CHAT, {"logprobs": 3}, "logprobs", "must be true or false"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"top_logprobs": False}, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21 is not possible"),
     (CHAT, {"prompt": "x"}, "prompt", "a field of /v1/completions"),
-    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "there is no field 'reasoning_effort'"),
+    (CHAT, {"reasoning_effort": "much"}, "reasoning_effort", "it must be one of none, minimal, low"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, None, "exclude one another"),
     (CHAT, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
     (CHAT, {"max_model_len": 1}, "max_model_len", "vLLM's max_model_len is max_seq_len of the engine here"),
     (CHAT, {"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens", "two names of one limit"),
@@ -167,7 +195,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
     (CHAT, {"n": 0}, "n", "n=0 is not possible"),
     (CHAT, {"n": 129}, "n", "at most 128"),
-    (CHAT, {"seed": -1}, "seed", "seed=-1 is not possible"),
+    (CHAT, {"seed": -2}, "seed", "seed=-2 is not possible"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     (CHAT, {"logit_bias": [1]}, "logit_bias", "a mapping"),
     (CHAT, {"prediction": {"type": "content"}}, "prediction", 'it must be {"type": "content", "content": "..."}'),

@@ -92,7 +92,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (respond, {"instructions": ["x"]}, "instructions", "must be a text"),
     (respond, {"reasoning": {"effort": "high"}}, "reasoning", "how long to think"),
     (respond, {"text": {"format": {"type": "json_object"}}}, "text", "grammar or schema"),
-    (respond, {"tools": [{"type": "web_search"}]}, "tools", "calls none"),
+    (respond, {"tools": [{"type": "web_search"}]}, "tools", "chosen by"),
     (respond, {"background": True}, "background", "when it is asked for"),
     (respond, {"include": ["file_search_call.results"]}, "include", "must be a list of"),
     (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
@@ -126,9 +126,9 @@ def test_agents_are_served_without_what_is_not_built() -> None:
     job = messages.read_body(CLAUDE_CODE, "shipped", ignore_unsupported=True)
     assert job.ignored == ("tools", "thinking", "context_management", "output_config")
     assert [m["role"] for m in job.messages or ()] == ["system", "user"]
-    chat = {"messages": HELLO, "tools": [{"type": "function"}], "best_of": 2, "verbosity": "low"}
+    chat = {"messages": HELLO, "tools": [{"type": "web_search"}], "best_of": 2, "verbosity": "low"}
     job = openai.read_body(openai.CHAT, chat, "small", ignore_unsupported=True)
-    assert job.ignored == ("tools", "best_of", "verbosity")
+    assert job.ignored == ("best_of", "verbosity", "tools[0]")
     for wrong in ({"messages": 3}, {"temperature": "hot"}):
         with pytest.raises(Refused):
             openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)

@@ -43,7 +43,9 @@ from forerun.models.loading import Checkpoint
 from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
+from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer, needed
+from forerun.text.tools import Tools
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
@@ -125,13 +127,22 @@ class LLM:
         Where params.n asks for several outputs, those of one prompt follow each other; those of a beam search
         (params.num_beams) best first, each with its score.
         """
+        return self._generate(as_list(prompts), params, raw)
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        raw: bool = False,
+        speaking: Speaking | None = None,
+    ) -> list[RequestOutput]:
         ended = SimpleQueue[Request]()
 
         def hear(request: Request) -> None:
             if request.seq.finish_reason is not None:
                 ended.put(request)
 
-        requests = self._make(as_list(prompts), params, hear, raw)
+        requests = self._make(prompts, params, hear, raw, speaking)
         try:
             self._loop.add(requests)
             for _ in requests:
@@ -152,16 +163,17 @@ class LLM:
         *,
         raw: bool = False,
         hear: Callable[[Request], None] = unheard,
+        speaking: Speaking | None = None,
     ) -> list[Request]:
         """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
 
-        Prompts, params and raw are as in `generate`.
+        Prompts, params and raw are as in `generate`, speaking as in `stream`.
 
         hear(request) is called by the engine's thread, behind each step that brought a request on and when it ends:
         let it put the request into a queue. One is over when its `seq.finish_reason` is set, and then has its
         `output()`, or the `error` that ended it. Requests that are no longer wanted are to be given to `end`.
         """
-        requests = self._make(as_list(prompts), params, hear, raw)
+        requests = self._make(as_list(prompts), params, hear, raw, speaking)
         self._loop.add(requests)
         return requests
 
@@ -194,15 +206,27 @@ class LLM:
         self._loop.end(requests)
 
     @names_keywords
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        speaking: Speaking | None = None,
+    ) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it.
 
-        prompt, params and raw are as in `generate`. Where params.n asks for several outputs, their chunks come mixed,
-        each with its `index`. Leaving the loop early ends the request.
+        prompt, params and raw are as in `generate`. speaking: what tells the parts of the answer apart (`speaking`);
+        then each chunk has its `parts`: text, reasoning, and calls as they are written.
+
+        Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
+        ends the request.
         """
         refuse_to_stream(params)
         news = SimpleQueue[tuple[Request, Mark]]()
-        requests = self._make([only_one(prompt)], params, lambda request: news.put((request, request.mark())), raw)
+        requests = self._make(
+            [only_one(prompt)], params, lambda request: news.put((request, request.mark())), raw, speaking
+        )
         readers = {request: Reader(request) for request in requests}
         try:
             self._loop.add(requests)
@@ -213,7 +237,12 @@ class LLM:
 
     @names_keywords
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        speaking: Speaking | None = None,
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
@@ -225,7 +254,7 @@ class LLM:
         def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request
             loop.call_soon_threadsafe(news.put_nowait, (request, request.mark()))
 
-        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear, raw)
+        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear, raw, speaking)
         readers = {request: Reader(request) for request in requests}
         try:
             self._loop.add(requests)
@@ -239,19 +268,32 @@ class LLM:
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        tools: Seq[Mapping[str, Any]] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`."""
+        """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
+
+        tools: JSON schemas of functions that the model may call. What it calls is in `tool_calls` of an output, what it
+        thought in `reasoning`, and the whole as a message to be appended to the conversation in `message`.
+        """
         ids: list[Prompt] = []
         several = conversations(messages)
         for name in template.keys() & SamplingParams.__dataclass_fields__.keys() - self.chat_template.reads:
             raise BadOption(no_keyword("LLM.chat", name, template[name], ()))
         for i, conversation in enumerate(several):
             try:
-                ids.append(self.apply_chat_template(conversation, **template))
+                ids.append(self.apply_chat_template(conversation, tools=tools, **template))
             except UserError as error:
                 raise type(error)(f"conversation {i + 1}: {error}" if len(several) > 1 else str(error)) from error
-        return self.generate(ids, params)
+        return self._generate(ids, params, speaking=self.speaking(tools))
+
+    def speaking(self, tools: Seq[Mapping[str, Any]] | None = None) -> Speaking | None:
+        """What tells text, reasoning and calls of these tools apart in the model's answers; None = there are no marks.
+
+        It goes by the chat template. Raises BadOption for tools that are none.
+        """
+        return self.chat_template.speech.with_tools(Tools.of(tools) if tools else None)
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
         """A conversation as token ids, ready for `generate`, `stream` and `astream`.
@@ -360,13 +402,14 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         hear: Callable[[Request], None],
         raw: bool,
+        speaking: Speaking | None = None,
     ) -> list[Request]:
         """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
         made: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             made += self.engine.make(self._ids(prompt, raw) if isinstance(prompt, str) else prompt, each)
         for request in made:
-            request.hear = hear
+            request.hear, request.speaking = hear, speaking
         return made
 
     def _ids(self, text: str, raw: bool) -> list[int]:

@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun import verify
 from forerun.errors import ForerunError
 from forerun.registry import with_fields
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
+from forerun.text.parts import Part, Spoken, ToolCall
+from forerun.text.speech import PartsReader, Speaking
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import (
     Coins,
@@ -164,6 +166,34 @@ class RequestOutput:
     cumulative_logprob: float | None = field(
         default=None, metadata={"help": "of a beam search: the sum of the log-probabilities of token_ids"}
     )
+    spoken: Spoken | None = field(
+        default=None, metadata={"help": "of a chat: the same in its parts, where the model has marks for them"}
+    )
+
+    @property
+    def content(self) -> str:
+        """What is said to the user: the text without reasoning and tool calls."""
+        return self.text if self.spoken is None else self.spoken.text
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it answered; '' where it has no marks for that."""
+        return "" if self.spoken is None else self.spoken.reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of the tools that the conversation was given, each with its name and arguments (a JSON text)."""
+        return [] if self.spoken is None else self.spoken.calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to the conversation."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            made["tool_calls"] = [call.message() for call in self.tool_calls]
+        return made
 
 
 @with_fields
@@ -180,6 +210,9 @@ class Chunk:
     index: int = field(default=0, metadata={"help": "of the output, where SamplingParams.n asked for several"})
     logprobs: list[TokenLogprob] | None = field(
         default=None, metadata={"help": "of these tokens, where SamplingParams.logprobs asked for them"}
+    )
+    parts: list[Part] | None = field(
+        default=None, metadata={"help": "what these tokens add to text, reasoning and calls, where they are told apart"}
     )
 
 
@@ -246,6 +279,8 @@ class Request:
             origins=seq.origins,
             arrived_at_s=time.monotonic(),
         )
+        self.speaking: Speaking | None = None  # what reads its text in parts, where that is wanted
+        self._spoken: Spoken | None = None
         self.error: ForerunError | None = None  # why it was aborted, where that was not the user's wish
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None
@@ -337,6 +372,31 @@ class Request:
         prompt = seq.tokens[: seq.num_prompt_tokens]
         return None if self._tokenizer is None else Detokenizer(self._tokenizer, prompt, seq.params.stop)
 
+    def parts_reader(self) -> PartsReader | None:
+        """A new reader of the output's parts, None where they are not told apart."""
+        seq = self.seq
+        if self.speaking is None or self._tokenizer is None:
+            return None
+        return self.speaking.reader(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
+
+    @property
+    def spoken(self) -> Spoken | None:
+        """The output in its parts, when it is finished; None where they are not told apart."""
+        with self._reading:
+            if self._spoken is None and (reader := self.parts_reader()) is not None:
+                first = self.seq.num_prompt_tokens
+                reader.push(self.seq.tokens[first : first + self._num_readable])
+                reader.finish()
+                if self.seq.finish_reason is None:
+                    return reader.spoken
+                self._spoken = reader.spoken
+            return self._spoken
+
+    def keep(self, spoken: Spoken) -> None:
+        """Take note of the parts that a stream has read: what it gave and the whole output have one identity."""
+        with self._reading:
+            self._spoken = self._spoken or spoken
+
     @property
     def text(self) -> str:
         """The text so far that can no longer change, made when it is asked for; all of it when finished."""
@@ -385,6 +445,7 @@ class Request:
             None if self._reader is None else self._reader.stop,
             self.score,
             self.cumulative_logprob,
+            self.spoken,
         )
 
     def _has_stop_text(self) -> bool:
@@ -400,6 +461,7 @@ class Reader:
 
     def __init__(self, request: Request) -> None:
         self._request, self._detokenizer = request, request.detokenizer()
+        self._parts = request.parts_reader()
         self._last = Mark(0, 0, None)
 
     def chunk(self, mark: Mark) -> Chunk:
@@ -408,11 +470,17 @@ class Reader:
         self._last, first = mark, seq.num_prompt_tokens
         if mark.finish_reason is not None and request.error is not None:
             raise request.error
+        readable, parts = seq.tokens[first + last.num_readable : first + mark.num_readable], None
         if self._detokenizer is not None:
-            text = self._detokenizer.push(seq.tokens[first + last.num_readable : first + mark.num_readable]).text
+            text = self._detokenizer.push(readable).text
             text += self._detokenizer.finish() if mark.finish_reason is not None else ""
+        if self._parts is not None:
+            parts = self._parts.push(readable)
+            if mark.finish_reason is not None:
+                parts += self._parts.finish()
+                request.keep(self._parts.spoken)
         ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
         output = request.output() if mark.finish_reason is not None else None
         wants_logprobs = seq.params.logprobs is not None
         logprobs = seq.logprobs[last.num_tokens : mark.num_tokens] if wants_logprobs else None
-        return Chunk(text, ids, mark.finish_reason, output, request.index, logprobs)
+        return Chunk(text, ids, mark.finish_reason, output, request.index, logprobs, parts)

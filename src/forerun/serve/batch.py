@@ -25,6 +25,7 @@ from forerun.serve.bodies import Job, Prompt, Refused, model_names
 from forerun.serve.openai import answer_body, error_answer, read_body
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
+from forerun.serve.texts import form_of, spoken
 from forerun.text.terminal import note, visible
 
 if TYPE_CHECKING:
@@ -168,8 +169,9 @@ class Requests:
             raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
         if job.messages is not None:
-            prompts = [self.llm.apply_chat_template(job.messages, **job.variables)]
-        return Running(request, job, self.llm.submit(prompts, job.params, raw=True, hear=hear))
+            job = spoken(job, lambda: self.llm.chat_template)
+            prompts = [self.llm.apply_chat_template(job.messages or [], **form_of(job))]
+        return Running(request, job, self.llm.submit(prompts, job.params, raw=True, hear=hear, speaking=job.speaking))
 
     def answer(self, running: Running) -> dict[str, Any]:
         """The line of the output for one that is over."""

@@ -22,6 +22,8 @@ from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.request import RequestOutput
+    from forerun.serve.tools import Calls
+    from forerun.text.speech import Speaking
 
 Body = Mapping[str, Any]
 Prompt = str | list[int]
@@ -33,8 +35,9 @@ Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096}
 SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
 MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
+OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means there, as clients of other servers say it
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
-NO_CALLS = "the model is not told of tools and calls none"
+NO_CALLS = "tools are described by `tools`, and chosen by `tool_choice`"
 NO_GRAMMAR = "output cannot be held to a grammar or schema"
 ONE_ANSWER = "this API gives one answer"
 # Honoured by every API, under these names.
@@ -92,12 +95,17 @@ class Job:
     messages: list[Message] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     continue_final_message: bool = False  # the last message is the beginning of the answer
+    add_generation_prompt: bool | None = None  # None = as the template's own default here
     stream: bool = False
     include_usage: bool = False  # at the end of a stream
     continuous_usage: bool = False  # and what it is so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
+    calls: Calls | None = None  # the tools that the answer may call
+    effort: str | None = None  # how long the model is to think, as a word
+    thinks: bool | None = None  # whether it thinks at all; None = as it usually does
+    speaking: Speaking | None = None  # what tells the parts of the answer apart
 
     def __post_init__(self) -> None:
         if self.stream and self.params.searches:
@@ -156,7 +164,7 @@ def _check_neutral(name: str, value: Any, allowed: Seq[Any] | Callable[[Any], bo
         ok, hint = allowed(value), "leave it out"
     else:
         ok = any(value == other and type(value) is type(other) for other in allowed)
-        hint = f"leave it out (or say {' or '.join(f'{other!r}' for other in allowed)})"
+        hint = f"leave it out (or say {' or '.join(f'{other!r}' for other in allowed)})" if allowed else "leave it out"
     if not ok:
         message = f"{name}={shown(value)} is not possible: {why}; {hint}"
         raise Refused(message, name, code="unsupported_parameter")
@@ -195,6 +203,9 @@ def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str]
                 )
             fields[ours] = given[name]
     fields.update(_speculation(given))
+    for name, off in OFF.items():
+        if type(fields.get(name)) is int and fields[name] == -1:
+            fields[name] = off
     if isinstance(fields.get("logit_bias"), dict):
         fields["logit_bias"] = _biases(fields["logit_bias"])
     if isinstance(fields.get("prediction"), dict):
@@ -325,13 +336,17 @@ def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of all choices together. accepted, rejected: drafted from the request's prediction; None = nothing was."""
+    """Tokens of all choices together. accepted, rejected: drafted from the request's prediction; None = nothing was.
+
+    reasoning: of the completion, those of what the model thought.
+    """
 
     prompt: int
     cached: int
     completion: int
     accepted: int | None = None
     rejected: int | None = None
+    reasoning: int = 0
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
@@ -347,6 +362,7 @@ class Usage:
             completion=sum(len(output.token_ids) for output in outputs),
             accepted=num_accepted if num_drafted else None,
             rejected=num_drafted - num_accepted if num_drafted else None,
+            reasoning=sum(o.spoken.num_reasoning_tokens for o in outputs if o.spoken is not None),
         )
 
 

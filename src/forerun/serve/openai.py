@@ -32,6 +32,9 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.events import DONE, event
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
+from forerun.serve.tools import AUTO, Calls, calls_of, effort_of, listed
+from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_id
+from forerun.text.tools import A_TOOL
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,15 +60,18 @@ INERT = frozenset(
     )
 )
 _BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options"}
-_OWN = {CHAT: {"messages", "top_logprobs", "chat_template_kwargs"}, COMPLETIONS: {"prompt", "best_of"}}
+_OWN = {
+    CHAT: {
+        *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
+        *("reasoning_effort", "continue_final_message", "add_generation_prompt"),
+    },
+    COMPLETIONS: {"prompt", "best_of"},
+}
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
         "response_format": (({"type": "text"},), NO_GRAMMAR),
-        "tools": (([],), NO_CALLS),
-        "tool_choice": (("none", "auto"), NO_CALLS),
         "functions": (([],), NO_CALLS),
         "function_call": (("none", "auto"), NO_CALLS),
-        "parallel_tool_calls": ((True, False), NO_CALLS),
         "modalities": ((["text"],), "answers are texts"),
     },
     COMPLETIONS: {
@@ -105,6 +111,9 @@ def read_body(
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
+    goes_on = flag(given, "continue_final_message")
+    if goes_on and given.get("add_generation_prompt") is True:
+        raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
     return Job(
         url,
         model,
@@ -112,12 +121,48 @@ def read_body(
         prompts=_prompts(given.get("prompt")) if url == COMPLETIONS else (),
         messages=_messages(given.get("messages")) if url == CHAT else None,
         variables=variables(given),
+        continue_final_message=goes_on,
+        add_generation_prompt=None if goes_on else flag(given, "add_generation_prompt", True),
+        calls=_calls(read),
+        effort=effort_of(given.get("reasoning_effort"), "reasoning_effort"),
         stream=stream,
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
         ignored=tuple(read.ignored or ()),
     )
+
+
+def _calls(read: Given) -> Calls | None:
+    """The tools of a chat, and which of them must be called."""
+    given, functions = read.fields, list[Mapping[str, Any]]()
+    for i, tool in enumerate(listed(given.get("tools", []))):
+        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), Mapping):
+            if read.ignored is not None:
+                read.ignored.append(f"tools[{i}]")
+                continue
+            message = f"tools[{i}]={shown(tool)} is not possible: it must be a function, {A_TOOL}"
+            raise Refused(message, "tools", code="unsupported_parameter")
+        functions.append(tool["function"])
+    choice = given.get("tool_choice", AUTO)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", {})
+        names = [_name(tool) for tool in allowed.get("tools", [])]
+        functions = [function for function in functions if function.get("name") in names]
+        choice = allowed.get("mode", AUTO)
+    elif isinstance(choice, Mapping):
+        choice = _name(choice)
+    if not isinstance(choice, str):
+        form = '{"type": "function", "function": {"name": "..."}}'
+        message = f"tool_choice={shown(choice)} is not possible: it must be none, auto, required or {form}"
+        raise Refused(message, "tool_choice")
+    return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
+
+
+def _name(tool: Any) -> Any:
+    """The name in {"type": "function", "function": {"name": "f"}}."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -233,6 +278,7 @@ class Stream:
         lasts = [prompt[-1] for prompt in prompts for _ in range(job.params.n)]
         self._lefts = lasts[:]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
+        self._have_calls: set[int] = set()  # choices
 
     def begin(self) -> bytes:
         """Of a chat, the role of each choice."""
@@ -248,12 +294,35 @@ class Stream:
         """What a chunk of a choice adds; nothing where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
+        if chunk.parts is None:
+            deltas = [{"content": chunk.text}] if chunk.text else []
+        else:
+            deltas = [delta for part in chunk.parts if (delta := self._delta(index, part))]
+        if not deltas and logprobs is not None and chunk.token_ids:
+            deltas = [{"content": ""}]
         made = b""
-        if chunk.text or (logprobs is not None and chunk.token_ids):
-            made = self._chunk([self._choice(index, chunk.text, logprobs, None)])
+        for delta in deltas:
+            made += self._chunk([self._choice(index, delta, logprobs, None)])
+            logprobs = None
         if chunk.finish_reason is not None:
-            made += self._chunk([self._choice(index, None, None, chunk.finish_reason)])
+            reason = finish_reason(chunk.finish_reason, index in self._have_calls)
+            made += self._chunk([self._choice(index, None, None, reason)])
         return made
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        """What a part adds to the message of a choice."""
+        match part:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegin(number, name):
+                self._have_calls.add(index)
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": number, "id": new_id(), "type": "function", "function": function}]}
+            case CallArguments(number, text):
+                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+        return {}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """The usage, where it is wanted, and the end of the stream."""
@@ -274,9 +343,9 @@ class Stream:
         asked = {"usage": usage} if self._job.include_usage else {}
         return event({**self._head, "choices": choices, **asked, **(more or {})})
 
-    def _choice(self, index: int, text: str | None, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        is_chat = self._job.url == CHAT
-        what = {"delta": {} if text is None else {"content": text}} if is_chat else {"text": text or ""}
+    def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        delta = delta or {}
+        what = {"delta": delta} if self._job.url == CHAT else {"text": delta.get("content", "")}
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs_of(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
@@ -300,7 +369,7 @@ def _head(job: Job, answer_id: str, created_s: int, chat_object: str) -> dict[st
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    details: dict[str, int] = {"reasoning_tokens": 0}
+    details: dict[str, int] = {"reasoning_tokens": usage.reasoning}
     if usage.accepted is not None and usage.rejected is not None:
         details |= {"accepted_prediction_tokens": usage.accepted, "rejected_prediction_tokens": usage.rejected}
     return {
@@ -313,13 +382,18 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _chat_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    logprobs = output.logprobs
+    logprobs, calls = output.logprobs, output.tool_calls
     return {
         "index": index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": {**output.message, "content": output.content or (None if calls else ""), "refusal": None},
         "logprobs": None if logprobs is None else chat_logprobs(logprobs, output.prompt_ids[-1], tokenizer),
-        "finish_reason": output.finish_reason,
+        "finish_reason": finish_reason(output.finish_reason, bool(calls)),
     }
+
+
+def finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """Why an answer ended, in the words of this API: tool_calls where it did so to call tools."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:

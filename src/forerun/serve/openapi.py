@@ -23,6 +23,7 @@ from forerun.serve.bodies import (
     SPECULATION,
     Form,
 )
+from forerun.serve.tools import EFFORTS
 from forerun.text.chat import ROLES as _ROLES
 
 Schema = dict[str, Any]
@@ -62,6 +63,24 @@ _CONTENT_OF_INPUT = _either(
 )
 _PREDICTION = _object(("type", "content"), type={"const": "content"}, content=_CONTENT)
 
+_NAME: Schema = {"type": "string", "minLength": 1}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": _NAME, "description": _TEXT, "parameters": _OBJECT, "strict": _FLAG},
+    "required": ["name"],
+}
+_TOOLS = _list(_object(("type", "function"), type={"const": "function"}, function=_FUNCTION))
+_CHOICE = _either(
+    {"enum": ["none", "auto", "required"]},
+    _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_NAME)),
+)
+_CALL = _object(
+    ("id", "type", "function"),
+    id=_TEXT,
+    type={"const": "function"},
+    function=_object(("name", "arguments"), name=_NAME, arguments=_TEXT),
+)
+_EFFORT: Schema = {"enum": list(EFFORTS)}
 _MOST = 2**31 - 1  # of a whole number, where its field says nothing
 
 # Of each kind of value of SamplingParams: its type in JSON. Those of numbers get the field's range.
@@ -131,7 +150,23 @@ _SHARED: dict[str, Schema] = {
 }
 _OWN: dict[str, dict[str, Schema]] = {
     openai.CHAT: {
-        "messages": _list(_object(("role", "content"), role={"enum": list(_ROLES)}, content=_CONTENT), 1),
+        "messages": _list(
+            _object(
+                ("role", "content"),
+                role={"enum": list(_ROLES)},
+                content=_CONTENT,
+                tool_calls=_list(_CALL),
+                tool_call_id=_TEXT,
+                reasoning_content=_TEXT,
+            ),
+            1,
+        ),
+        "tools": _TOOLS,
+        "tool_choice": _CHOICE,
+        "parallel_tool_calls": _FLAG,
+        "reasoning_effort": _EFFORT,
+        "continue_final_message": _FLAG,
+        "add_generation_prompt": _FLAG,
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FLAG,
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),

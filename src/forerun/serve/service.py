@@ -83,12 +83,15 @@ class Service:
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
 
-        Where unsupported fields are ignored, a limit of tokens beyond the context is lowered to it; min_tokens goes.
+        A limit of tokens beyond the context is lowered to it, as agents send large ones; min_tokens goes with it.
         """
         try:
-            return job, [r for prompt in prompts for r in self.llm.engine.make(prompt, job.params)]
+            made = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
+            for request in made:
+                request.speaking = job.speaking
+            return job, made
         except PromptTooLong:
-            if not self.ignore_unsupported or job.params.max_tokens is None:
+            if job.params.max_tokens is None:
                 raise
             params = dataclasses.replace(job.params, max_tokens=None, min_tokens=0)
             fields = ("max_tokens", "min_tokens") if job.params.min_tokens else ("max_tokens",)

@@ -17,6 +17,7 @@ from typing import Any
 from forerun.errors import PromptTooLong, shown
 from forerun.serve import messages, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
+from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import SamplingParams
@@ -80,6 +81,7 @@ class Texts:
                     f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
                     f"{options.capacity} at once: ask for fewer, or raise --max-queue"
                 )
+            job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
             prompts = self.encode(job)
         except RecursionError:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
@@ -92,13 +94,13 @@ class Texts:
         self._check_size(job)
         if job.messages is None:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
-        form = {"continue_final_message": True} if job.continue_final_message else {}
-        return [self._template.encode(self.tokenizer, job.messages, **form, **job.variables)]
+        return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
 
     def count(self, body: bytes) -> Counted:
         """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
         ignore = self.options.ignore_unsupported
         job = messages.read_count(_flat(body), self.name, self.options.names, ignore_unsupported=ignore)
+        job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         return {"input_tokens": len(self.encode(job)[0])}, job.ignored
 
     def tokenize(self, body: bytes) -> Counted:
@@ -187,6 +189,48 @@ class Texts:
                 "prediction",
             )
         return dataclasses.replace(params, prediction=given)
+
+
+def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
+    """A job as the chat template takes it: its tools, how long it thinks, and what reads its answer.
+
+    Raises Refused for tools where the template knows none.
+    """
+    if job.messages is None:
+        return job
+    reads, speech = template().reads, template().speech
+    ignored, variables, calls = list(job.ignored), dict(job.variables), job.calls
+    for name in ("enable_thinking", "thinking"):
+        if variables.get(name) is False and name not in reads:
+            del variables[name]  # it does not think
+    if calls is not None and speech.dialect is None:
+        if not ignore_unsupported:
+            message = (
+                "this model's chat template does not know tools, so the model cannot be told of them: leave out tools, "
+                "or serve a model whose template knows them"
+            )
+            raise Refused(message, "tools", code="unsupported_parameter")
+        calls, ignored = None, [*ignored, "tools"]
+    if calls is not None and calls.is_forced:
+        message = f"tool_choice={shown(calls.choice)} is not possible: output cannot be held to a grammar; leave it out"
+        raise Refused(message, "tool_choice", code="unsupported_parameter")
+    if job.effort is not None or job.thinks is not None:
+        found = thinking_variables(reads, job.effort, job.thinks)
+        if found is None and (job.thinks or job.effort not in (None, "none")):
+            ignored.append("reasoning_effort")
+        variables = {**(found or {}), **variables}
+    speaking = speech.with_tools(None if calls is None else calls.functions())
+    return dataclasses.replace(job, variables=variables, calls=calls, ignored=tuple(ignored), speaking=speaking)
+
+
+def form_of(job: Job) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
+    form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
+    if job.add_generation_prompt is False:
+        form["add_generation_prompt"] = False
+    if job.calls is not None:
+        form["tools"] = job.calls.tools
+    return {**form, **job.variables}
 
 
 # What counts or converts, by its route.

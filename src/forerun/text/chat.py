@@ -2,7 +2,8 @@
 
 Follows transformers' `apply_chat_template`: the same templates, variables and text. Where transformers drops or
 misprints something without a word (tools for a template that does not know them, a variable that it does not read, a
-role that no template knows), it is refused here; content in parts becomes one text where the template wants texts.
+role that no template knows), it is refused here; content in parts becomes one text where the template wants texts, and
+the arguments of calls become what the template takes.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.registry import unknown
-from forerun.text.messages import copy_documents, copy_messages, copy_tools, plain, with_texts
+from forerun.text.messages import call_forms, copy_documents, copy_messages, copy_tools, plain, with_texts
+from forerun.text.speech import Speech
 from forerun.text.template_files import DEFAULT, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
 
@@ -57,6 +60,12 @@ class ChatTemplate:
         """The variables that the templates look up."""
         return frozenset().union(*(template.reads for template in self.templates.values()))
 
+    @cached_property
+    def speech(self) -> Speech:
+        """The marks of reasoning and tool calls in answers of this model."""
+        source = "\n".join(template.source for template in self.templates.values())
+        return Speech.of_template(source, reads_tools="tools" in self.reads or TOOL_USE in self.templates)
+
     def render(
         self,
         messages: Seq[Mapping[str, Any]],
@@ -72,7 +81,7 @@ class ChatTemplate:
         """The text of a conversation; nothing that is passed in is changed.
 
         Args:
-            messages: each with "role" and "content" or "tool_calls", whose arguments most templates want as a mapping.
+            messages: each with "role" and "content" or "tool_calls", with arguments as a mapping or a JSON text.
             tools: JSON schemas of functions that the model may call.
             documents: mappings with "title" and "text", for templates that know documents.
             name: of the template, where there are several; None = "tool_use" if there are tools, else "default".
@@ -92,7 +101,7 @@ class ChatTemplate:
         final = _mark_end(conversation[-1]) if continue_final_message else None
         add = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         given = {**self.special_tokens, **plain(variables, "variables"), **lists}
-        text = _rendered(template, {**given, "add_generation_prompt": add}, conversation)
+        text = _with_calls(template, {**given, "add_generation_prompt": add}, conversation)
         return text if final is None else _cut(text, final)
 
     def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
@@ -132,6 +141,31 @@ def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -
     for i, message in enumerate(messages):
         if message["role"] not in ROLES and message["role"] not in template.texts:
             raise BadOption(f"messages[{i}]: {unknown('role', message['role'], ROLES)}")
+
+
+def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
+    """The text of a conversation, its tool calls in the first of their forms that the template takes."""
+    first: BadOption | UnsupportedModel | None = None
+    for form in call_forms(messages):
+        try:
+            text = _rendered(template, variables, form)
+        except (BadOption, UnsupportedModel) as error:
+            first = first or error
+            continue
+        if not any(repr(given) in text for given in _arguments(form)):
+            return text
+    raise first or BadOption(
+        "this model's chat template prints the arguments of tool calls as Python does: leave them out"
+    )
+
+
+def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    """The arguments of calls that are mappings and would be seen to be Python's where they are printed so."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            given = call.get("function", call).get("arguments")
+            if isinstance(given, dict) and repr(given) != json.dumps(given, ensure_ascii=False):
+                yield given
 
 
 def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from forerun.errors import BadOption, shown
 
+SHORT_ID = 9  # characters of the ids of calls that the strictest templates take
 MAX_DEPTH = 100  # of lists and mappings within one another; no real message comes near
 # Messages of these roles hold text. Others, such as "tool", may hand over any data.
 SPEAKERS = ("system", "developer", "user", "assistant")
@@ -64,6 +67,64 @@ def _check_content(content: object, where: str) -> None:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             found = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
             raise BadOption(f"{where}[{i}] is {found}: each part must be {{'type': 'text', 'text': '...'}}")
+
+
+def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages, and where they have tool calls their other forms: which one a template takes differs.
+
+    Arguments as mappings come before those as JSON texts, a missing content before an empty one, and ids as they are
+    before ids of nine letters and digits.
+    """
+    given = [dict(message) for message in messages]
+    if not any(message.get("tool_calls") for message in given):
+        yield given
+        return
+    seen: list[list[dict[str, Any]]] = []
+    for short_ids in (False, True):
+        for as_text in (False, True):
+            for fill in (False, True):
+                form = [_in_form(message, as_text, fill, short_ids) for message in given]
+                if form not in seen:
+                    seen.append(form)
+                    yield form
+
+
+def _in_form(message: dict[str, Any], as_text: bool, fill: bool, short_ids: bool) -> dict[str, Any]:
+    made = dict(message)
+    if short_ids and isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = _short_id(made["tool_call_id"])
+    calls = made.get("tool_calls")
+    if not calls:
+        return made
+    if fill:
+        made.setdefault("content", "")
+    made["tool_calls"] = [_call_in_form(call, as_text, short_ids) for call in calls]
+    return made
+
+
+def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[str, Any]:
+    made = dict(call)
+    if short_ids and isinstance(made.get("id"), str):
+        made["id"] = _short_id(made["id"])
+    if isinstance(made.get("function"), dict):
+        return made | {"function": _call_in_form(made["function"], as_text, False)}
+    arguments = made.get("arguments")
+    if as_text and isinstance(arguments, dict):
+        made["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    if not as_text and isinstance(arguments, str):
+        try:
+            values = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return made
+        made["arguments"] = values if isinstance(values, dict) else arguments
+    return made
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits of an id: its own where it has no others."""
+    if len(call_id) == SHORT_ID and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
 
 
 def with_texts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

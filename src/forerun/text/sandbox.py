@@ -42,10 +42,11 @@ class CompiledTemplate:
     """One template, ready to run.
 
     where: where it came from, for messages. reads: the variables that it looks up, without the functions it is given.
-    texts: the constants in it that are texts, such as names of roles.
+    texts: the constants in it that are texts, such as names of roles. source: its text.
     """
 
     where: str
+    source: str
     code: CodeType
     reads: frozenset[str]
     texts: frozenset[str]
@@ -87,7 +88,7 @@ def compile_template(source: str, where: str) -> CompiledTemplate:
         tree = environment.parse(source)
         reads = find_undeclared_variables(tree) - environment.globals.keys()
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-        return CompiledTemplate(where, environment.compile(source), frozenset(reads), frozenset(texts))
+        return CompiledTemplate(where, source, environment.compile(source), frozenset(reads), frozenset(texts))
     except TemplateSyntaxError as error:
         raise UnsupportedModel(
             f"{where} has a syntax error in line {error.lineno} ({error.message}): mend it, or {ANOTHER}"

@@ -1,0 +1,101 @@
+"""What bodies say of tools and of thinking, brought from each API's form into one.
+
+A tool that the server would have to run itself (a search on the web, a shell) is left out, and the answer's header says
+so: the model is told of functions alone, which the client runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.errors import BadOption, shown
+from forerun.serve.bodies import Refused
+from forerun.text.tools import Tools
+
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+MOST_TOOLS = 1024
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The tools of a request. tools: as chat templates take them. choice: auto, required, or the name of one tool.
+
+    parallel: whether an answer may have more than one call. strict: tools whose arguments must be valid.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str = AUTO
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice != AUTO
+
+    def functions(self) -> Tools:
+        """Their names and schemas."""
+        return Tools.of(self.tools)
+
+
+def calls_of(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> Calls | None:
+    """From functions with name, description, parameters and strict; None where there is nothing to be called.
+
+    Raises Refused.
+    """
+    try:
+        Tools.of(functions)
+    except BadOption as error:
+        raise Refused(str(error), "tools") from None
+    names = [function["name"] for function in functions]
+    if choice in (REQUIRED, *names) or choice not in (AUTO, NONE):
+        if not names:
+            raise Refused(f"tool_choice={shown(choice)} is not possible: there are no tools", "tool_choice")
+        if choice not in (REQUIRED, *names):
+            message = f"tool_choice={shown(choice)} is not possible: the tools are {', '.join(names)}"
+            raise Refused(message, "tool_choice")
+    if not functions or choice == NONE:
+        return None
+    strict = frozenset(function["name"] for function in functions if function.get("strict") is True)
+    kept = ("name", "description", "parameters")
+    tools = tuple(
+        {"type": "function", "function": {key: function[key] for key in kept if function.get(key) is not None}}
+        for function in functions
+    )
+    return Calls(tools, choice, parallel, strict)
+
+
+def listed(tools: Any) -> list[Mapping[str, Any]]:
+    """The field `tools`. Raises Refused where it is no list of objects, or too long."""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Refused(f"tools={shown(tools)} is not possible: it must be a list of objects", "tools")
+    if len(tools) > MOST_TOOLS:
+        raise Refused(f"tools has {len(tools):,} entries and may have {MOST_TOOLS:,}: send fewer", "tools")
+    return tools
+
+
+def effort_of(value: Any, name: str) -> str | None:
+    """How long the model is to think, as a word. Raises Refused for another."""
+    if value is None:
+        return None
+    if value not in EFFORTS:
+        raise Refused(f"{name}={shown(value)} is not possible: it must be one of {', '.join(EFFORTS)}", name)
+    return str(value)
+
+
+def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
+    """The variables of a chat template that say how long the model thinks; None where it reads none of them.
+
+    reads: variables of the template. effort: a word. thinks: whether it thinks at all.
+    """
+    made: dict[str, Any] = {}
+    if effort is not None and effort != "none" and "reasoning_effort" in reads:
+        made["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
+    wanted = thinks if effort is None else effort != "none"
+    for name in ("enable_thinking", "thinking"):
+        if name in reads and wanted is not None:
+            made[name] = wanted
+    return made or None

@@ -1,0 +1,54 @@
+"""Calls between marks, as DeepSeek V3, R1 and V3.1 write them; the older ones put the arguments into a block of code.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
+    <｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from forerun.text.calling import FENCES, begin
+from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "deepseek"
+SIGNS = (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),)
+CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+SEPARATOR = "<｜tool▁sep｜>"
+MARKS = (*CALLS, *CALL, SEPARATOR)
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    while (mark := (yield from scan.until((*CALLS, CALL[0]), Text))) is not None:
+        if mark != CALL[0]:
+            continue
+        name, end = yield from scan.collect((SEPARATOR,))
+        if end is None:
+            yield Text(mark + name)
+            return
+        if name.strip() == "function":  # what it is comes first, and then its name
+            name, end = yield from scan.collect(("\n", "{"))
+            if end is None:
+                return
+            scan.rest = end + scan.rest
+        started, index = begin(scan, name.strip())
+        yield started
+        yield from scan.space()
+        fence = yield from scan.skip(*FENCES)
+        if (yield from scan.json(partial(CallArguments, index))) is None:
+            continue
+        yield CallEnd(index)
+        yield from scan.space()
+        if fence:
+            yield from scan.skip(FENCES[-1])
+        yield from scan.space()
+        yield from scan.skip(CALL[1])
+        yield from scan.space()

@@ -1,0 +1,44 @@
+"""Calls as pairs of keys and values, as GLM 4.5 and later write them; values are texts or JSON, by the tool's schema.
+
+<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from forerun.text.calling import begin, value_until
+from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.tools import Tools, inside
+
+NAME = "glm"
+SIGNS = (("<tool_call>", "<arg_key>", "<arg_value>"),)
+KEY, VALUE = ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
+MARKS = ("<tool_call>", "</tool_call>", *KEY, *VALUE)
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    while (yield from scan.until(MARKS[:1], Text)) is not None:
+        name, mark = yield from scan.collect((KEY[0], MARKS[1]))
+        if mark is None:
+            yield Text(MARKS[0] + name)
+            return
+        started, index = begin(scan, name.strip())
+        yield started
+        before = "{"
+        while mark == KEY[0]:
+            key, end = yield from scan.collect(KEY[1:])
+            yield from scan.space()
+            if end is None or not (yield from scan.skip(VALUE[0])):
+                break
+            yield CallArguments(index, f'{before}"{inside(key.strip())}": ')
+            if (yield from value_until(scan, index, VALUE[1:], tools.types(started.name, key.strip()))) is None:
+                break
+            before = ", "
+            yield from scan.space()
+            mark = yield from scan.skip(KEY[0], MARKS[1])
+        if mark == MARKS[1]:
+            yield CallArguments(index, "{}" if before == "{" else "}")
+            yield CallEnd(index)

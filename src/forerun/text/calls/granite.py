@@ -1,0 +1,22 @@
+"""A list of calls as JSON behind <|tool_call|>, as Granite 3 writes it (Granite 4 is of the dialect hermes).
+
+<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]
+"""
+
+from __future__ import annotations
+
+from forerun.text.calling import json_calls
+from forerun.text.parts import Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "granite"
+SIGNS = (("<|tool_call|>",),)
+MARKS = ("<|tool_call|>",)
+SPELLED = "<tool_call>"  # by the smaller models
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    while (mark := (yield from scan.until((*MARKS, SPELLED), Text))) is not None:
+        if not (yield from json_calls(scan)):
+            yield Text(mark + scan.log)

@@ -1,0 +1,58 @@
+"""Messages in channels, as gpt-oss writes them: analysis is reasoning, commentary to a function is a call.
+
+    <|channel|>analysis<|message|>Weather is asked for.<|end|><|start|>assistant<|channel|>commentary
+    to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+The format is that of OpenAI's "harmony response format". It is read here without the library of that name, which
+is compiled for tokens of one vocabulary and would be one more dependency for what these lines do.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from forerun.text.calling import begin
+from forerun.text.parts import CallArguments, CallEnd, Part, Reasoning, Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "harmony"
+SIGNS = (("<|channel|>", "<|message|>", "<|start|>"),)
+CHANNEL, MESSAGE, START, ENDS = "<|channel|>", "<|message|>", "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
+MARKS = (CHANNEL, MESSAGE, START, "<|constrain|>", *ENDS)
+READS_ALWAYS = True  # every answer is in channels, with tools or without
+_RECIPIENT, _CHANNEL = re.compile(r"\bto=(?:functions\.)?([\w.-]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    yield from scan.space()
+    if not (yield from scan.starts(CHANNEL, START, " to=", "to=")):
+        yield from scan.until((), Text)
+        return
+    while (yield from scan.next()):
+        header, mark = yield from scan.collect((MESSAGE,))
+        if mark is None:
+            return
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and recipient[1] != "assistant":
+            started, index = begin(scan, recipient[1])
+            yield started
+            yield from _body(scan, partial(CallArguments, index), index)
+        elif channel is not None and channel[1] == "analysis":
+            yield from _body(scan, Reasoning)
+        else:
+            yield from _body(scan, Text)
+
+
+def _body(scan: Scanner, part: type[Part] | partial[CallArguments], index: int | None = None) -> Steps:
+    if index is not None:
+        value = yield from scan.json(part)
+        if value is not None:
+            yield CallEnd(index)
+        mark = yield from scan.collect((*ENDS, START))
+        mark = mark[1]
+    else:
+        mark = yield from scan.until((*ENDS, START), part)
+    if mark == START:
+        scan.rest = mark + scan.rest

@@ -1,0 +1,47 @@
+"""Calls as JSON between tags, as Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 3 and others write them.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+Small models write the object without its tags, alone or as a block of code; where it names a tool, it is a call, too.
+"""
+
+from __future__ import annotations
+
+from forerun.text.calling import FENCES, json_call, json_calls
+from forerun.text.parts import Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "hermes"
+SIGNS = (("<tool_call>",),)
+MARKS = ("<tool_call>", "</tool_call>")
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    yield from _untagged(scan, tools)
+    while (yield from scan.until(MARKS[:1], Text)) is not None:
+        if not (yield from json_calls(scan)):
+            yield Text(MARKS[0] + scan.log)
+            continue
+        yield from scan.space()
+        yield from scan.skip(MARKS[1])
+
+
+def _untagged(scan: Scanner, tools: Tools) -> Steps:
+    """Calls at the very beginning that have no tags."""
+    while True:
+        before = yield from scan.space()
+        fence = (yield from scan.skip(*FENCES)) or ""
+        before += fence + (yield from scan.space())
+        if (yield from scan.next()) != "{":
+            yield Text(before)
+            return
+        scan.begin()
+        if not (yield from json_call(scan, tools)):
+            yield Text(before + scan.log)
+            return
+        yield from scan.space()
+        if fence:
+            yield from scan.skip(FENCES[-1])

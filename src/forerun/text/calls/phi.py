@@ -1,0 +1,21 @@
+"""Calls as JSON between <|tool_call|> and <|/tool_call|>, one or a list, as Phi 4 mini writes them."""
+
+from __future__ import annotations
+
+from forerun.text.calling import json_calls
+from forerun.text.parts import Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "phi"
+SIGNS = (("<|tool_call|>", "<|/tool_call|>"), ("<|tool|>", "<|/tool|>"))
+MARKS = ("<|tool_call|>", "<|/tool_call|>")
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer."""
+    while (mark := (yield from scan.until(MARKS[:1], Text))) is not None:
+        if not (yield from json_calls(scan)):
+            yield Text(mark + scan.log)
+            continue
+        yield from scan.space()
+        yield from scan.skip(MARKS[1])

@@ -1,0 +1,34 @@
+"""An answer that is a list of calls in Python, as Llama 3.2, Llama 4 and LFM 2 write them.
+
+    [weather(city="Paris"), now()]
+
+LFM 2 has marks around the list.
+"""
+
+from __future__ import annotations
+
+from forerun.text.calling import python_calls
+from forerun.text.parts import Scanner, Steps, Text
+from forerun.text.tools import Tools
+
+NAME = "pythonic"
+SIGNS = (("[func_name1(",), ("<|tool_call_start|>",), ("<|tool_list_start|>",))
+MARKS = ("<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "<|python_end|>")
+OPENING, CLOSING = MARKS[::2], MARKS[1::2]
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer: calls without marks count where the answer begins with them."""
+    before = yield from scan.space()
+    if (yield from scan.next()) == "[":
+        found = yield from python_calls(scan, tools)
+        yield Text("" if found else before + scan.log)
+    else:
+        yield Text(before)
+    while (mark := (yield from scan.until(OPENING, Text))) is not None:
+        yield from scan.space()
+        if not (yield from python_calls(scan, tools)):
+            yield Text(mark + scan.log)
+            continue
+        yield from scan.space()
+        yield from scan.skip(*CLOSING)

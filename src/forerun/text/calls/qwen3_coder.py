@@ -1,0 +1,61 @@
+"""Calls as tags within tags, as Qwen 3 Coder and 3.5 write them; values are texts or JSON, by the tool's schema.
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from forerun.text.calling import begin, value_until
+from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.tools import Tools, inside
+
+NAME = "qwen3_coder"
+SIGNS = (("<tool_call>", "<function=", "<parameter="),)
+MARKS = ("<tool_call>", "</tool_call>")
+FUNCTION, PARAMETER = ("<function=", "</function>"), ("<parameter=", "</parameter>")
+
+
+def read(scan: Scanner, tools: Tools) -> Steps:
+    """The parts of an answer. The outer tag may be missing, as such models often leave it out."""
+    while (mark := (yield from scan.until((MARKS[0], FUNCTION[0]), Text))) is not None:
+        if mark == MARKS[0]:
+            space = yield from scan.space()
+            if not (yield from scan.skip(FUNCTION[0])):
+                yield Text(mark + space)
+                continue
+        yield from _call(scan, tools)
+        yield from scan.space()
+        yield from scan.skip(MARKS[1])
+
+
+def _call(scan: Scanner, tools: Tools) -> Steps:
+    name, end = yield from scan.collect((">",))
+    if end is None:
+        yield Text(FUNCTION[0] + name)
+        return
+    started, index = begin(scan, name.strip())
+    yield started
+    before = "{"
+    while True:
+        yield from scan.space()
+        if (yield from scan.skip(PARAMETER[0])):
+            key, end = yield from scan.collect((">",))
+            if end is None:
+                return
+            yield from scan.skip("\n")
+            yield CallArguments(index, f'{before}"{inside(key)}": ')
+            closing = (f"\n{PARAMETER[1]}", PARAMETER[1])
+            if (yield from value_until(scan, index, closing, tools.types(started.name, key))) is None:
+                return
+            before = ", "
+            continue
+        if (yield from scan.skip(FUNCTION[1])) or (yield from scan.starts(MARKS[1])):
+            yield CallArguments(index, "{}" if before == "{" else "}")
+            yield CallEnd(index)
+        return

@@ -1,0 +1,293 @@
+"""The parts of an answer: text, reasoning and tool calls, made of the model's text as it grows.
+
+A model writes all of them into one text, each family with marks of its own. What reads them is a generator over a
+`Scanner`: it yields each part as soon as no later text can change it, and None where it needs more. So a text gives the
+same parts however it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Generator, Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from forerun.errors import BadOption, shown
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A tool is called; the calls of an answer are numbered from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The arguments are whole. It is missing where the answer was cut in a call."""
+
+    index: int
+
+
+Part: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
+# What reads a text: it yields parts, None where it needs more text, and returns something.
+Steps: TypeAlias = Generator[Part | None, None, Any]
+
+
+def new_id() -> str:
+    """An id of a call: nine letters and digits, which the templates that check ids ask for."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass
+class ToolCall:
+    """A call of a tool. arguments: a JSON text, as it was written; is_whole: False where the answer was cut in it."""
+
+    name: str
+    arguments: str = ""
+    is_whole: bool = False
+    id: str = field(default_factory=new_id)
+
+    def values(self) -> dict[str, Any]:
+        """The arguments by name. Raises BadOption where they are no JSON object."""
+        try:
+            values = json.loads(self.arguments)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise BadOption(f"the model called {self.name} with {shown(self.arguments)}, which is no JSON object")
+        return values
+
+    def message(self) -> dict[str, Any]:
+        """As a message has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass
+class Span:
+    """One stretch of an answer: kind is "text" or "reasoning"."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Spoken:
+    """An answer put together from its parts. items: its stretches and calls, in order.
+
+    num_reasoning_tokens: of the answer, those with which the model thought.
+    """
+
+    items: list[Span | ToolCall] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+
+    def add(self, part: Part) -> None:
+        """Take the next part."""
+        match part:
+            case Text(text):
+                self._span("text").text += text
+            case Reasoning(text):
+                self._span("reasoning").text += text
+            case CallBegin(_, name):
+                self.items.append(ToolCall(name))
+            case CallArguments(index, text):
+                self.calls[index].arguments += text
+            case CallEnd(index):
+                self.calls[index].is_whole = True
+
+    def _span(self, kind: str) -> Span:
+        last = self.items[-1] if self.items else None
+        if not isinstance(last, Span) or last.kind != kind:
+            last = Span(kind)
+            self.items.append(last)
+        return last
+
+    def _text(self, kind: str) -> str:
+        return "".join(item.text for item in self.items if isinstance(item, Span) and item.kind == kind)
+
+    @property
+    def text(self) -> str:
+        """What is said to the user."""
+        return self._text("text")
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought."""
+        return self._text("reasoning")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls, in order."""
+        return [item for item in self.items if isinstance(item, ToolCall)]
+
+
+class Scanner:
+    """Text that grows at its end and is consumed at its beginning. Its methods are steps of a generator (Steps).
+
+    log: what was consumed since `begin`, for those who find that it was no call after all. num_calls: begun so far.
+    """
+
+    def __init__(self) -> None:
+        self.rest, self.is_closed, self.log, self.num_calls = "", False, "", 0
+
+    def begin(self) -> None:
+        """Forget what was consumed."""
+        self.log = ""
+
+    def take(self, num_chars: int) -> str:
+        """Consume what is there."""
+        taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
+        self.log += taken
+        return taken
+
+    def until(self, marks: Seq[str], part: Callable[[str], Part]) -> Steps:
+        """Give text up to a mark as parts. Returns the mark, which is consumed; None at the end of the text."""
+        while True:
+            if (found := first_of(self.rest, marks)) is not None:
+                start, mark = found
+                if start:
+                    yield part(self.take(start))
+                self.take(len(mark))
+                return mark
+            num_sure = len(self.rest) - (0 if self.is_closed else open_tail(self.rest, marks))
+            if num_sure:
+                yield part(self.take(num_sure))
+            if self.is_closed:
+                return None
+            yield None
+
+    def collect(self, marks: Seq[str]) -> Steps:
+        """Return the text up to a mark, and the mark, which is consumed; None where the text ends before."""
+        while (found := first_of(self.rest, marks)) is None:
+            if self.is_closed:
+                return self.take(len(self.rest)), None
+            yield None
+        text = self.take(found[0])
+        return text, self.take(len(found[1]))
+
+    def starts(self, *options: str) -> Steps:
+        """Return the longest of the options with which the text goes on; None where it is another text."""
+        while not self.is_closed and any(o.startswith(self.rest) and o != self.rest for o in options):
+            yield None
+        return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
+
+    def skip(self, *options: str) -> Steps:
+        """Consume one of the options, if the text goes on so, and return it."""
+        found: str | None = yield from self.starts(*options)
+        return None if found is None else self.take(len(found))
+
+    def space(self) -> Steps:
+        """Consume white space, and return it."""
+        taken = ""
+        while True:
+            taken += self.take(len(self.rest) - len(self.rest.lstrip()))
+            if self.rest or self.is_closed:
+                return taken
+            yield None
+
+    def next(self) -> Steps:
+        """Return the next character without consuming it; '' at the end of the text."""
+        while not self.rest and not self.is_closed:
+            yield None
+        return self.rest[:1]
+
+    def json(self, piece: Callable[[str], Part] | None = None) -> Steps:
+        """Consume one JSON value, and the white space before it.
+
+        Returns its text; None where there is none, or the text ends in it, or its brackets do not match. piece: makes
+        parts of what is consumed, while it grows.
+        """
+        yield from self.space()
+        made, value = "", _JsonValue()
+        while True:
+            taken = self.take(value.read(self.rest))
+            made += taken
+            if taken and piece is not None:
+                yield piece(taken)
+            if value.is_over or self.is_closed:
+                return made if made and value.is_whole else None
+            yield None
+
+
+class _JsonValue:
+    """Finds the end of a JSON value by its brackets and quotes; what is between them is not looked at."""
+
+    def __init__(self) -> None:
+        self._closers: list[str] = []
+        self._in_text = self._is_escaped = self._has_begun = self._is_wrong = self.is_over = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was read is a value: a bare word is one at any moment."""
+        return self._has_begun and not self._is_wrong and not self._in_text and not self._closers
+
+    def read(self, text: str) -> int:
+        """How many characters of the next text belong to it."""
+        for i, char in enumerate(text):
+            if self._in_text:
+                self._in_text = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+                ends = not self._in_text and not self._closers
+            elif char in "}]":
+                if not self._closers or self._closers[-1] != char:
+                    return self._end(i, is_wrong=bool(self._closers))
+                self._closers.pop()
+                ends = not self._closers
+            elif not self._closers and (char in ",:" or char.isspace()):
+                return self._end(i)
+            elif char in '"{[':
+                if self._has_begun and not self._closers:
+                    return self._end(i, is_wrong=True)
+                self._in_text = char == '"'
+                self._closers += {"{": "}", "[": "]"}.get(char, "")
+                ends = False
+            else:
+                ends = False
+            self._has_begun = True
+            if ends:
+                return self._end(i + 1)
+        return len(text)
+
+    def _end(self, num_chars: int, *, is_wrong: bool = False) -> int:
+        self.is_over, self._is_wrong = True, is_wrong
+        return num_chars
+
+
+def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """(start, mark) of the mark that begins first, the longest of those that begin there."""
+    hits = [(start, -len(mark), mark) for mark in marks if (start := text.find(mark)) >= 0]
+    if not hits:
+        return None
+    start, _, mark = min(hits)
+    return start, mark
+
+
+def open_tail(text: str, marks: Seq[str]) -> int:
+    """Length of the longest end of a text that some mark begins with and is longer than."""
+    longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
+    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -1,0 +1,213 @@
+"""How a model speaks: which marks its answers have, found in its chat template, and what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+from forerun.text.calls import USUAL, Dialect, dialect, of_template
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Scanner, Spoken, Steps, Text
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.tools import Tools
+
+# What reasoning stands between, of the families that have marks for it.
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+)
+_TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
+
+
+@dataclass(frozen=True)
+class Speech:
+    """The marks of one model's answers. dialect: of its calls. thoughts: what its reasoning stands between."""
+
+    dialect: Dialect | None
+    thoughts: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of_template(cls, source: str, reads_tools: bool) -> Speech:
+        """As a chat template says. reads_tools: whether it tells the model of tools."""
+        found = of_template(source)
+        if found is None and reads_tools:
+            found = dialect(USUAL)
+        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source))
+
+    @property
+    def reads_always(self) -> bool:
+        """Whether answers without tools have the dialect's marks, too."""
+        return self.dialect is not None and self.dialect.reads_always
+
+    def with_tools(self, tools: Tools | None) -> Speaking | None:
+        """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
+        has_calls = self.reads_always or (self.dialect is not None and tools is not None)
+        return Speaking(self, tools) if has_calls or self.thoughts else None
+
+
+@dataclass(frozen=True)
+class Speaking:
+    """What reads the answers to one request. tools: those that it may call; None = none."""
+
+    speech: Speech
+    tools: Tools | None
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """That of the calls which are looked for."""
+        found = self.speech.dialect
+        return found if found is not None and (self.tools is not None or found.reads_always) else None
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """The texts that are looked for."""
+        own = () if self.dialect is None else self.dialect.marks
+        return frozenset((*own, *(mark.strip() for pair in self.speech.thoughts for mark in pair)))
+
+    def reader(self, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = ()) -> PartsReader:
+        """What makes parts of one answer's ids."""
+        return PartsReader(self, tokenizer, prompt_ids, stop)
+
+    def steps(self, scan: Scanner, prompt: str) -> Steps:
+        """The parts of an answer. prompt: the end of its prompt."""
+        yield from self._thought(scan, prompt)
+        if self.dialect is not None:
+            yield from self.dialect.read(scan, self.tools or Tools({}))
+        yield from scan.until((), Text)
+
+    def _thought(self, scan: Scanner, prompt: str) -> Steps:
+        """The reasoning that an answer begins with, or that its prompt has begun."""
+        thoughts = dict(self.speech.thoughts)
+        if not thoughts:
+            return
+        opening = next((one for one in thoughts if prompt.rstrip().endswith(one.strip())), None)
+        before = ""
+        if opening is None:
+            before = yield from scan.space()
+            opening = yield from scan.skip(*thoughts)
+        if opening is None:
+            yield Text(before)
+            return
+        yield from scan.until((thoughts[opening],), Reasoning)
+
+
+class PartsReader:
+    """The parts of one answer, from its token ids, as they come."""
+
+    def __init__(self, speaking: Speaking, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = ()) -> None:
+        names = {tokenizer.id_to_token.get(i): i for i in tokenizer.special_ids}
+        skip = tokenizer.special_ids - {names[mark] for mark in speaking.marks if mark in names}
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip)
+        self._parser = Parser(speaking, tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:])))
+        self._may_think = bool(speaking.speech.thoughts) or speaking.speech.reads_always
+
+    def push(self, ids: Seq[int]) -> list[Part]:
+        """What the next tokens make certain."""
+        if not self._may_think:
+            return self._parser.feed(self._detokenizer.push(ids).text)
+        made: list[Part] = []
+        for token in ids:  # one by one, so that those of reasoning are counted
+            made += self._parser.feed(self._detokenizer.push([token]).text)
+            self.spoken.num_reasoning_tokens += self._parser.is_thinking
+        return joined(made)
+
+    def finish(self) -> list[Part]:
+        """The rest: no token follows."""
+        return [*self._parser.feed(self._detokenizer.finish()), *self._parser.finish()]
+
+    @property
+    def spoken(self) -> Spoken:
+        """The answer so far."""
+        return self._parser.spoken
+
+
+class Parser:
+    """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
+
+    def __init__(self, speaking: Speaking, prompt: str = "") -> None:
+        self._scan, self._tidy, self.spoken = Scanner(), _Tidy(), Spoken()
+        self._steps: Iterator[Part | None] = speaking.steps(self._scan, prompt)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what came last is reasoning."""
+        return self._tidy.kind is Reasoning
+
+    def feed(self, text: str) -> list[Part]:
+        """What the next text makes certain."""
+        if not text:
+            return []
+        self._scan.rest += text
+        return self._said(self._run())
+
+    def finish(self) -> list[Part]:
+        """The rest: no text follows."""
+        self._scan.is_closed = True
+        return self._said([*self._run(), *self._tidy.finish()])
+
+    def _said(self, parts: list[Part]) -> list[Part]:
+        for part in parts:
+            self.spoken.add(part)
+        return parts
+
+    def _run(self) -> list[Part]:
+        made: list[Part] = []
+        try:
+            for part in self._steps:
+                if part is None:
+                    break
+                made += self._tidy.add(part)
+        except RecursionError:  # brackets within brackets within brackets: it is a text then
+            self._steps = self._scan.until((), Text)
+        return joined(made)
+
+
+class _Tidy:
+    """Takes away the white space that stands between parts: it belongs to the format, and to none of them."""
+
+    def __init__(self) -> None:
+        self.kind: type[Part] | None = None
+        self._held, self._is_fresh, self._has_calls = "", False, False
+
+    def add(self, part: Part) -> Iterator[Part]:
+        """The part, or what is certain of it."""
+        if not isinstance(part, Text | Reasoning):
+            if isinstance(part, CallBegin):
+                self.kind, self._held, self._has_calls = CallBegin, "", True
+            yield part
+            return
+        kind = type(part)
+        if kind is not self.kind:
+            self._is_fresh = self.kind is not None or kind is Reasoning
+            self.kind, self._held = kind, ""
+        text = self._held + part.text
+        text = text.lstrip() if self._is_fresh else text
+        body = text.rstrip()
+        self._held = text[len(body) :]
+        if body:
+            self._is_fresh = False
+            yield kind(body)
+
+    def finish(self) -> Iterator[Part]:
+        """The white space at the end of an answer that is a text."""
+        if self.kind is Text and self._held and not self._has_calls:
+            yield Text(self._held)
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """With texts and pieces of arguments that follow each other as one."""
+    made: list[Part] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
+            made[-1] = type(part)(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.index == part.index:
+            made[-1] = CallArguments(part.index, last.text + part.text)
+        elif not (isinstance(part, Text | Reasoning | CallArguments) and not part.text):
+            made.append(part)
+    return made

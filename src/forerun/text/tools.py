@@ -1,0 +1,85 @@
+"""Tools that a model may call: their names and the schemas of their parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.errors import BadOption, shown
+
+A_TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that an answer may call, by name, each with the JSON schema of its parameters."""
+
+    schemas: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, tools: Seq[Mapping[str, Any]]) -> Tools:
+        """From tools as chat templates take them. Raises BadOption for one without a name, or a name that is twice."""
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for i, tool in enumerate(tools):
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or not name:
+                raise BadOption(f"tools[{i}] is {shown(dict(tool))}, which has no name: it must be {A_TOOL}")
+            if name in schemas:
+                raise BadOption(f"two tools are called {shown(name)}: give each a name of its own")
+            parameters = function.get("parameters")
+            if parameters is not None and not isinstance(parameters, Mapping):
+                raise BadOption(f"the parameters of the tool {shown(name)} must be a JSON schema, an object")
+            schemas[name] = parameters or {"type": "object", "properties": {}}
+        return cls(schemas)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.schemas
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.schemas)
+
+    def only(self, name: str) -> Tools:
+        """One of them alone."""
+        return Tools({name: self.schemas[name]})
+
+    def types(self, name: str, parameter: str) -> frozenset[str]:
+        """The JSON types that a parameter may have; none where the schema does not say."""
+        properties = self.schemas.get(name, {}).get("properties")
+        return frozenset(_types(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
+
+
+def _types(schema: Any) -> Iterator[str]:
+    if not isinstance(schema, Mapping):
+        return
+    kind = schema.get("type")
+    yield from [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ()
+    for one in schema.get("enum") or [schema["const"]] if "const" in schema else schema.get("enum") or ():
+        yield "string" if isinstance(one, str) else "other"
+    for name in ("anyOf", "oneOf"):
+        for choice in schema.get(name) or ():
+            yield from _types(choice)
+
+
+def json_of(raw: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that a model wrote without quotes, by the types that it may have.
+
+    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON.
+    """
+    if types != {"string"}:
+        word = raw.strip()
+        word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
+        try:
+            value = json.loads(word)
+        except ValueError:
+            value = raw
+        if not isinstance(value, str) and not (types and types <= {"string", "null"} and value is not None):
+            return word
+    return json.dumps(raw, ensure_ascii=False)
+
+
+def inside(text: str) -> str:
+    """A piece of a text as it stands between the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,411 @@
+"""Dialects of tool calls: texts in each published format become the same parts, however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+
+from forerun.errors import BadOption
+from forerun.text.calls import dialect, dialects, of_template
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Part, Spoken, Text
+from forerun.text.speech import THOUGHTS, Parser, PartsReader, Speaking, Speech, joined
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.tools import Tools
+
+pytestmark = pytest.mark.once("texts alone")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "note": {"type": ["string", "null"]},
+        "code": {"enum": ["07", "x"]},
+        "any": {},
+        "inner": {"type": "object"},
+    },
+}
+TOOLS = Tools.of([{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}, {"name": "now"}])
+W, N = "weather", "now"
+CITY = {"city": 'Zürich, "old" town\n\'}]</tool', "days": 3}
+# Of each dialect: texts, and what is said and called in them: a text, or the name and arguments of a call.
+Said = list[str | tuple[str, Any]]
+CASES: dict[str, list[tuple[str, Said]]] = {
+    "hermes": [
+        (f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(CITY)}}}\n</tool_call>', [(W, CITY)]),
+        (
+            'Both.\n\n<tool_call>{"arguments": {"a": [1, {}]}, "name": "weather"}</tool_call>\n'
+            '<tool_call>\n{"name":"now","arguments":{}}\n</tool_call>\n',
+            ["Both.", (W, {"a": [1, {}]}), (N, {})],
+        ),
+        ('<tool_call>{"name": "now"}</tool_call> Done.', [(N, {}), "Done."]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [(N, {})]),
+        ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [(N, {"a": 1})]),
+        ('<tool_call>[{"name": "now"}, {"name": "weather"}]</tool_call>', [(N, {}), (W, {})]),
+        ('```json\n{\n  "name": "weather",\n  "arguments": {"city": "P"}\n}\n```', [(W, {"city": "P"})]),
+        ('{{"name": "now", "arguments": {}}}', [(N, {})]),
+        ('{"name": "now"}\n{"name": "weather", "arguments": {"days": 2}}', [(N, {}), (W, {"days": 2})]),
+        ('{"name": "Anna", "age": 3}', ['{"name": "Anna", "age": 3}']),
+        ("```json\n[1]\n```", ["```json\n[1]\n```"]),
+        ("It is 3 < 4 <tool> {x} \n", ["It is 3 < 4 <tool> {x} \n"]),
+        ("<tool_call>nothing", ["<tool_call>nothing"]),
+        ('Say <tool_call> [x], or {"name": "now"}.', ['Say <tool_call> [x], or {"name": "now"}.']),
+    ],
+    "qwen3_coder": [
+        (
+            'I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\n a\n"b" </p>\n</parameter>\n'
+            "<parameter=days>\n3\n</parameter>\n<parameter=note>\nnull\n</parameter>\n<parameter=code>\n07\n</parameter>\n"
+            '<parameter=inner>\n{"a": [true, null]}\n</parameter>\n</function>\n</tool_call>',
+            [
+                "I look.",
+                (W, {"city": ' a\n"b" </p>', "days": 3, "note": None, "code": "07", "inner": {"a": [True, None]}}),
+            ],
+        ),
+        ("<tool_call>\n<function=now>\n</function>\n</tool_call>\n<function=now></function>", [(N, {}), (N, {})]),
+        ("<function=weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", [(W, {"any": True})]),
+        ("<tool_call>x</tool_call>", ["<tool_call>x</tool_call>"]),
+    ],
+    "glm": [
+        (
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Par\nis</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>3</arg_value>\n<arg_key>any</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>",
+            [(W, {"city": "Par\nis", "days": 3, "any": [1, 2]})],
+        ),
+        ("So:\n<tool_call>now\n</tool_call>\n<tool_call>now</tool_call>", ["So:", (N, {}), (N, {})]),
+    ],
+    "llama3_json": [
+        (f'{{"name": "weather", "parameters": {json.dumps(CITY)}}}', [(W, CITY)]),
+        (
+            '{"type": "function", "name": "weather", "parameters": {"days": 1}}; {"name": "now", "parameters": {}}',
+            [(W, {"days": 1}), (N, {})],
+        ),
+        ('<|python_tag|>{"name": "now", "parameters": {}}', [(N, {})]),
+        ('{"name": "Anna"}', ['{"name": "Anna"}']),
+        ('See {"name": "now"}', ['See {"name": "now"}']),
+    ],
+    "pythonic": [
+        (
+            '[weather(city=\'Par\\\'is, (x)]\', days=3, any={"a": [1, None, True]}, note="""a\n"b" """), now()]',
+            [(W, {"city": "Par'is, (x)]", "days": 3, "any": {"a": [1, None, True]}, "note": 'a\n"b" '}), (N, {})],
+        ),
+        ("[see(this)] and [1]", ["[see(this)] and [1]"]),
+        ("Yes.<|tool_call_start|>[now()]<|tool_call_end|>Wait.", ["Yes.", (N, {}), "Wait."]),
+        ("<|python_start|>[weather(days=-1.5e3, city='')]<|python_end|>", [(W, {"days": -1500.0, "city": ""})]),
+    ],
+    "mistral": [
+        (
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "P"}, "id": "abcdefghi"}, {"name": "now"}]',
+            [(W, {"city": "P"}), (N, {})],
+        ),
+        (
+            f"So.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{json.dumps(CITY)}[TOOL_CALLS]now[ARGS]{{}}",
+            ["So.", (W, CITY), (N, {})],
+        ),
+        ('[TOOL_CALLS]weather{"days": 1}', [(W, {"days": 1})]),
+        ("a [list] of [TOOLS]", ["a [list] of [TOOLS]"]),
+    ],
+    "phi": [
+        (
+            '<|tool_call|>[{"name": "weather", "arguments": {"a": 1}}, {"name": "now"}]<|/tool_call|>',
+            [(W, {"a": 1}), (N, {})],
+        ),
+        ('Ok <|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>', ["Ok", (N, {})]),
+    ],
+    "granite": [
+        (
+            '<|tool_call|>[{"name": "weather", "arguments": {"a": 1}}, {"arguments": {}, "name": "now"}]',
+            [(W, {"a": 1}), (N, {})],
+        ),
+        ('<tool_call>[{"name": "now", "arguments": {}}]', [(N, {})]),
+    ],
+    "deepseek": [
+        (
+            'Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "P"}\n```'
+            "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            ["Hm", (W, {"city": "P"}), (N, {})],
+        ),
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+            "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [(W, {"a": 1}), (N, {})],
+        ),
+    ],
+    "gemma": [
+        (
+            '<|tool_call>call:weather{city:<|"|>Pa"r,}is\n<|"|>,days:-3,any:{a:[1.5,true,null,<|"|>x<|"|>],b:{}}}'
+            "<tool_call|><|tool_call>call:now{}<tool_call|>",
+            [(W, {"city": 'Pa"r,}is\n', "days": -3, "any": {"a": [1.5, True, None, "x"], "b": {}}}), (N, {})],
+        ),
+        (
+            "<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>",
+            [(W, {"city": "Paris"})],
+        ),
+        ("<|tool_call>call us", ["<|tool_call>call us"]),
+    ],
+    "harmony": [
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}<|call|>",
+            ["I look.", (W, CITY)],
+        ),
+        (
+            "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+            "<|start|>assistant<|channel|>final<|message|>It is late.\n<|return|>",
+            [(N, {}), "It is late."],
+        ),
+        ("<|channel|>final<|message|>Hello  you", ["Hello  you"]),
+        ("Hello", ["Hello"]),
+    ],
+    "kimi": [
+        (
+            "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            ["Ok.", (W, {"a": 1}), (N, {})],
+        )
+    ],
+}
+TEXTS = [(name, text, said) for name, cases in CASES.items() for text, said in cases]
+IDS = [f"{name}-{i}" for name, cases in CASES.items() for i in range(len(cases))]
+
+
+def speaking(name: str, thoughts: tuple[tuple[str, str], ...] = ()) -> Speaking:
+    return Speaking(Speech(dialect(name), thoughts), TOOLS)
+
+
+def said_in(spoken: Spoken) -> Said:
+    """As in CASES. Every call must be whole."""
+    said: Said = []
+    for item in spoken.items:
+        if hasattr(item, "name"):
+            assert item.is_whole
+            said.append((item.name, json.loads(item.arguments)))
+        elif item.kind == "text":
+            said.append(item.text)
+    return said
+
+
+def parts_of(how: Speaking, *pieces: str, prompt: str = "") -> tuple[list[Part], Spoken]:
+    parser = Parser(how, prompt)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    return joined(parts), parser.spoken
+
+
+def test_every_dialect_has_texts() -> None:
+    assert {one.name for one in dialects()} == set(CASES)
+
+
+@pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
+def test_texts_of_the_published_formats(name: str, text: str, said: Said) -> None:
+    assert said_in(parts_of(speaking(name), text)[1]) == said
+
+
+@pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
+def test_a_text_gives_the_same_parts_wherever_it_is_cut(name: str, text: str, said: Said) -> None:
+    how = speaking(name, THOUGHTS)
+    whole = parts_of(how, text)[0]
+    assert parts_of(how, *text)[0] == whole
+    for i in range(len(text)):
+        assert parts_of(how, text[:i], text[i:])[0] == whole, text[:i]
+    random.seed(7)
+    for _ in range(20):
+        cuts = [0, *sorted(random.sample(range(len(text) + 1), min(5, len(text)))), len(text)]
+        assert parts_of(how, *(text[a:b] for a, b in itertools.pairwise(cuts)))[0] == whole
+
+
+@pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
+def test_what_was_given_of_a_text_stays_when_it_is_cut_short(name: str, text: str, said: Said) -> None:
+    """Pieces are given as soon as they are certain: what an answer of max_tokens has is the beginning of the whole."""
+    how, whole = speaking(name), parts_of(speaking(name), text)[1]
+    for i in range(len(text)):
+        parser = Parser(how)
+        given = Spoken()
+        for part in parser.feed(text[:i]):
+            given.add(part)
+        assert whole.text.startswith(given.text)
+        assert [call.name for call in whole.calls[: len(given.calls)]] == [call.name for call in given.calls]
+        for call, all_of_it in zip(given.calls, whole.calls, strict=False):
+            assert all_of_it.arguments.startswith(call.arguments)
+        parser.finish()
+
+
+def test_arguments_are_streamed_while_they_are_written() -> None:
+    parser = Parser(speaking("hermes"))
+    assert parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Pa') == [
+        CallBegin(0, "weather"),
+        CallArguments(0, '{"city": "Pa'),
+    ]
+    assert parser.feed('ris"}') == [CallArguments(0, 'ris"}')]
+    assert parser.feed("}") == [CallEnd(0)]
+    parser = Parser(speaking("qwen3_coder"))
+    assert parser.feed("<function=weather>\n<parameter=city>\nPar") == [
+        CallBegin(0, "weather"),
+        CallArguments(0, '{"city": "Par'),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize("pair", THOUGHTS, ids=lambda pair: pair[1])
+def test_reasoning(pair: tuple[str, str]) -> None:
+    how = Speaking(Speech(None, THOUGHTS), None)
+    opening, closing = pair
+    text = f"{opening}\nHm.\n Well. \n{closing}\n\nYes <think>.\n"
+    whole, spoken = parts_of(how, text)
+    assert (spoken.reasoning, spoken.text) == ("Hm.\n Well.", "Yes <think>.\n")
+    assert parts_of(how, *text)[0] == whole
+    begun = parts_of(how, f"Hm. {closing}Yes", prompt=f"... {opening}\n")[1]
+    assert (begun.reasoning, begun.text) == ("Hm.", "Yes")
+    ended = parts_of(how, "Yes", prompt=f"{opening}\n\n{closing}\n\n")[1]
+    assert (ended.reasoning, ended.text) == ("", "Yes")
+    cut = parts_of(how, f"{opening}Hm. </")[1]
+    assert (cut.reasoning, cut.text) == ("Hm. </", "")
+
+
+def test_reasoning_and_then_a_call() -> None:
+    text = '<think>\nIt is asked for.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    spoken = parts_of(speaking("hermes", THOUGHTS), *text)[1]
+    assert (spoken.reasoning, said_in(spoken)) == ("It is asked for.", [("now", {})])
+    spoken = parts_of(
+        speaking("harmony"),
+        *"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+    )[1]
+    assert (spoken.reasoning, spoken.text) == ("Hm.", "Yes.")
+
+
+def test_white_space_of_an_answer_that_is_a_text_stays() -> None:
+    for text in (" a \n b  \n", "  ", ""):
+        assert parts_of(speaking("hermes", THOUGHTS), *text)[1].text == text
+
+
+# ------------------------------------------------------------------------------------------------------ hostile texts
+
+
+def test_no_text_is_lost_or_raises() -> None:
+    """Random texts of marks and brackets: what is no call is text, and nothing is given twice."""
+    random.seed(5)
+    for one in dialects():
+        pieces = [
+            *one.marks,
+            "{",
+            "}",
+            "[",
+            "]",
+            '"',
+            ":",
+            ",",
+            "\\",
+            " ",
+            "\n",
+            "name",
+            "arguments",
+            "weather",
+            "x",
+            "```",
+        ]
+        pieces += ["<function=", "<parameter=", "call:", "(", ")", "=", "<think>", "</think>", '{"name": "weather", ']
+        for _ in range(300):
+            text = "".join(random.choices(pieces, k=random.randint(1, 14)))
+            whole = parts_of(speaking(one.name, THOUGHTS), text)[0]
+            assert parts_of(speaking(one.name, THOUGHTS), *text)[0] == whole, (one.name, text)
+
+
+def test_deep_brackets_are_no_way_out() -> None:
+    for name, text in (
+        ("gemma", "<|tool_call>call:now{a:" + "[" * 5000),
+        ("hermes", '<tool_call>{"name": "now", "x": ' + "[" * 5000 + "]" * 5000 + "}"),
+    ):
+        parts_of(speaking(name), text)
+
+
+def test_a_long_answer_is_read_in_a_time_that_does_not_grow_with_its_square() -> None:
+    """Counted by what the scanner holds: text that is certain is let go of."""
+    parser = Parser(speaking("hermes"))
+    for _ in range(2000):
+        parser.feed("word <tool ")
+        assert len(parser._scan.rest) < 20
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def tokenizer_of(tmp_path: Path, marks: list[str]) -> Tokenizer:
+    """Bytes as tokens, and marks as special tokens, which the text of an answer does not show."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in [*marks, "<|unread|>"]])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_special_tokens_are_not_lost_between_ids_and_parts(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+    for text, said in CASES[name]:
+        ids = tokenizer.encode(text)
+        ids.insert(len(ids), tokenizer.encode("<|unread|>")[0])
+        for step in (1, 3, len(ids)):
+            reader = PartsReader(speaking(name), tokenizer, tokenizer.encode("user: "))
+            for i in range(0, len(ids), step):
+                reader.push(ids[i : i + step])
+            reader.finish()
+            assert said_in(reader.spoken) == said
+
+
+def test_tokens_of_reasoning_are_counted(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
+    reader = PartsReader(Speaking(Speech(None, THOUGHTS), None), tokenizer, [0])
+    reader.push(tokenizer.encode("<think>abcd</think>xyz"))
+    reader.finish()
+    assert reader.spoken.num_reasoning_tokens == len("abcd") + 1
+    assert reader.spoken.text == "xyz"
+
+
+# ---------------------------------------------------------------------------------------------------- which dialect
+
+SIGNS = {
+    "hermes": "a json object within <tool_call></tool_call> XML tags: <tool_call>\n{...}\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+    "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value} <|python_tag|>',
+    "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+    "mistral": "[AVAILABLE_TOOLS] [TOOL_CALLS] [",
+    "phi": "<|tool|>...<|/tool|> <|tool_call|>...<|/tool_call|>",
+    "granite": "respond with <|tool_call|> followed by a JSON list of tools",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "gemma": "<|tool_call>call:f{}<tool_call|>",
+    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
+    "kimi": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+}
+
+
+def test_the_template_chooses_the_dialect() -> None:
+    assert set(SIGNS) == set(CASES)
+    for name, source in SIGNS.items():
+        found = of_template(source)
+        assert found is not None
+        assert found.name == name
+    assert of_template("{{ messages }}") is None
+    assert Speech.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")
+    assert Speech.of_template("{{ messages }}", reads_tools=False).with_tools(TOOLS) is None
+
+
+def test_tools_that_are_none() -> None:
+    for tools in (
+        [{"type": "function"}],
+        [{"name": ""}],
+        [{"name": "a"}, {"name": "a"}],
+        [{"name": "a", "parameters": 3}],
+    ):
+        with pytest.raises(BadOption):
+            Tools.of(tools)
+    assert Text("a") != CallBegin(0, "a")
