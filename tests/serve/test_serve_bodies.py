@@ -65,6 +65,37 @@ def test_what_responses_honour() -> None:
     assert respond().params == SamplingParams(max_tokens=None)
 
 
+def test_what_an_assistant_does_in_a_row_is_one_message() -> None:
+    """Reasoning, text and calls, of the first turn and the second; results are the tools'."""
+
+    def called(call_id: str) -> dict[str, Any]:
+        return {"type": "function_call", "id": "fc_1", "call_id": call_id, "name": "f", "arguments": '{"a": 1}'}
+
+    def result(call_id: str, output: Any) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "xyz"}
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    parts = [{"type": "input_text", "text": "two"}]
+    given = [*HELLO, thought, answer, called("a"), called("b"), result("a", "one"), result("b", parts), hidden]
+    job = respond(input=[*given, {"role": "assistant", "content": "So."}, {"role": "user", "content": "Thanks"}])
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert job.messages == [
+        *HELLO,
+        {
+            "role": "assistant",
+            "reasoning_content": "Hm.",
+            "content": "I look.",
+            "tool_calls": [{"id": "a", **call}, {"id": "b", **call}],
+        },
+        {"role": "tool", "tool_call_id": "a", "name": "f", "content": "one"},
+        {"role": "tool", "tool_call_id": "b", "name": "f", "content": "two"},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
 def test_what_messages_honour() -> None:
     job = message(
         system=[{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
@@ -83,16 +114,20 @@ def test_what_messages_honour() -> None:
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
-    (respond, {"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
-    (respond, {"conversation": "c"}, "conversation", "send the whole conversation"),
+    (respond, {"conversation": "c"}, "conversation", "send previous_response_id, or the whole as input"),
     (respond, {"input": []}, "input", "a text or a list such as"),
-    (respond, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "items must be messages"),
+    (respond, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "must have call_id"),
+    (respond, {"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]", "the texts call_id, name and"),
+    (respond, {"input": [{"type": "computer_call"}]}, "input[0]", "it must be message, reasoning, function_call"),
     (respond, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "texts alone"),
     (respond, {"input": [{"role": "system", "content": "x"}]}, "input", "nothing to answer"),
     (respond, {"instructions": ["x"]}, "instructions", "must be a text"),
-    (respond, {"reasoning": {"effort": "high"}}, "reasoning", "how long to think"),
+    (respond, {"reasoning": {"effort": "much"}}, "reasoning.effort", "it must be one of none"),
+    (respond, {"reasoning": {"length": 3}}, "reasoning", "an object with effort and summary"),
+    (respond, {"tools": [{"type": "function"}]}, "tools", "which has no name"),
+    (respond, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (respond, {"tool_choice": {"type": "web_search"}}, "tool_choice", "it must be none, auto, required or"),
     (respond, {"text": {"format": {"type": "json_object"}}}, "text", "grammar or schema"),
-    (respond, {"tools": [{"type": "web_search"}]}, "tools", "chosen by"),
     (respond, {"background": True}, "background", "when it is asked for"),
     (respond, {"include": ["file_search_call.results"]}, "include", "must be a list of"),
     (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
@@ -119,8 +154,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, A
 
 
 def test_agents_are_served_without_what_is_not_built() -> None:
-    job = responses.read_body(CODEX, "shipped", ignore_unsupported=True)
-    assert job.ignored == ("tools", "reasoning")
+    job = responses.read_body(CODEX, "shipped")
+    assert (job.ignored, job.effort) == (("tools[1]",), "medium")
+    assert [tool["function"]["name"] for tool in job.calls.tools] == ["shell"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream
     job = messages.read_body(CLAUDE_CODE, "shipped", ignore_unsupported=True)

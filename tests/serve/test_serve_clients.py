@@ -298,8 +298,43 @@ def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> Non
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == want.text
     with client.responses.stream(model="shipped", input="def f", extra_body={"stop": ["\n"]}) as stream:
         assert stream.get_final_response().status == "completed"
+    for needed in ("completed_at", "presence_penalty", "frequency_penalty", "max_tool_calls", "store", "tools"):
+        assert needed in whole.model_dump(), "clients that check the whole object want all of it"
     with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
         client.responses.create(model="shipped", input="x", previous_response_id="resp_1")
+
+
+def test_a_response_goes_on_from_one_that_is_kept(client: openai.OpenAI, plain: LLM) -> None:
+    import openai
+
+    given: Any = {"model": "shipped", "temperature": 0, "max_output_tokens": 8}
+    for stream in (False, True):
+        first = client.responses.create(input="def add(", instructions="# Python", **given)
+        if stream:
+            events = list(client.responses.create(input="def add(", instructions="# Python", stream=True, **given))
+            first = events[-1].response  # type: ignore[union-attr]
+        second = client.responses.create(input="def sub(", previous_response_id=first.id, **given)
+        said: Any = [
+            *HELLO,
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "def sub("},
+        ]
+        assert second.output_text == plain.chat(said, SamplingParams(temperature=0, max_tokens=8))[0].text
+        assert (second.previous_response_id, client.responses.retrieve(second.id).id) == (first.id, second.id)
+        client.responses.delete(first.id)
+        third = client.responses.create(input="def mul(", previous_response_id=second.id, **given)
+        assert third.usage is not None
+        assert second.usage is not None
+        assert third.usage.input_tokens > second.usage.input_tokens
+        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            client.responses.retrieve(first.id)
+        foreign = client.with_options(api_key="another")
+        with pytest.raises(openai.BadRequestError, match="is not kept here"):
+            foreign.responses.create(input="def sub(", previous_response_id=second.id, **given)
+    unkept = client.responses.create(input="def add(", store=False, **given)
+    assert unkept.store is False
+    with pytest.raises(openai.BadRequestError, match="unless store is false"):
+        client.responses.create(input="x", previous_response_id=unkept.id, **given)
 
 
 # -------------------------------------------------------------------------------------------------------- Anthropic

@@ -7,6 +7,7 @@ pieces and sends, and hands what takes longer to the threads of the Service.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -24,7 +25,9 @@ from forerun.errors import ForerunError, InternalError
 from forerun.serve.bodies import Form, Job, Refused
 from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
 from forerun.serve.generation import Generation
+from forerun.serve.kept import FIELD
 from forerun.serve.limits import Patience
+from forerun.serve.responses import RESPONSES
 from forerun.serve.service import Service
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ class Exchange:
         self._service, self._api, self._receive, self._send = service, api, receive, send
         self._record: dict[str, Any] = scope[RECORD]
         self._headers = Request(scope).headers
+        self._key = key_of(self._headers)
         self._ends_s = time.monotonic() + service.limits.request_timeout_s
         self._patience = Patience()
         self._wrote_s = time.monotonic()  # when something was last sent
@@ -105,6 +109,8 @@ class Exchange:
         """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
         service = self._service
         body = await read_body(self._headers, self._receive, service)
+        if FIELD in body and self._api.form.url == RESPONSES:
+            body = await self._guarded(service.kept.extend, self._key, body)
         with service.gate.enter() as place:
             async with self._until_gone():
                 if service.logs_texts:
@@ -142,6 +148,8 @@ class Exchange:
         made = self._api.answer(
             job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
         )
+        if job.items is not None:
+            self._service.kept.put(self._key, made, job.items)
         return in_slices(made)
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
@@ -161,7 +169,7 @@ class Exchange:
                 is_over = generation.is_over
                 is_short = generation.num_new_tokens() <= MOST_IN_LOOP_TOKENS
                 await self._write(await self._guarded(self._pieces, events, generation, in_loop=is_short))
-            await self._write(await self._guarded(self._end, events, generation))
+            await self._write(await self._guarded(self._end, job, events, generation))
         except ForerunError as error:
             self._record["error"] = str(error)
             await self._write(events.fail(error))
@@ -170,9 +178,12 @@ class Exchange:
     def _pieces(self, events: Events, generation: Generation) -> bytes:
         return b"".join(events.piece(index, chunk) for index, chunk in generation.chunks())
 
-    def _end(self, events: Events, generation: Generation) -> bytes:
-        outputs = self._outputs(generation)
-        return events.end(outputs)
+    def _end(self, job: Job, events: Events, generation: Generation) -> bytes:
+        made = events.end(self._outputs(generation))
+        response = getattr(events, "response", None)
+        if job.items is not None and response is not None:
+            self._service.kept.put(self._key, response, job.items)
+        return made
 
     def _outputs(self, generation: Generation) -> list[RequestOutput]:
         outputs = generation.outputs()
@@ -273,6 +284,12 @@ class Exchange:
         except TimeoutError:
             self._record["reason"] = "stalled"
             raise ClientGone from None
+
+
+def key_of(headers: Any) -> str:
+    """Whose a request is: a digest of the API key that it brings, '' where it brings none."""
+    given = headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
+    return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
 async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun import __version__
 from forerun.errors import ForerunError, InternalError, shown
 from forerun.serve import messages, openai, openapi, responses
-from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, read_body
+from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
 from forerun.serve.bodies import Refused
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE
@@ -79,6 +79,7 @@ def make_app(
     bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
     for url, api in APIS.items():
         app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(service, api))
+    _add_kept(app, service)
     _add_counting(app, service, bodies)
     _add_models(app, service)
     _add_state(app, service, origins)
@@ -93,6 +94,29 @@ def _answering(service: Service, api: Api) -> Callable[[], Any]:
 
     answer.__name__ = api.form.url.strip("/").replace("/", "_")
     return answer
+
+
+def _add_kept(app: FastAPI, service: Service) -> None:
+    """Routes of responses that were given before."""
+
+    def answered(what: Callable[[str, str], dict[str, Any]], request: Request, response_id: str) -> JSONResponse:
+        try:
+            return JSONResponse(what(key_of(request.headers), response_id))
+        except Refused as error:
+            status, body = openai.error_answer(error)
+            return JSONResponse(body, status)
+
+    def deleted(key: str, response_id: str) -> dict[str, Any]:
+        service.kept.delete(key, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.get(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
+    async def response(request: Request, response_id: str) -> JSONResponse:
+        return answered(service.kept.get, request, response_id)
+
+    @app.delete(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
+    async def forget(request: Request, response_id: str) -> JSONResponse:
+        return answered(deleted, request, response_id)
 
 
 def _add_counting(app: FastAPI, service: Service, bodies: dict[str, Any]) -> None:

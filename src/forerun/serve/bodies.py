@@ -105,6 +105,7 @@ class Job:
     calls: Calls | None = None  # the tools that the answer may call
     effort: str | None = None  # how long the model is to think, as a word
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
+    items: list[Any] | None = None  # of /v1/responses: the input, where the response is kept
     speaking: Speaking | None = None  # what tells the parts of the answer apart
 
     def __post_init__(self) -> None:

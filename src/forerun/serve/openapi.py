@@ -53,6 +53,10 @@ def _object(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
 
 
+def _or_null(schema: Schema) -> Schema:
+    return _either(schema, {"type": "null"})
+
+
 _ID = _integer(0, 2**31 - 1)  # which ids there are depends on the model: `bodies` says
 _IDS = _list(_ID, 1)
 _STOPS = _either({"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}))
@@ -64,7 +68,7 @@ _CONTENT_OF_INPUT = _either(
 _PREDICTION = _object(("type", "content"), type={"const": "content"}, content=_CONTENT)
 
 _NAME: Schema = {"type": "string", "minLength": 1}
-_FUNCTION = {
+_FUNCTION: Schema = {
     "type": "object",
     "properties": {"name": _NAME, "description": _TEXT, "parameters": _OBJECT, "strict": _FLAG},
     "required": ["name"],
@@ -195,6 +199,16 @@ _OWN: dict[str, dict[str, Schema]] = {
             ),
         ),
         "instructions": _TEXT,
+        "tools": _list({**_FUNCTION, "properties": {"type": {"const": "function"}, **_FUNCTION["properties"]}}),
+        "tool_choice": _either(
+            {"enum": ["none", "auto", "required"]},
+            _object(("type", "name"), type={"const": "function"}, name=_NAME),
+        ),
+        "parallel_tool_calls": _FLAG,
+        "max_tool_calls": _integer(1, _MOST),
+        "reasoning": _object(effort=_or_null(_EFFORT), summary=_or_null(_TEXT), generate_summary=_or_null(_TEXT)),
+        "previous_response_id": _TEXT,
+        "store": _FLAG,
         "max_output_tokens": _MOST_TOKENS,
         "include": _list({"enum": [responses.LOGPROBS, "reasoning.encrypted_content"]}),
     },
@@ -231,10 +245,6 @@ def _schema(form: Form) -> Schema:
         "required": _REQUIRED[form.url],
         "additionalProperties": False,
     }
-
-
-def _or_null(schema: Schema) -> Schema:
-    return _either(schema, {"type": "null"})
 
 
 def _bodies() -> dict[str, Schema]:

@@ -1,17 +1,19 @@
-"""Bodies of /v1/responses, and answers to them. It is stateless: nothing is kept to go on from, whatever `store` says.
+"""Bodies of /v1/responses, and answers to them: their items are messages, reasoning and calls of functions.
 
 `instructions` and the system and developer messages at the beginning become one system message, because chat templates
-know one. Follows the API reference of OpenAI (Responses) and the order of its stream events.
+know one. What an assistant has thought, said and called in a row becomes one message. A response is kept for a while
+(kept.py) unless `store` is false, so that `previous_response_id` can go on from it. Follows the API reference of OpenAI
+(Responses) and the order of its stream events.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
-    NO_CALLS,
     NO_GRAMMAR,
     ONE_ANSWER,
     Form,
@@ -32,6 +34,8 @@ from forerun.serve.bodies import (
 from forerun.serve.events import event
 from forerun.serve.logprobs import chat_logprobs
 from forerun.serve.openai import INERT
+from forerun.serve.tools import AUTO, Calls, calls_of, effort_of, listed
+from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -41,14 +45,6 @@ RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 _KINDS = frozenset(("input_text", "output_text", "text"))
 _ROLES = ("user", "assistant", "system", "developer")
-_STATELESS = "nothing is kept between requests: send the whole conversation as input"
-
-
-def _has_no_reasoning(value: Any) -> bool:
-    """How a summary of the reasoning looks changes nothing where there is none; how much of it there is, would."""
-    return isinstance(value, dict) and all(
-        value[name] in (None, "none") for name in value if name not in ("summary", "generate_summary")
-    )
 
 
 def _is_plain_text(value: Any) -> bool:
@@ -61,27 +57,25 @@ def _is_plain_text(value: Any) -> bool:
 
 
 _NEUTRAL: Mapping[str, Neutral] = {
-    "previous_response_id": ((), _STATELESS),
-    "conversation": ((), _STATELESS),
+    "conversation": ((), "conversations are not kept here: send previous_response_id, or the whole as input"),
     "n": ((1,), ONE_ANSWER),
     "background": ((False,), "an answer is given when it is asked for"),
     "prompt": ((), "no prompts are kept here: send its text"),
-    "tools": (([],), NO_CALLS),
-    "tool_choice": (("none", "auto"), NO_CALLS),
-    "parallel_tool_calls": ((True, False), NO_CALLS),
-    "max_tool_calls": (lambda value: type(value) is int, NO_CALLS),
-    "truncation": (("disabled",), "a conversation is not shortened here"),
-    "reasoning": (_has_no_reasoning, "the model is not told how long to think"),
+    "truncation": (("disabled", "auto"), "a conversation is not shortened here"),
     "text": (_is_plain_text, NO_GRAMMAR),
     "stream_options": (lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"),
 }
 # What an answer repeats of its body.
 _REPEATED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-    *("prompt_cache_key", "safety_identifier", "user"),
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tools", "tool_choice", "reasoning"),
+    *("prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
-_OWN = {"model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"}
-FORM = Form(RESPONSES, _OWN | {"chat_template_kwargs"}, INERT, _NEUTRAL)
+_OWN = {
+    *("model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"),
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "previous_response_id", "store", "max_tool_calls"),
+    "chat_template_kwargs",
+}
+FORM = Form(RESPONSES, _OWN, INERT - {"store"}, _NEUTRAL)
 
 
 def read_body(
@@ -98,15 +92,20 @@ def read_body(
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
     params = params_of(given, {"max_tokens": None, **(defaults or {})}, names, _num_top_logprobs(given))
     assert isinstance(body, Mapping)
+    ignored = list(read.ignored or ())
+    calls = _calls(given, ignored)
     return Job(
         RESPONSES,
         model,
         params,
         messages=_messages(given.get("instructions"), given.get("input")),
+        calls=calls,
+        effort=_effort(given.get("reasoning", {})),
+        items=_items(given.get("input")) if flag(given, "store", True) else None,
         variables=variables(given),
         stream=flag(given, "stream"),
         report=wants_report(given),
-        ignored=tuple(read.ignored or ()),
+        ignored=tuple(ignored),
         given={name: body[name] for name in _REPEATED if name in body},
     )
 
@@ -124,30 +123,139 @@ def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
     return num_top if LOGPROBS in include else None
 
 
-def _messages(instructions: Any, given: Any) -> list[Message]:
-    """The conversation. Raises Refused for items that are no messages of texts."""
-    if instructions is not None and not isinstance(instructions, str):
-        raise Refused(f"instructions={shown(instructions)} is not possible: it must be a text", "instructions")
+def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
+    """The functions that the client runs. Tools that a server would run are left out, and listed in `ignored`."""
+    functions = []
+    for i, tool in enumerate(listed(given.get("tools", []))):
+        if tool.get("type") == "function":
+            functions.append(tool)
+        else:
+            ignored.append(f"tools[{i}]")
+    choice = given.get("tool_choice", AUTO)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        names = [tool.get("name") for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
+        functions = [function for function in functions if function.get("name") in names]
+        choice = choice.get("mode", AUTO)
+    elif isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = choice.get("name")
+    if not isinstance(choice, str):
+        form = '{"type": "function", "name": "..."}'
+        message = f"tool_choice={shown(choice)} is not possible: it must be none, auto, required or {form}"
+        raise Refused(message, "tool_choice")
+    if choice == AUTO and not functions:
+        return None
+    return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
+
+
+def _effort(reasoning: Any) -> str | None:
+    """How long the model is to think. A summary of it is not made: the reasoning itself is in the answer."""
+    known = ("effort", "summary", "generate_summary")
+    if not isinstance(reasoning, dict) or set(reasoning) - set(known):
+        message = f"reasoning={shown(reasoning)} is not possible: it must be an object with {' and '.join(known)}"
+        raise Refused(message, "reasoning")
+    return effort_of(reasoning.get("effort"), "reasoning.effort")
+
+
+def _items(given: Any) -> list[Any]:
+    """The input as a list of items. Raises Refused."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         example = '[{"role": "user", "content": "hello"}]'
         raise Refused(f"input={shown(given)} is not possible: it must be a text or a list such as {example}", "input")
-    system, messages = [instructions] if instructions else [], list[Message]()
-    for i, item in enumerate(items):
-        role, text = _message(item, f"input[{i}]")
-        if role in ("system", "developer") and not messages:
-            system.append(text)
+    return items
+
+
+def _messages(instructions: Any, given: Any) -> list[Message]:
+    """The conversation. Raises Refused for items that are none, and for content that is no text."""
+    if instructions is not None and not isinstance(instructions, str):
+        raise Refused(f"instructions={shown(instructions)} is not possible: it must be a text", "instructions")
+    system, conversation = [instructions] if instructions else [], _Conversation()
+    for i, item in enumerate(_items(given)):
+        where = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else item
+        if kind == "message":
+            role, text = _message(item, where)
+            if role in ("system", "developer") and not conversation.messages:
+                system.append(text)
+            else:
+                conversation.say(role, text)
+        elif kind == "reasoning":
+            conversation.think(_reasoning_text(item, where))
+        elif kind == "function_call":
+            conversation.call(item, where)
+        elif kind == "function_call_output":
+            conversation.result(item, where)
         else:
-            messages.append({"role": "system" if role == "developer" else role, "content": text})
-    if not messages:
+            known = "message, reasoning, function_call or function_call_output"
+            raise Refused(f"{where} has the type {shown(kind)}: it must be {known}", where)
+    if not conversation.messages:
         raise Refused("input has no message of a user: there is nothing to answer", "input")
-    return [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *messages]
+    opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    return [*opening, *conversation.messages]
 
 
-def _message(item: Any, where: str) -> tuple[str, str]:
-    kind = item.get("type", "message") if isinstance(item, dict) else item
-    if kind != "message":
-        raise Refused(f"{where} has the type {shown(kind)}: items must be messages, {NO_CALLS}", where)
+class _Conversation:
+    """Messages made of items. What an assistant thinks, says and calls in a row is one of them."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] | None = None  # of the assistant, while it goes on
+        self._names: dict[str, str] = {}  # of the functions that were called, by the id of the call
+
+    def say(self, role: str, text: str) -> None:
+        """A message of anybody."""
+        if role == "assistant" and self._turn is not None and "content" not in self._turn:
+            self._turn["content"] = text
+            return
+        self._turn = None
+        if role == "assistant":
+            self._assistant()["content"] = text
+        else:
+            self.messages.append({"role": "system" if role == "developer" else role, "content": text})
+
+    def think(self, text: str) -> None:
+        """What the assistant thought; nothing where that is hidden."""
+        if self._turn is not None and ("content" in self._turn or "tool_calls" in self._turn):
+            self._turn = None
+        if text:
+            self._assistant()["reasoning_content"] = text
+
+    def call(self, item: Mapping[str, Any], where: str) -> None:
+        """A call of the assistant."""
+        call_id, name, arguments = (item.get(key) for key in ("call_id", "name", "arguments"))
+        if not all(isinstance(value, str) for value in (call_id, name, arguments)):
+            raise Refused(f"{where} must have the texts call_id, name and arguments", where)
+        self._names[str(call_id)] = str(name)
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def result(self, item: Mapping[str, Any], where: str) -> None:
+        """What a call has brought."""
+        self._turn = None
+        call_id, output = item.get("call_id"), item.get("output")
+        if not isinstance(call_id, str) or output is None:
+            raise Refused(f"{where} must have call_id, a text, and output", where)
+        text = output if isinstance(output, str) else texts_of(output, f"{where}.output", _KINDS)
+        named = {"name": self._names[call_id]} if call_id in self._names else {}
+        self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
+
+    def _assistant(self) -> dict[str, Any]:
+        if self._turn is None:
+            self._turn = {"role": "assistant"}
+            self.messages.append(self._turn)
+        return self._turn
+
+
+def _reasoning_text(item: Mapping[str, Any], where: str) -> str:
+    """What an item of reasoning says: its content, else its summary; '' where it is encrypted alone."""
+    for key, kinds in (("content", {"reasoning_text", "text"}), ("summary", {"summary_text"})):
+        if item.get(key):
+            return texts_of(item[key], f"{where}.{key}", kinds)
+    return ""
+
+
+def _message(item: Mapping[str, Any], where: str) -> tuple[str, str]:
     role = item.get("role")
     if role not in _ROLES:
         raise Refused(f"{where} has the role {shown(role)}: it must be one of {', '.join(_ROLES)}", where)
@@ -163,51 +271,87 @@ def answer_body(
     """The whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
     output = outputs[0]
     logprobs = _logprobs(output.logprobs or [], output.prompt_ids[-1], tokenizer)
-    made = _response(job, answer_id, created_s, _status(output))
-    made["output"] = [_item(answer_id, output.text, logprobs, "completed" if _is_whole(output) else "incomplete")]
+    spoken = output.spoken or Spoken([Span("text", output.text)] if output.text else [])
+    items = _output_items(spoken, answer_id, logprobs, is_whole=_is_whole(output))
+    return _ended(job, outputs, answer_id, created_s, items)
+
+
+def _ended(
+    job: Job, outputs: Seq[RequestOutput], answer_id: str, created_s: int, items: list[dict[str, Any]]
+) -> dict[str, Any]:
+    made = _response(job, answer_id, created_s, "completed" if _is_whole(outputs[0]) else "incomplete")
+    made["output"] = items
     made["usage"] = _usage(Usage.of(outputs, job.params))
+    made["completed_at"] = int(time.time()) if _is_whole(outputs[0]) else None
     return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
+def _output_items(
+    spoken: Spoken, answer_id: str, logprobs: list[dict[str, Any]], *, is_whole: bool
+) -> list[dict[str, Any]]:
+    """The items of an answer; an empty message where it has none."""
+    made = []
+    for n, one in enumerate(spoken.items or [Span("text")]):
+        status = "completed" if is_whole or n < len(spoken.items) - 1 else "incomplete"
+        item = _begun(one, answer_id, n) | {"status": status}
+        if isinstance(one, ToolCall):
+            item["arguments"] = one.arguments
+        else:
+            is_text = one.kind == "text"
+            item["content"] = [_part(one.text, logprobs) if is_text else _thought(one.text)]
+            logprobs = [] if is_text else logprobs
+        made.append(item)
+    return made
+
+
+def _begun(one: Span | ToolCall, answer_id: str, n: int) -> dict[str, Any]:
+    """An item, still empty. n: its number in the answer."""
+    end = f"{answer_id}_{n}" if n else answer_id
+    if isinstance(one, ToolCall):
+        call = {"arguments": "", "call_id": one.id, "name": one.name}
+        return {"id": f"fc_{end}", "type": "function_call", "status": "in_progress", **call}
+    if one.kind == "reasoning":
+        return {"id": f"rs_{end}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+    message = {"status": "in_progress", "role": "assistant", "content": []}
+    return {"id": f"msg_{end}", "type": "message", **message}
+
+
 class Stream:
-    """The events of one answer, numbered, in the order of the API."""
+    """The events of one answer, numbered, in the order of the API. response: the whole, at the end."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer, self._id, self._created_s = job, tokenizer, answer_id, created_s
-        self._left, self._text, self._logprobs, self._num_events = prompts[0][-1], "", list[dict[str, Any]](), 0
-        self._place = {"item_id": f"msg_{answer_id}", "output_index": 0, "content_index": 0}
+        self._left, self._num_events = prompts[0][-1], 0
+        self._spoken, self._items = Spoken(), list[dict[str, Any]]()  # an item stays open until the next one begins
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self.response: dict[str, Any] | None = None
 
     def begin(self) -> bytes:
-        """The response, and an empty message in it."""
+        """The response, still empty."""
         response = _response(self._job, self._id, self._created_s, "in_progress")
-        item = {**_item(self._id, "", [], "in_progress"), "content": []}
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._place, part=_part("", []))
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """What a chunk adds; nothing where its text is held back."""
         logprobs = _logprobs(chunk.logprobs or [], self._left, self._tokenizer)
         self._left = chunk.token_ids[-1] if chunk.token_ids else self._left
-        self._text += chunk.text
-        self._logprobs += logprobs
-        if not chunk.text and not logprobs:
-            return b""
-        return self._event("response.output_text.delta", **self._place, delta=chunk.text, logprobs=logprobs)
+        parts = chunk.parts
+        if parts is None:
+            parts = [Text(chunk.text)] if chunk.text or logprobs else []
+        made = b""
+        for part in parts:
+            made += self._part(part, logprobs)
+            logprobs = [] if isinstance(part, Text) else logprobs
+        return made
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """The message as a whole, and the response with its usage."""
-        response = answer_body(self._job, outputs, self._tokenizer, answer_id=self._id, created_s=self._created_s)
-        item, text, logprobs = response["output"][0], self._text, self._logprobs
-        return (
-            self._event("response.output_text.done", **self._place, text=text, logprobs=logprobs)
-            + self._event("response.content_part.done", **self._place, part=_part(text, logprobs))
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{response['status']}", response=response)
-        )
+        """The end of the last item, and the response with its usage."""
+        made = b"" if self._spoken.items else self._part(Text(""), [])
+        made += self._close("completed" if _is_whole(outputs[0]) else "incomplete")
+        self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
+        return made + self._event(f"response.{self.response['status']}", response=self.response)
 
     def fail(self, error: ForerunError) -> bytes:
         """An error behind the first event."""
@@ -215,13 +359,63 @@ class Stream:
         response["error"] = {"code": status_of(error)[1] or "server_error", "message": str(error)}
         return self._event("response.failed", response=response)
 
-    def _event(self, name: str, **data: Any) -> bytes:
+    def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
+        """The events of a part: a new item begins with it, or the last one goes on."""
+        num, made = len(self._spoken.items), b""
+        self._spoken.add(part)
+        if len(self._spoken.items) > num:
+            made = (self._close("completed") if num else b"") + self._begin(num)
+        match part:
+            case Text(text) if text or logprobs:
+                self._logprobs += logprobs
+                made += self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+            case Reasoning(text):
+                made += self._event("response.reasoning_text.delta", **self._place(), delta=text)
+            case CallArguments(_, text):
+                made += self._event("response.function_call_arguments.delta", **self._item_place(), delta=text)
+        return made
+
+    def _begin(self, n: int) -> bytes:
+        one = self._spoken.items[n]
+        made = self._event("response.output_item.added", output_index=n, item=_begun(one, self._id, n))
+        if isinstance(one, Span):
+            part = _part("", []) if one.kind == "text" else _thought("")
+            made += self._event("response.content_part.added", **self._place(), part=part)
+        return made
+
+    def _close(self, status: str) -> bytes:
+        """The end of the item that is open."""
+        n = len(self._items)
+        one = self._spoken.items[n]
+        item = _begun(one, self._id, n) | {"status": status}
+        if isinstance(one, ToolCall):
+            item["arguments"] = one.arguments
+            named = {"name": one.name, "arguments": one.arguments}
+            made = self._event("response.function_call_arguments.done", **self._item_place(), **named)
+        else:
+            if one.kind == "text":
+                part, more = _part(one.text, self._logprobs), {"logprobs": self._logprobs}
+                made = self._event("response.output_text.done", **self._place(), text=one.text, **more)
+            else:
+                part = _thought(one.text)
+                made = self._event("response.reasoning_text.done", **self._place(), text=one.text)
+            made += self._event("response.content_part.done", **self._place(), part=part)
+            item["content"] = [part]
+        self._logprobs = []
+        self._items.append(item)
+        return made + self._event("response.output_item.done", output_index=n, item=item)
+
+    def _item_place(self) -> dict[str, Any]:
+        """Where the open item is."""
+        n = len(self._items)
+        return {"item_id": _begun(self._spoken.items[n], self._id, n)["id"], "output_index": n}
+
+    def _place(self) -> dict[str, Any]:
+        return {**self._item_place(), "content_index": 0}
+
+    def _event(self, kind: str, /, **data: Any) -> bytes:
         self._num_events += 1
-        return event({"type": name, "sequence_number": self._num_events - 1, **data}, name)
-
-
-def _status(output: RequestOutput) -> str:
-    return "completed" if _is_whole(output) else "incomplete"
+        return event({"type": kind, "sequence_number": self._num_events - 1, **data}, kind)
 
 
 def _is_whole(output: RequestOutput) -> bool:
@@ -230,30 +424,35 @@ def _is_whole(output: RequestOutput) -> bool:
 
 def _response(job: Job, answer_id: str, created_s: int, status: str) -> dict[str, Any]:
     given, params = job.given, job.params
+    reasoning = given.get("reasoning") or {}
     return {
         "id": f"resp_{answer_id}",
         "object": "response",
         "created_at": created_s,
+        "completed_at": None,
         "status": status,
         "background": False,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
+        "max_tool_calls": given.get("max_tool_calls"),
         "metadata": given.get("metadata") or {},
         "model": job.model,
         "output": [],
         "parallel_tool_calls": given.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "previous_response_id": given.get("previous_response_id"),
         "prompt_cache_key": given.get("prompt_cache_key"),
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "safety_identifier": given.get("safety_identifier"),
         "service_tier": "default",
-        "store": False,
+        "store": job.items is not None,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": given.get("tool_choice") or AUTO,
+        "tools": given.get("tools") or [],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
@@ -262,13 +461,12 @@ def _response(job: Job, answer_id: str, created_s: int, status: str) -> dict[str
     }
 
 
-def _item(answer_id: str, text: str, logprobs: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    content = [_part(text, logprobs)]
-    return {"id": f"msg_{answer_id}", "type": "message", "status": status, "role": "assistant", "content": content}
-
-
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _logprobs(positions: Any, left: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -281,6 +479,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     }

@@ -15,6 +15,7 @@ from forerun.errors import CapacityError, ForerunError, InternalError, PromptToo
 from forerun.serve.aside import LONG_BYTES, Aside
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.generation import Generation, News
+from forerun.serve.kept import Kept
 from forerun.serve.limits import Arriving, Gate
 from forerun.serve.metrics import Metrics
 from forerun.serve.options import Limits
@@ -49,7 +50,7 @@ class Service:
         self.llm, self.names, self.name = llm, tuple(names), names[0]
         self.defaults, self.limits, self.ignore_unsupported = defaults or {}, limits or Limits(), ignore_unsupported
         self.logs_texts = logs_texts
-        self.started_s = int(time.time())
+        self.started_s, self.kept = int(time.time()), Kept()
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + self.limits.max_queue, batch)
         self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)

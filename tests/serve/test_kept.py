@@ -1,0 +1,57 @@
+"""What is kept of responses, and for how long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forerun.serve import kept
+from forerun.serve.bodies import Refused
+from forerun.serve.kept import Kept
+
+pytestmark = pytest.mark.once("no engine runs")
+
+
+def response(name: str, text: str = "x") -> dict[str, Any]:
+    return {"id": name, "output": [{"type": "message", "role": "assistant", "content": text}]}
+
+
+def test_a_body_is_extended_by_the_conversation_before() -> None:
+    memory = Kept()
+    memory.put("me", response("resp_1"), [{"role": "user", "content": "a"}])
+    body = json.dumps({"input": "b", "previous_response_id": "resp_1"}).encode()
+    extended = json.loads(memory.extend("me", body))
+    assert [item["content"] for item in extended["input"]] == ["a", "x", "b"]
+    with pytest.raises(Refused, match="is not kept here"):
+        memory.extend("you", body)
+    others = (
+        '{"input": "b"}',
+        '{"previous_response_id": no',
+        '{"previous_response_id": null}',
+        '["previous_response_id"]',
+    )
+    for as_it_is in map(str.encode, others):
+        assert memory.extend("me", as_it_is) == as_it_is
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    memory = Kept(lambda: now_s)
+    monkeypatch.setattr(kept, "MOST_RESPONSES", 3)
+    for i in range(5):
+        memory.put("me", response(f"resp_{i}"), [])
+    with pytest.raises(Refused):
+        memory.get("me", "resp_1")
+    assert memory.get("me", "resp_2")["id"] == "resp_2"
+    monkeypatch.setattr(kept, "MOST_BYTES", 2200)
+    memory.put("me", response("long", "y" * 1000), [])
+    assert list(memory._kept) == ["long"]
+    assert memory._num_bytes == memory._kept["long"].num_bytes
+    memory.put("me", response("too long", "y" * 5000), [])
+    assert (memory._num_bytes, len(memory._kept)) == (0, 0)
+    memory.put("me", response("old"), [])
+    now_s = kept.MOST_AGE_S + 1
+    with pytest.raises(Refused, match="unless store is false"):
+        memory.get("me", "old")
