@@ -113,7 +113,9 @@ def test_what_messages_honour() -> None:
     assert message(messages=[*HELLO, {"role": "assistant", "content": "Well,"}]).continue_final_message
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
+RESULT = {"type": "tool_result"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (respond, {"conversation": "c"}, "conversation", "send previous_response_id, or the whole as input"),
     (respond, {"input": []}, "input", "a text or a list such as"),
     (respond, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "must have call_id"),
@@ -138,7 +140,19 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (message, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "must be user or assistant"),
     (message, {"messages": [{"role": "user", "content": []}]}, "messages[0].content", "a text, or a list of parts"),
     (message, {"system": [{"type": "image"}]}, "system", "texts alone"),
-    (message, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "not told to think"),
+    (message, {"thinking": {"type": "much"}}, "thinking", "must be enabled, disabled or adaptive"),
+    (message, {"output_config": {"effort": "much"}}, "output_config.effort", "must be one of none"),
+    (message, {"tools": [{"input_schema": {}}]}, "tools", "which has no name"),
+    (message, {"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
+    (message, {"tool_choice": "auto"}, "tool_choice", 'it must be {"type": "auto"}'),
+    (message, {"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content", "texts alone"),
+    (message, {"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, None, "calls tools"),
+    (
+        message,
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        "messages[0].content[0]",
+        "no tool",
+    ),
     (message, {"stop_sequences": [""]}, "stop_sequences", "texts that are not empty"),
     (message, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
 ]
@@ -159,8 +173,9 @@ def test_agents_are_served_without_what_is_not_built() -> None:
     assert [tool["function"]["name"] for tool in job.calls.tools] == ["shell"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream
-    job = messages.read_body(CLAUDE_CODE, "shipped", ignore_unsupported=True)
-    assert job.ignored == ("tools", "thinking", "context_management", "output_config")
+    job = messages.read_body(CLAUDE_CODE, "shipped")
+    assert (job.ignored, job.effort, job.thinks) == (("context_management",), "medium", None)
+    assert [tool["function"]["name"] for tool in job.calls.tools] == ["Bash"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user"]
     chat = {"messages": HELLO, "tools": [{"type": "web_search"}], "best_of": 2, "verbosity": "low"}
     job = openai.read_body(openai.CHAT, chat, "small", ignore_unsupported=True)
@@ -168,6 +183,38 @@ def test_agents_are_served_without_what_is_not_built() -> None:
     for wrong in ({"messages": 3}, {"temperature": "hot"}):
         with pytest.raises(Refused):
             openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)
+
+
+def test_results_of_tools_are_messages_of_their_own() -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "one"}]}
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    said = {"type": "text", "text": "I look."}
+    job = message(
+        messages=[
+            *HELLO,
+            {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, thinking, said, USE]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ],
+        tools=[
+            {"name": "f", "description": "F.", "input_schema": {"type": "object"}, "cache_control": {}},
+            {"type": "bash_20250124", "name": "bash"},
+        ],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert job.messages == [
+        *HELLO,
+        {"role": "assistant", "reasoning_content": "Hm.", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "f", "content": "one"},
+        {"role": "user", "content": "And?"},
+    ]
+    assert job.calls is not None
+    function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
+    assert job.calls.tools == ({"type": "function", "function": function},)
+    assert (job.calls.parallel, job.thinks, job.ignored) == (False, True, ("tools[1]",))
+    with pytest.raises(Refused, match="tool_choice='g' is not possible: the tools are f"):
+        message(tools=[{"name": "f"}], tool_choice={"type": "tool", "name": "g"})
 
 
 def test_the_document_has_the_limits_of_fields() -> None:

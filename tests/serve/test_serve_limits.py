@@ -69,7 +69,7 @@ def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "tools[1], tools, reasoning_effort")
     assert answer.text.count("event: response.output_text.delta") in range(1, 5)
     answer = strict.http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stop_sequences": [" "]})
-    ignored = "tools, thinking, context_management, output_config, max_tokens"
+    ignored = "context_management, tools, reasoning_effort, max_tokens"
     assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, ignored)
     assert answer.text.rstrip().endswith('{"type":"message_stop"}')
     long = {"prompt": CODE, "max_tokens": 10**6, "min_tokens": 2, "stop": [" "], "temperature": 0}

@@ -1,7 +1,8 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens (the API of Anthropic), and answers to them.
 
 `system`, as a text or in blocks, becomes the first message. Messages of one role that follow each other become one.
-Where the last message is the assistant's, the answer goes on right behind its text.
+Where the last message is the assistant's, the answer goes on right behind its text. Results of tools, which stand in
+messages of the user, become messages of their own before the rest of it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ForerunError, shown
+from forerun.errors import BadOption, ForerunError, shown
 from forerun.serve.bodies import (
-    NO_CALLS,
     ONE_ANSWER,
     Form,
     Given,
@@ -30,6 +30,8 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event
+from forerun.serve.tools import AUTO, NONE, REQUIRED, Calls, calls_of, effort_of, listed
+from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -40,22 +42,16 @@ _KINDS = frozenset(("text",))
 _ROLES = ("user", "assistant", "system")  # the last one is what newer agents remind the model with, in between
 
 
-def _has_kind(*kinds: str) -> Any:
-    return lambda value: isinstance(value, dict) and value.get("type") in kinds
-
-
 _NEUTRAL: Mapping[str, Neutral] = {
-    "tools": (([],), NO_CALLS),
-    "tool_choice": (_has_kind("none", "auto"), NO_CALLS),
     "n": ((1,), ONE_ANSWER),
-    "mcp_servers": (([],), NO_CALLS),
-    "thinking": (_has_kind("disabled"), "the model is not told to think"),
-    "output_config": (({},), "the model is not told how long to think, and its output is not held to a schema"),
-    "context_management": (({}, {"edits": []}), "a conversation is not shortened here"),
+    "mcp_servers": (([],), "servers of tools are not called from here: send their tools"),
     "container": ((), "nothing is executed here"),
 }
 _INERT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo"))
-_OWN = {"model", "messages", "system", "max_tokens", "stop_sequences", "stream", "chat_template_kwargs"}
+_OWN = {
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "chat_template_kwargs"),
+    *("tools", "tool_choice", "thinking", "output_config", "context_management"),
+}
 FORM = Form(MESSAGES, _OWN, _INERT, _NEUTRAL)
 _KIND_OF = {
     400: "invalid_request_error",
@@ -92,38 +88,138 @@ def read_count(body: object, model: str, served_names: Seq[str] = (), *, ignore_
 
 
 def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[str, str]) -> Job:
-    given = read.fields
+    given, ignored = read.fields, list(read.ignored or ())
     messages = _messages(given.get("system"), given.get("messages"))
+    calls = _calls(given, ignored)
+    if (given.get("context_management") or {}).get("edits"):
+        ignored.append("context_management")  # the conversation is sent as it is, and nothing of it is left out
+    goes_on = messages[-1]["role"] == "assistant"
+    if goes_on and messages[-1].get("tool_calls"):
+        raise Refused("the last message calls tools: send what they bring as tool_result, in a message of the user")
     return Job(
         MESSAGES,
         model,
         params_of(given, {"max_tokens": None, **defaults}, names, None),
         messages=messages,
         variables=variables(given),
-        continue_final_message=messages[-1]["role"] == "assistant",
+        continue_final_message=goes_on,
+        calls=calls,
+        effort=_effort(given.get("output_config", {}), read),
+        thinks=_thinks(given.get("thinking", {})),
         stream=flag(given, "stream"),
         report=wants_report(given),
-        ignored=tuple(read.ignored or ()),
+        ignored=tuple(ignored),
     )
+
+
+def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
+    """The tools that the client runs. Those without a schema, which Anthropic defines, are listed in `ignored`."""
+    functions = []
+    for i, tool in enumerate(listed(given.get("tools", []))):
+        if tool.get("type", "custom") != "custom":
+            ignored.append(f"tools[{i}]")
+            continue
+        functions.append({**tool, "parameters": tool.get("input_schema")})
+    wanted = given.get("tool_choice", {"type": AUTO})
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    choices = {AUTO: AUTO, NONE: NONE, "any": REQUIRED, "tool": wanted.get("name") if kind == "tool" else None}
+    choice = choices.get(kind) if isinstance(kind, str) else None
+    if not isinstance(choice, str):
+        form = '{"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": "..."}'
+        raise Refused(f"tool_choice={shown(wanted)} is not possible: it must be {form}", "tool_choice")
+    if choice == AUTO and not functions:
+        return None
+    return calls_of(functions, choice, not flag(wanted, "disable_parallel_tool_use"))
+
+
+def _thinks(thinking: Any) -> bool | None:
+    """Whether the model thinks; None = as it usually does."""
+    kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
+    kind = thinking.get("type") if isinstance(thinking, Mapping) else thinking
+    if not isinstance(thinking, Mapping) or kind not in kinds:
+        message = f"thinking={shown(thinking)} is not possible: its type must be enabled, disabled or adaptive"
+        raise Refused(message, "thinking")
+    return kinds[kind]
+
+
+def _effort(config: Any, read: Given) -> str | None:
+    """How long the model is to think."""
+    if not isinstance(config, Mapping):
+        raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")
+    for name in config.keys() - {"effort"}:
+        if config[name] is None:
+            continue
+        if read.ignored is None:
+            message = f"output_config.{name}={shown(config[name])} is not possible: it is not built; leave it out"
+            raise Refused(message, "output_config", code="unsupported_parameter")
+        read.ignored.append(f"output_config.{name}")
+    return effort_of(config.get("effort"), "output_config.effort")
 
 
 def _messages(system: Any, given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         example = '[{"role": "user", "content": "hello"}]'
         raise Refused(f"messages={shown(given)} is not possible: it must be a list such as {example}", "messages")
-    made: list[dict[str, str]] = []
+    made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of tools, by the id of the call
     if system:
         made.append({"role": "system", "content": texts_of(system, "system", _KINDS)})
     for i, message in enumerate(given):
         role = message.get("role") if isinstance(message, dict) else message
         if role not in _ROLES:
             raise Refused(f"messages[{i}] has the role {shown(role)}: it must be user or assistant", f"messages[{i}]")
-        text = texts_of(message.get("content"), f"messages[{i}].content", _KINDS)
-        if made and made[-1]["role"] == role:
-            made[-1]["content"] += f"\n{text}"
-        else:
-            made.append({"role": role, "content": text})
+        for one in _of_message(role, message.get("content"), f"messages[{i}].content", names):
+            last = made[-1] if made else {}
+            if last.get("role") == one["role"] != "tool" and "tool_calls" not in last:
+                texts = [m["content"] for m in (last, one) if "content" in m]
+                made[-1] = {**last, **one, **({"content": "\n".join(texts)} if texts else {})}
+            else:
+                made.append(one)
     return [*made]
+
+
+def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """The messages that one message stands for: results of tools, and then the rest. names: by ids, of calls so far."""
+    if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") in _KINDS for b in content):
+        return [{"role": role, "content": texts_of(content, where, _KINDS)}]
+    results, texts, own = list[dict[str, Any]](), list[Any](), dict[str, Any]()
+    for i, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        at = f"{where}[{i}]"
+        if kind == "tool_result" and role == "user":
+            results.append(_result(block, at, names))
+        elif kind == "tool_use" and role == "assistant":
+            own.setdefault("tool_calls", []).append(_call(block, at, names))
+        elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
+            if block["thinking"]:
+                own["reasoning_content"] = own.get("reasoning_content", "") + block["thinking"]
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue  # nobody but its maker can read it
+        else:
+            texts.append(block)
+    if texts:
+        own["content"] = texts_of(texts, where, _KINDS)
+    return [*results, *([{"role": role, **own}] if own else [])]
+
+
+def _call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
+    call_id, name, values = (block.get(key) for key in ("id", "name", "input"))
+    if not isinstance(call_id, str) or not isinstance(name, str) or not isinstance(values, dict):
+        raise Refused(f"{where} must have id and name, which are texts, and input, an object", where)
+    names[call_id] = name
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
+
+
+def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> dict[str, Any]:
+    call_id, content = block.get("tool_use_id"), block.get("content")
+    if not isinstance(call_id, str):
+        raise Refused(f"{where} has no tool_use_id: give it the id of the tool_use that it answers", where)
+    text = texts_of(content, f"{where}.content", _KINDS) if content else ""
+    return {"role": "tool", "tool_call_id": call_id, **_named(names, call_id), "content": text}
+
+
+def _named(names: Mapping[str, str], call_id: str) -> dict[str, str]:
+    return {"name": names[call_id]} if call_id in names else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -132,10 +228,11 @@ def _messages(system: Any, given: Any) -> list[Message]:
 def answer_body(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The whole answer: a message with one block of text."""
+    """The whole answer: a message with blocks of text and thinking, and of tools that are used."""
+    spoken = outputs[0].spoken or Spoken([Span("text", outputs[0].text)])
     made = {
         **_message(job, answer_id),
-        "content": [{"type": "text", "text": outputs[0].text}],
+        "content": [_block(one) for one in spoken.items or [Span("text")]],
         **_ending(outputs[0]),
         "usage": _usage(Usage.of(outputs, job.params)),
     }
@@ -149,14 +246,34 @@ def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[in
     return status, {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
 
 
+def _block(one: Span | ToolCall) -> dict[str, Any]:
+    """A block as a whole."""
+    if isinstance(one, Span):
+        return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
+    try:
+        return {**_begun(one), "input": one.values()}
+    except BadOption:  # it was cut
+        return _begun(one)
+
+
+def _begun(one: Span | ToolCall) -> dict[str, Any]:
+    """A block, still empty. Thinking has a signature there, which says nothing here."""
+    if isinstance(one, ToolCall):
+        return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
+    if one.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
 class Stream:
     """The events of one answer."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._num_prompt_tokens = job, answer_id, len(prompts[0])
+        self._spoken = Spoken()  # its last item is the block that is open
 
     def begin(self) -> bytes:
-        """The message, still empty, and its block. The tokens found in the cache are said at the end."""
+        """The message, still empty. The tokens found in the cache are said at the end."""
         message = {
             **_message(self._job, self._id),
             "content": [],
@@ -164,27 +281,48 @@ class Stream:
             "stop_sequence": None,
             "usage": _usage(Usage(self._num_prompt_tokens, 0, 0)),
         }
-        block = {"type": "text", "text": ""}
-        return (
-            _event("message_start", message=message)
-            + _event("content_block_start", index=0, content_block=block)
-            + _event("ping")
-        )
+        return _event("message_start", message=message) + _event("ping")
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """What a chunk adds; nothing where its text is held back."""
-        delta = {"type": "text_delta", "text": chunk.text}
-        return _event("content_block_delta", index=0, delta=delta) if chunk.text else b""
+        parts = chunk.parts
+        if parts is None:
+            parts = [Text(chunk.text)] if chunk.text else []
+        return b"".join(map(self._part, parts))
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Why the text ends, and the usage."""
+        """Why the answer ends, and the usage."""
         usage = _usage(Usage.of(outputs, self._job.params))
         more = {"forerun": report_of(outputs)} if self._job.report else {}
+        made = b"" if self._spoken.items else self._part(Text(""))
         return (
-            _event("content_block_stop", index=0)
+            made
+            + self._close()
             + _event("message_delta", delta=_ending(outputs[0]), usage=usage, **more)
             + _event("message_stop")
         )
+
+    def _part(self, part: Part) -> bytes:
+        """The events of a part: a new block begins with it, or the last one goes on."""
+        num, made = len(self._spoken.items), b""
+        self._spoken.add(part)
+        if len(self._spoken.items) > num:
+            made = (self._close(num - 1) if num else b"") + _event(
+                "content_block_start", index=num, content_block=_begun(self._spoken.items[-1])
+            )
+        delta = None
+        match part:
+            case Text(text) if text:
+                delta = {"type": "text_delta", "text": text}
+            case Reasoning(text):
+                delta = {"type": "thinking_delta", "thinking": text}
+            case CallArguments(_, text):
+                delta = {"type": "input_json_delta", "partial_json": text}
+        index = len(self._spoken.items) - 1
+        return made + (_event("content_block_delta", index=index, delta=delta) if delta else b"")
+
+    def _close(self, index: int | None = None) -> bytes:
+        return _event("content_block_stop", index=len(self._spoken.items) - 1 if index is None else index)
 
     def fail(self, error: ForerunError) -> bytes:
         """An error behind the first event."""
@@ -201,6 +339,7 @@ def _message(job: Job, answer_id: str) -> dict[str, Any]:
 
 def _ending(output: RequestOutput) -> dict[str, Any]:
     reason = _STOP_REASONS.get(str(output.finish_reason))
+    reason = "tool_use" if reason == "end_turn" and output.tool_calls else reason
     return {"stop_reason": "stop_sequence" if output.stop_text else reason, "stop_sequence": output.stop_text}
 
 

@@ -217,6 +217,11 @@ _OWN: dict[str, dict[str, Schema]] = {
             _object(("role", "content"), role={"enum": ["user", "assistant", "system"]}, content=_CONTENT), 1
         ),
         "system": _CONTENT,
+        "tools": _list(_object(("name", "input_schema"), name=_NAME, description=_TEXT, input_schema=_OBJECT)),
+        "tool_choice": _object(("type",), type={"enum": ["auto", "any", "none"]}, disable_parallel_tool_use=_FLAG),
+        "thinking": _object(("type",), type={"enum": ["enabled", "disabled", "adaptive"]}, budget_tokens=_MOST_TOKENS),
+        "output_config": _object(effort=_or_null(_EFFORT)),
+        "context_management": _OBJECT,
         "stop_sequences": _limited("stop", _list({"type": "string", "minLength": 1})),
     },
 }
