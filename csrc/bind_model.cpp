@@ -42,14 +42,16 @@ struct Pools {
     std::vector<void*> keys, values;
     int block_tokens;
     std::vector<size_t> row_bytes;  // by pool
+    std::vector<int> kinds;         // by pool: which runs of a pass have its rows
 
-    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<size_t> bytes)
-        : block_tokens(tokens), row_bytes(std::move(bytes)) {
+    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<size_t> bytes, std::vector<int> of)
+        : block_tokens(tokens), row_bytes(std::move(bytes)), kinds(std::move(of)) {
         for (Address a : k) keys.push_back(at<void>(a));
         for (Address a : v) values.push_back(at<void>(a));
         if (row_bytes.size() == 1) row_bytes.resize(keys.size(), row_bytes[0]);
-        if (keys.size() != values.size() || keys.size() != row_bytes.size())
-            throw std::invalid_argument("every pool of keys needs one of values, and the bytes of a row");
+        if (kinds.empty()) kinds.resize(keys.size());
+        if (keys.size() != values.size() || keys.size() != row_bytes.size() || keys.size() != kinds.size())
+            throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, and a kind");
     }
 
     void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
@@ -86,29 +88,40 @@ Runs sources_of(const Numbers& numbers, int num_runs, const Pools& pools) {
     return {numbers, numbers.empty() ? 0 : num_runs, pools.block_tokens};
 }
 
+// The runs of a pass for each kind of layers.
+std::vector<Runs> runs_of(const std::vector<Numbers>& numbers, int num_runs, const Pools& pools) {
+    const int most = pools.kinds.empty() ? 0 : *std::max_element(pools.kinds.begin(), pools.kinds.end());
+    if (static_cast<int>(numbers.size()) <= most) throw std::invalid_argument("every kind of pools needs the runs of a pass");
+    std::vector<Runs> runs;
+    for (const Numbers& own : numbers) runs.emplace_back(own, num_runs, pools.block_tokens);
+    return runs;
+}
+
 // sources: of each run how many rows its blocks see of a source, in the form of runs that are all cached; none without sources.
-Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const Runs& runs, const Runs& sources,
+Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const std::vector<Runs>& runs, const Runs& sources,
                const Pools& pools, const std::vector<int>& layers) {
     Pass pass{};
     pass.num_rows = static_cast<int>(tokens.size());
     pass.tokens = tokens.data(), pass.positions = positions;
     for (Address table : rotations) pass.rotations.push_back(at<const float>(table));
-    pass.runs = runs.runs, pass.sources = sources.runs;
+    for (const Runs& own : runs) pass.runs.push_back(own.runs);
+    pass.sources = sources.runs;
     for (size_t i = 0; i < pass.sources.size(); ++i)
-        pass.sources[i].first_row = pass.runs[i].first_row, pass.sources[i].num_rows = pass.runs[i].num_rows;
-    pass.keys = pools.keys.data(), pass.values = pools.values.data();
+        pass.sources[i].first_row = pass.runs[0][i].first_row, pass.sources[i].num_rows = pass.runs[0][i].num_rows;
+    pass.keys = pools.keys.data(), pass.values = pools.values.data(), pass.kinds = pools.kinds.data();
     pass.layers = layers;
     pass.is_normed = true;
     return pass;
 }
 
 // input: 0 = embeddings of the tokens. taps: see Pass.
-std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs, const Numbers& numbers,
-             const Pools& pools, const std::vector<int>& layers, Address input,
+std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs,
+             const std::vector<Numbers>& numbers, const Pools& pools, const std::vector<int>& layers, Address input,
              const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read,
              const Numbers& source_numbers) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
-    const Runs runs(numbers, num_runs, pools.block_tokens), sources = sources_of(source_numbers, num_runs, pools);
+    const std::vector<Runs> runs = runs_of(numbers, num_runs, pools);
+    const Runs sources = sources_of(source_numbers, num_runs, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input), pass.read = at<const float>(read);
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
@@ -151,7 +164,7 @@ Found found_of(std::vector<Continued>&& runs) {
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
-                               const std::vector<int>& lengths, const Addresses& rotations, const Numbers& numbers,
+                               const std::vector<int>& lengths, const Addresses& rotations, const std::vector<Numbers>& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows,
                                const Numbers& source_numbers, const std::vector<Draw>& draws) {
@@ -170,13 +183,15 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     if (!draws.empty() && draws.size() != counts.size()) throw std::invalid_argument("every run needs a draw, or none does");
     for (const Stop& stop : stops)
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
-    Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
+    std::vector<Runs> runs = runs_of(numbers, static_cast<int>(counts.size()), pools);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
-        Run& run = runs.runs[i];
-        if (counts[i] < 1 || lengths[i] < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
-            throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
-        run.first_row = first_row, run.num_rows = counts[i];
+        for (Runs& own : runs) {
+            Run& run = own.runs[i];
+            if (counts[i] < 1 || lengths[i] < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
+                throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
+            run.first_row = first_row, run.num_rows = counts[i];
+        }
         first_row += counts[i];
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
@@ -216,10 +231,11 @@ void bind_model(nb::module_& m) {
              "temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match "
              "verification. position: of the first id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
-        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
-             "block_tokens"_a, "row_bytes"_a)
+        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>, std::vector<int>>(), "keys"_a, "values"_a,
+             "block_tokens"_a, "row_bytes"_a, "kinds"_a = std::vector<int>{},
+             "kinds: of each pool, which of the runs of a pass have its rows; none = the first.")
         .def("__init__", [](Pools* self, const Addresses& keys, const Addresses& values, int tokens,
-                            size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}); },
+                            size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}, {}); },
              "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a)
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
              "Copies row sources[i] to row targets[i] in every block, one after the other.");

@@ -106,12 +106,34 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     return bytes + threads * kept * (s.experts_in > 0 ? 2 : 1);  // `products` keeps as much
 }
 
+// The kind of layers that the blocks of each shape read, -1 where none of them runs.
+std::vector<int> Model::kinds_of(const Pass& pass) const {
+    std::vector<int> kinds(shapes_.size(), -1);
+    for (int layer : pass.layers) {
+        if (!parts_.blocks[static_cast<size_t>(layer)].attention) continue;
+        int& kind = kinds[shape_of_[static_cast<size_t>(layer)]];
+        const int own = pass.kinds[keys_of(layer)];
+        if (kind >= 0 && kind != own) throw std::invalid_argument("blocks with equal heads and windows need rows of one kind");
+        kind = own;
+    }
+    return kinds;
+}
+
+// The block whose keys and values a block reads.
+int Model::keys_of(int block) const {
+    const int other = parts_.blocks[static_cast<size_t>(block)].attention->keys_of;
+    return other < 0 ? block : other;
+}
+
 Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     Buffers b{};
     size_t part_floats = 0;
     const int num_threads = backend_.team.num_threads();
-    for (const HeadShape& shape : shapes_) {
-        b.work.push_back(attention_work(shape.sees == Sees::source ? pass.sources : pass.runs, shape, num_threads));
+    const std::vector<int> kinds = kinds_of(pass);
+    for (size_t i = 0; i < shapes_.size(); ++i) {
+        const HeadShape& shape = shapes_[i];
+        const auto& runs = shape.sees == Sees::source ? pass.sources : pass.runs[static_cast<size_t>(std::max(0, kinds[i]))];
+        b.work.push_back(attention_work(runs, shape, num_threads));
         part_floats = std::max(part_floats, b.work.back().num_floats);
     }
     const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats);
@@ -218,7 +240,7 @@ void Model::check(const Pass& pass) const {
         const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
         if (attention && attention->reads != parts_.hidden_size && !(pass.read && i == 0))
             throw std::invalid_argument("a block that reads rows of another width needs them");
-        if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs.size())
+        if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs[0].size())
             throw std::invalid_argument("every run of a decoder that sees a source needs one");
     }
     const Table& positions = parts_.positions;
@@ -344,8 +366,8 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
                stored(b.qkv, stride), b);
     backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
-    const int keys_of = a.keys_of < 0 ? index : a.keys_of;
-    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[keys_of], pass.values[keys_of], a.heads, a.kv_heads,
+    const int from = keys_of(index);
+    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
                               a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
                               a.sees,      a.biases, a.sinks};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
@@ -452,7 +474,7 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     if (a.k_is_v) std::memcpy(value, key, static_cast<size_t>(a.kv_size()) * sizeof(float));
     norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
     turn(key, a.kv_heads, 1.0f);
-    const Run* run = &pass.runs[0];
+    const Run* run = pass.runs[static_cast<size_t>(pass.kinds[index])].data();
     while (row >= run->first_row + run->num_rows) ++run;
     const int at = run->cached + run->pending + row - run->first_row;
     const size_t offset = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(a.kv_size()) * bytes_of(parts_.type);
@@ -648,7 +670,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
         pass.taps = {{static_cast<int>(parts_.blocks.size()), left.data()}};
     }
     for (size_t i = 0; i < num_runs; ++i) {
-        const Run& run = first.runs[i];
+        const Run& run = first.runs[0][i];
         going[i] = i;
         rows.push_back(row_of[i] = run.first_row + run.num_rows - 1);
     }
@@ -669,10 +691,11 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             own.chances.push_back(next[k].chance);
             stopped[i] = !goes_on(stops[i], own.ids.size() - 1, next[k].chance, survival[i]);
         }
-        pass.runs.clear(), pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        for (auto& runs : pass.runs) runs.clear();
+        pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
             if (lengths[i] <= depth || stopped[i]) continue;
-            const Run& run = first.runs[i];
+            const Run& run = first.runs[0][i];
             const int at = run.cached + run.num_rows + depth - 1;
             const size_t row = going.size();
             if (ahead) {
@@ -681,7 +704,8 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
                 std::memcpy(before.data() + row * width, from, width * sizeof(float));
             }
             rows.push_back(row_of[i] = static_cast<int>(row));
-            pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
+            for (size_t kind = 0; kind < pass.runs.size(); ++kind)
+                pass.runs[kind].push_back({rows.back(), 1, at, 0, first.runs[kind][i].rows, nullptr});
             if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
             tokens.push_back(found[i].ids.back());
             positions.push_back(at);

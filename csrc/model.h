@@ -17,17 +17,19 @@ namespace forerun {
 
 // One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; sources: for each run the rows that its
 // blocks see of a source, as cached ones; rotations: for each kind of the
-// model, cos and sin by position, [.., 2, turned dimensions]; keys, values: one pool for each block; input: what the first
-// block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
+// model, cos and sin by position, [.., 2, turned dimensions]; keys, values: one pool for each block; kinds: of each pool, which
+// runs have its rows; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
 // hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
 // stream before block k). All rows are float32 [num_rows, hidden_size], but those of `read`, which are as wide as it reads.
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
     std::vector<const float*> rotations;
-    std::vector<Run> runs, sources;
+    std::vector<std::vector<Run>> runs;  // by kind of layers: the same but for their rows
+    std::vector<Run> sources;
     void* const* keys;
     void* const* values;
+    const int* kinds;
     std::vector<int> layers;
     const float *input, *read;
     std::vector<std::pair<int, float*>> taps;
@@ -146,6 +148,8 @@ class Model {
     void join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b);
     std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
+    std::vector<int> kinds_of(const Pass& pass) const;
+    int keys_of(int block) const;
     bool alone(int num_rows) const;
 
     Backend& backend_;

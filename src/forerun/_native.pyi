@@ -187,8 +187,17 @@ class Pools:
 
     @overload
     def __init__(
-        self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: Sequence[int]
-    ) -> None: ...
+        self,
+        keys: Sequence[int],
+        values: Sequence[int],
+        block_tokens: int,
+        row_bytes: Sequence[int],
+        kinds: Sequence[int] = [],
+    ) -> None:
+        """
+        kinds: of each pool, which of the runs of a pass have its rows; none = the first.
+        """
+
     @overload
     def __init__(self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: int) -> None: ...
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -213,7 +222,7 @@ class Model:
         positions: Sequence[int],
         rotations: Sequence[int],
         num_runs: int,
-        numbers: Sequence[int],
+        numbers: Sequence[Sequence[int]],
         pools: Pools,
         layers: Sequence[int],
         input: int,
@@ -253,7 +262,7 @@ class Model:
         counts: Sequence[int],
         lengths: Sequence[int],
         rotations: Sequence[int],
-        numbers: Sequence[int],
+        numbers: Sequence[Sequence[int]],
         pools: Pools,
         layers: Sequence[int],
         num_ids: int,

@@ -314,6 +314,7 @@ class Spec:
             *max(sizes, key=math.prod),
             layers=None if len(own) == self.num_layers else own,
             sizes=None if len(set(sizes)) == 1 else sizes,
+            windows=_cached_windows(found) if self.has_windows else None,
         )
 
     @property
@@ -323,6 +324,16 @@ class Spec:
         if len(found) > 1:
             raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
         return next(iter(found), None)
+
+
+def _cached_windows(found: Seq[Attention]) -> tuple[int | None, ...]:
+    """Return how far back any row reads the keys of each layer, whichever layers read them; None = to the beginning."""
+    windows = [None if a.sees != "past" else a.window for a in found]
+    for a, window in zip(found, list(windows), strict=True):
+        if a.shares_kv_of is not None:
+            own = windows[a.shares_kv_of]
+            windows[a.shares_kv_of] = None if own is None or window is None else max(own, window)
+    return tuple(windows)
 
 
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
@@ -357,6 +368,7 @@ class CacheShape:
 
     layers: those whose keys and values are kept, ascending, where a model runs no others or they read those of another
     layer; None = all. sizes: num_kv_heads and head_dim of each layer where they differ, the others being the largest.
+    windows: how many positions a row sees of each layer, its own included, None = all; None = all in every layer.
     """
 
     num_layers: int
@@ -364,6 +376,19 @@ class CacheShape:
     head_dim: int
     layers: tuple[int, ...] | None = None
     sizes: tuple[tuple[int, int], ...] | None = None
+    windows: tuple[int | None, ...] | None = None
+
+    @property
+    def kinds(self) -> Seq[int | None]:
+        """The windows of the layers that are kept, each once, the widest first: layers of a kind share block tables."""
+        found = {None if self.windows is None else self.windows[layer] for layer in self.kept} or {None}
+        return sorted(found, key=lambda window: -math.inf if window is None else -window)
+
+    def kind_of(self, layer: int) -> int:
+        """Return which of the kinds a layer is of; one that is not kept counts as of the first."""
+        if self.windows is None or layer not in self.kept:
+            return 0
+        return self.kinds.index(self.windows[layer])
 
     @property
     def kept(self) -> Seq[int]:
@@ -378,9 +403,17 @@ class CacheShape:
         """Return the shape of a cache for a model that runs these layers alone."""
         return replace(self, layers=tuple(layer for layer in layers if layer in self.kept))
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of keys and values of one token over all layers."""
-        return 2 * sum(math.prod(self.size_of(layer)) for layer in self.kept) * dtype.itemsize
+    def bytes_per_token(self, dtype: torch.dtype, kind: int | None = None) -> int:
+        """Return the bytes of keys and values of one token over all layers, or over those of a kind."""
+        layers = [layer for layer in self.kept if kind is None or self.kind_of(layer) == kind]
+        return 2 * sum(math.prod(self.size_of(layer)) for layer in layers) * dtype.itemsize
+
+    def within(self, num_tokens: int) -> CacheShape:
+        """Return the shape of a cache of texts of at most so many tokens: a window that sees all of them is none."""
+        if self.windows is None:
+            return self
+        windows = tuple(None if window is None or window >= num_tokens else window for window in self.windows)
+        return replace(self, windows=windows if any(windows) else None)
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,10 @@ class ForeignCache:
     def hold(self, slot: int, parents: Seq[int]) -> None:
         raise InternalError("this cache has no pending rows")
 
-    def truncate_to(self, slot: int, length: int) -> None:
+    def truncate_to(self, slot: int, length: int) -> int:
         assert length <= self._lengths[slot]
         self._cut(slot, length)
+        return length
 
     def _cut(self, slot: int, length: int) -> None:
         self._lengths[slot] = self._reserved[slot] = length

@@ -18,10 +18,13 @@ SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
 BLOCK = 4  # tokens
 PROMPT = list(range(100, 116))  # four blocks
 
+Windows = tuple[int | None, ...]  # of each layer
 
-def pool(num_blocks: int = 16) -> BlockCache:
-    device = torch.device("cpu")
-    return BlockCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
+
+def pool(num_blocks: int = 16, windows: Windows | None = None, max_batch_size: int = 1) -> BlockCache:
+    shape = SHAPE if windows is None else CacheShape(len(windows), 1, 1, windows=windows)
+    sizes = {"block_tokens": BLOCK, "num_blocks": num_blocks, "max_batch_size": max_batch_size}
+    return BlockCache(shape, **sizes, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def batch_of(cache: BlockCache, slot: int, num_tokens: int) -> RaggedBatch:
@@ -65,22 +68,33 @@ class Driven:
         """
         self.cache.reserve(slot, len(tokens))
         batch = pack([Run(slot, tokens, parents=parents)], self.cache)
-        view = self.cache.view(batch)
         chains = list(self._held.get(slot, []))
         num_pending = len(chains)
         parents = range(num_pending - 1, num_pending - 1 + len(tokens)) if parents is None else parents
         for token, parent in zip(tokens, parents, strict=True):
             chains.append([*(self.kept[slot] if parent < 0 else chains[parent]), token])
         numbers = [self.number(self.salts[slot], chain) for chain in chains]
-        for rows in self.cache.pools.tensors():
+        for rows, layer in self._layers():
+            view = self.cache.view(batch, self.cache.shape.kind_of(layer))
             rows[view.write_rows] = torch.tensor(numbers[num_pending:], dtype=torch.float32)[:, None, None]
             for i, number in enumerate(numbers[num_pending:]):  # a row sees its own chain and nothing else
                 seen = view.read_rows[0][batch.visible(0, i)]
                 chain = chains[num_pending + i]
                 wanted = [self.number(self.salts[slot], chain[: j + 1]) for j in range(len(chain))]
-                assert rows[seen, 0, 0].int().tolist() == wanted
+                first = self.first_seen(layer, len(chain) - 1)
+                assert rows[seen, 0, 0].int().tolist()[first:] == wanted[first:]
                 assert wanted[-1] == number
         self._runs[slot], self._parents[slot] = chains, parents
+
+    def _layers(self) -> list[tuple[torch.Tensor, int]]:
+        """The keys, then the values of each layer, and its number."""
+        return [(rows, layer % self.cache.shape.num_layers) for layer, rows in enumerate(self.cache.pools.tensors())]
+
+    def first_seen(self, layer: int, position: int) -> int:
+        """Return the first position that a row sees."""
+        windows = self.cache.shape.windows
+        window = None if windows is None else windows[layer]
+        return 0 if window is None else max(0, position + 1 - window)
 
     def hold(self, slot: int) -> None:
         """Make the rows just written pending."""
@@ -109,8 +123,9 @@ class Driven:
         return found
 
     def truncate(self, slot: int, length: int) -> None:
-        self.cache.truncate_to(slot, length)
-        self.kept[slot] = self.kept[slot][:length]
+        found = self.cache.truncate_to(slot, length)
+        assert found == length or (found == 0 and self.cache.shape.windows is not None)
+        self.kept[slot] = self.kept[slot][:found]
         self._runs.pop(slot, None)
         self._held.pop(slot, None)
 
@@ -130,11 +145,12 @@ class Driven:
         self.cache.check_integrity()
         for slot, kept in self.kept.items():
             assert self.cache.length(slot) == len(kept)
-            rows = self.cache.rows(slot, 0, len(kept))
             wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
-            for held in self.cache.pools.tensors():
-                assert held[rows, 0, 0].int().tolist() == wanted
+            for held, layer in self._layers():
+                rows, first = self.cache.rows(slot, 0, len(kept), self.cache.shape.kind_of(layer)), 0
+                first = self.first_seen(layer, len(kept))
+                assert held[rows, 0, 0].int().tolist()[first:] == wanted[first:]
 
 
-def driven(num_blocks: int = 16) -> Driven:
-    return Driven(pool(num_blocks))
+def driven(num_blocks: int = 16, windows: Windows | None = None) -> Driven:
+    return Driven(pool(num_blocks, windows))

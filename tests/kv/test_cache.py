@@ -309,7 +309,7 @@ def test_a_fork_needs_room_for_the_last_block_and_a_new_slot() -> None:
 
 
 def test_forks_publish_the_block_that_they_share() -> None:
-    """Two slots publish behind the nodes that they found; the slot that first computed block 0 has ended."""
+    """Two slots publish the same blocks; the slot that first computed block 0 has ended."""
     d = driven(12)
     prompt = list(range(12))
     d.open(0), d.open(2)
@@ -317,12 +317,12 @@ def test_forks_publish_the_block_that_they_share() -> None:
     d.feed(2, prompt[:4])
     d.cache.publish(2, prompt[:4])
     d.fork(0, 1)
-    d.cache.publish(0, prompt)  # behind slot 2's block
+    d.cache.publish(0, prompt)  # all but block 0, which is slot 2's
     d.release(2)
     d.cache.clear_prefixes()
-    d.cache.publish(1, prompt)  # behind its own, for slot 2's is gone
+    d.cache.publish(1, prompt)  # block 0 as well, for slot 2's is gone
     d.check()
-    assert d.found([*prompt, 99]) == 4
+    assert d.found([*prompt, 99]) == 12
     for slot in (0, 1):
         d.feed(slot, [7, 8, 9])
         d.truncate(slot, 6)

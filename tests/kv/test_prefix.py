@@ -222,9 +222,10 @@ def test_the_equal_block_is_evicted_while_its_copy_lives() -> None:
     assert d.found(PROMPT) == 0
     d.release(3)
     d.feed(1, PROMPT[12:16])
-    d.cache.publish(1, PROMPT)  # behind a node that is gone: not found, not wrong
+    d.cache.publish(1, PROMPT)  # behind a block that is gone: not found until an equal one is there
+    assert d.found(PROMPT) == 0
     assert d.start(4, PROMPT[:8]) == 0
-    assert d.found(PROMPT) == 8
+    assert d.found(PROMPT) == 12
     d.check()
     for slot in (1, 4):
         d.release(slot)
@@ -261,4 +262,19 @@ def test_the_end_of_a_copy_is_no_use_of_what_took_the_place_of_its_equal() -> No
     d.open(5)
     d.feed(5, [7] * 3 * BLOCK)  # slot 1's, and the longest unused one
     assert (d.found([*early, 9]), d.found([*late, 9])) == (4, 12)
+    d.check()
+
+
+def test_a_sequence_begins_where_every_window_has_its_blocks() -> None:
+    """Windows of 5 and 3, of which one lacks block 2 and the other block 3: each allows what the other does not."""
+    d = driven(8, windows=(None, 5, 3))
+    d.start(0, [*PROMPT, 1])
+    blocks = [list(kind.table(0)) for kind in d.cache.kinds]
+    d.release(0)
+    for kind, lost in ((1, 2), (2, 3)):
+        tables = d.cache.kinds[kind]
+        tables._prefixes.wake(blocks[kind][lost])
+        tables._prefixes.remove(blocks[kind][lost])
+        tables._free.append(blocks[kind][lost])
+    assert d.found([*PROMPT, 2]) == 8
     d.check()

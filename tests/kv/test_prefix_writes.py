@@ -128,17 +128,17 @@ def _free_though_published(cache: BlockCache) -> None:
 
 def _shared_behind_the_end(cache: BlockCache) -> None:
     cache._slots[0].length = 4
-    cache._slots[0].path.nodes.pop()
+    cache._slots[0].keys.pop()
 
 
 def _another_key(cache: BlockCache) -> None:
     index = cache._prefixes
-    first, second = list(index._by_key.values())[:2]
-    index._by_key[first.key], index._by_key[second.key] = second, first
+    first, second = list(index._block_of)[:2]
+    index._block_of[first], index._block_of[second] = index._block_of[second], index._block_of[first]
 
 
-def _lost_node(cache: BlockCache) -> None:
-    cache._prefixes._by_key.popitem()
+def _lost_key(cache: BlockCache) -> None:
+    cache._prefixes._block_of.popitem()
 
 
 def _lost_block(cache: BlockCache) -> None:
@@ -147,10 +147,6 @@ def _lost_block(cache: BlockCache) -> None:
 
 def _path_too_long(cache: BlockCache) -> None:
     cache._slots[0].length = 7
-
-
-def _path_of_another(cache: BlockCache) -> None:
-    cache._slots[0].path.salt = "another"
 
 
 def _swapped_blocks(cache: BlockCache) -> None:
@@ -164,10 +160,9 @@ def _swapped_blocks(cache: BlockCache) -> None:
         (_free_though_published, "free and published"),
         (_shared_behind_the_end, "others may read"),
         (_another_key, "a key that is not its own"),
-        (_lost_node, "lost a published block"),
+        (_lost_key, "lost a published block"),
         (_lost_block, "lost a block"),
         (_path_too_long, "published more blocks than it filled"),
-        (_path_of_another, "does not follow 'another'"),
         (_swapped_blocks, "published as other tokens"),
     ],
 )

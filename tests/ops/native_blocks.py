@@ -318,7 +318,7 @@ class Native:
             positions,
             self.addresses,
             len(runs),
-            numbers,
+            [numbers],
             self.native_pools,
             layers,
             given.get("input", 0),

@@ -209,7 +209,7 @@ def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
     for name in ("gemma3", "gpt2", "gemma4, own inputs", "gemma4, experts", "gpt_oss, experts"):
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
         text = tokens_of(3, 9)
-        numbers = model.numbers({0: 0}, {0: 9 + 4}, {})
+        numbers = [model.numbers({0: 0}, {0: 9 + 4}, {})]
         ((ids,), _, _) = model.model.run_ahead(
             text,
             list(range(9)),
@@ -257,7 +257,7 @@ def test_an_attention_may_read_rows_of_another_width(isa: str) -> None:
         [0, 1, 2],
         model.addresses,
         1,
-        model.numbers({0: 0}, {0: 3}, {}),
+        [model.numbers({0: 0}, {0: 3}, {})],
         model.native_pools,
         [0, 1],
         stream.data_ptr(),

@@ -535,10 +535,10 @@ class ModelDrafter(SearchingDrafter):
         same = min(fed.num_sure, end)
         while same < end and fed.tokens[same] == seq.tokens[same]:
             same += 1
+        same = self.runner.cache.truncate_to(seq.id, same)
         del fed.tokens[same:]
         fed.num_sure = same
         self.guessing.discard(seq.id)
-        self.runner.cache.truncate_to(seq.id, same)
 
     def guess(self, seq: Sequence, tokens: list[int]) -> None:
         """Record that drafted tokens were fed behind committed ones."""
@@ -633,15 +633,16 @@ def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> Sh
     return ShortVocabulary(num_ids, head / (own.num_weights - tables), own.num_weights / others.num_weights)
 
 
-def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> KVCache:
+def cache_for(model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False) -> KVCache:
     """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
 
-    A model that reads no BlockCache makes its own (`own_cache`).
+    keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. A model that
+    reads no BlockCache makes its own (`own_cache`).
     """
     if (own_cache := getattr(model, "own_cache", None)) is not None:
         made: KVCache = own_cache()
         return made
-    shape = model.config.cache_shape
+    shape = dataclasses.replace(model.config.cache_shape, windows=None) if keeps_all else model.config.cache_shape
     return BlockCache.create(
         shape if layers is None else shape.only(layers),
         target.kv_cache_backend,

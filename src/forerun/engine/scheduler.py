@@ -181,8 +181,7 @@ class Scheduler:
         if self.sources is not None:
             self.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
         if (least := self.drafter.resumes_from(seq, found)) < found:
-            self.cache.truncate_to(seq.id, least)
-            found = least
+            found = self.cache.truncate_to(seq.id, least)
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
         self.drafter.begin(seq)

@@ -391,14 +391,15 @@ class ModuleCache:
         text = self.texts[slot]
         text.num_pending = len(text.nodes)
 
-    def truncate_to(self, slot: int, length: int) -> None:
-        """Keep the first tokens only. Raises InternalError where fewer are kept."""
+    def truncate_to(self, slot: int, length: int) -> int:
+        """Keep the first tokens only, and return how many. Raises InternalError where fewer are kept."""
         text = self.texts[slot]
         if length > len(text.kept):
             raise InternalError(f"slot {slot} keeps {len(text.kept)} tokens and cannot be cut to {length}")
         del text.kept[length:]
         text.num_pending = 0
         text.cut(0)
+        return length
 
     def check_integrity(self) -> None:
         """Raise InternalError where a module's cache has another length than the text that it is of."""

@@ -102,8 +102,11 @@ class KVCache(Protocol):
         parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
         """
 
-    def truncate_to(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens only, and drop pending rows. Raises InternalError where fewer are kept."""
+    def truncate_to(self, slot: int, length: int) -> int:
+        """Keep the first `length` tokens only, and drop pending rows. Raises InternalError where fewer are kept.
+
+        Returns how many are kept: fewer where layers with a window have given back what the next row would see.
+        """
 
     def check_integrity(self) -> None:
         """Raise InternalError where the cache has broken one of its own promises."""

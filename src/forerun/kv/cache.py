@@ -1,26 +1,42 @@
-"""The KV cache of the models in models/: block tables on the host, and a pool of rows for each layer."""
+"""The KV cache of the models in models/: block tables on the host, and a pool of rows for each layer.
+
+Layers that see as far back share block tables (they are of one *kind*), and each kind has its own: a kind with a window
+gives old blocks back. The room of the widest kind is the room of the cache, for no other runs out of blocks before it:
+each has as many, and those of a window more for each sequence, since two sequences that share an equal beginning in one
+kind may each have their own in another. Of a kind with a window most blocks are never written, and on a CPU memory that
+is never written is not there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from forerun.blocks import CacheShape as CacheShape
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
+from forerun.kv import Held
 from forerun.kv.pool import Pool as Pool, Pools
-from forerun.kv.tables import BlockTables
+from forerun.kv.prefix import keys_of
+from forerun.kv.tables import SPARE_TOKENS, BlockTables
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
+FOUND_TOKENS = 8192  # kept behind windows for later sequences that begin alike, beyond what running ones see
+WRITTEN_TOKENS = 512  # of a sequence in one pass, for the size of what a window takes
 
 
 class BlockCache(BlockTables):
     """The keys and values of every sequence of one model, in blocks; for the paged and the contiguous backend alike.
 
-    pools: the rows of each layer, see kv/pool.py.
+    pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest first,
+    which is the cache itself. max_batch_size: sequences at once, for the blocks that are written of kinds with windows.
     """
 
     def __init__(
@@ -32,12 +48,37 @@ class BlockCache(BlockTables):
         dtype: torch.dtype,
         device: torch.device,
         prefix_caching: bool = True,
+        max_batch_size: int = 1,
     ) -> None:
         self.shape = shape
         self.device = device
         self.dtype = dtype
-        self.pools = Pools(shape, block_tokens, num_blocks, dtype, device)
-        super().__init__(block_tokens, num_blocks, self.pools.copy, prefix_caching=prefix_caching)
+        (widest, *windows) = shape.kinds
+        more = [max_batch_size * (window // block_tokens + 2) for window in windows if window is not None]
+        blocks = [num_blocks, *(num_blocks + own for own in more)]
+        touched = [written_blocks(window, block_tokens, num_blocks, max_batch_size) for window in shape.kinds]
+        self.pools = Pools(shape, block_tokens, blocks, dtype, device)
+        super().__init__(
+            block_tokens,
+            num_blocks,
+            self.pools.copy,
+            prefix_caching=prefix_caching,
+            window=widest,
+            touched_blocks=touched[0],
+        )
+        self.kinds: list[BlockTables] = [self]
+        for kind, window in enumerate(windows, 1):
+            copy = partial(self.pools.copy, kind=kind)
+            self.kinds.append(
+                BlockTables(
+                    block_tokens,
+                    blocks[kind],
+                    copy,
+                    prefix_caching=prefix_caching,
+                    window=window,
+                    touched_blocks=touched[kind],
+                )
+            )
 
     @classmethod
     def create(
@@ -56,6 +97,7 @@ class BlockCache(BlockTables):
 
         Raises BadOption where `num_tokens` is less than one block, CapacityError where there is no memory.
         """
+        shape = shape_of(shape, backend, max_seq_len, device)
         block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
         per_sequence = -(-max_seq_len // block)
         num_blocks = max_batch_size * per_sequence if num_tokens is None else num_tokens // block
@@ -70,26 +112,121 @@ class BlockCache(BlockTables):
             dtype=dtype,
             device=torch.device(device),
             prefix_caching=prefix_caching,
+            max_batch_size=max_batch_size,
         )
 
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return the physical rows of the logical positions start .. stop-1, int64 [stop - start]."""
-        table, block = self.table(slot), self.block_tokens
+    # ------------------------------------------------------------------------------------------------- of every kind
+
+    def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
+        """Begin a sequence with the published rows of `tokens` that the layers of all kinds have, see KVCache."""
+        keys, num = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else [], None
+        while num != len(keys):
+            num = len(keys)
+            for kind in self.kinds:
+                keys = keys[: kind.num_found(keys)]
+        for kind in self.kinds:
+            kind.begin(slot, keys, salt)
+        return self._counted(slot, len(tokens))
+
+    def fork(self, slot: int, new_slot: int) -> None:
+        """Begin a sequence with the kept rows of another, see KVCache."""
+        super().fork(slot, new_slot)
+        for kind in self.kinds[1:]:
+            kind.fork(slot, new_slot)
+
+    def publish(self, slot: int, tokens: Seq[int]) -> None:
+        """Let other sequences find the slot's full blocks, see KVCache."""
+        super().publish(slot, tokens)
+        for kind in self.kinds[1:]:
+            kind.publish(slot, tokens)
+
+    def release(self, slot: int) -> None:
+        """End a sequence and give its blocks back, see KVCache."""
+        super().release(slot)
+        for kind in self.kinds[1:]:
+            kind.release(slot)
+
+    def clear_prefixes(self) -> None:
+        """Free every published block that no slot uses."""
+        super().clear_prefixes()
+        for kind in self.kinds[1:]:
+            kind.clear_prefixes()
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for a run, see KVCache."""
+        super().reserve(slot, num_tokens)
+        for kind in self.kinds[1:]:
+            kind.reserve(slot, num_tokens)
+
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = MappingProxyType({})) -> list[int]:
+        """Keep some of the pending rows and of the rows just written, see KVCache."""
+        for kind in self.kinds[1:]:
+            kind.keep(kept, held)
+        return super().keep(kept, held)
+
+    def hold(self, slot: int, parents: Seq[int]) -> None:
+        """Make the rows of the run just written pending, see KVCache."""
+        super().hold(slot, parents)
+        for kind in self.kinds[1:]:
+            kind.hold(slot, parents)
+
+    def truncate_to(self, slot: int, length: int) -> int:
+        """Keep the first `length` tokens only, or none where a kind's window has lost them, see KVCache."""
+        if length <= self.length(slot) and not all(kind.can_cut(slot, length) for kind in self.kinds):
+            length = 0
+        for kind in self.kinds[1:]:
+            kind.truncate_to(slot, length)
+        return super().truncate_to(slot, length)
+
+    def check_integrity(self) -> None:
+        """Check every promise about the blocks of each kind, and that none has less room than the widest."""
+        super().check_integrity()
+        for kind in self.kinds[1:]:
+            kind.check_integrity()
+            if kind.free_tokens() < self.free_tokens():
+                raise InternalError("layers with a window have less room in the KV cache than those without")
+
+    # --------------------------------------------------------------------------------------------------- one forward
+
+    def rows(self, slot: int, start: int, stop: int, kind: int = 0) -> Tensor:
+        """Return the physical rows of the logical positions start .. stop-1 in layers of a kind, int64 [stop - start].
+
+        Positions that were given back have rows of others, which are numbers that no row may see.
+        """
+        table, block = self.kinds[kind].table(slot), self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
             base = table[0] * block if table else 0
             return torch.arange(base + start, base + stop, device=self.device)
         heads = torch.tensor(table, dtype=torch.int64)[:, None] * block
         return (heads + torch.arange(block)).flatten()[start:stop].to(self.device)
 
-    def view(self, batch: RaggedBatch) -> CacheView:
+    def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
         """Return the rows that one pass writes and reads. Raises InternalError where batch and cache disagree."""
         reads, writes = [], []
-        self.tables(batch)
+        self.kinds[kind].tables(batch)
         for b, slot in enumerate(batch.slots):
-            read = self.rows(slot, 0, batch.end(b))
+            read = self.rows(slot, 0, batch.end(b), kind)
             reads.append(read)
             writes.append(read[len(read) - len(batch.run(b)) :])
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
         return CacheView(batch, torch.cat(writes) if writes else empty, reads)
+
+
+def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: torch.device | str) -> CacheShape:
+    """Return the shape of the cache that `BlockCache.create` makes: without windows where nothing is given back."""
+    if backend == "paged" and torch.device(device).type == "cpu":
+        return shape.within(max_seq_len)
+    return replace(shape, windows=None)  # a block is a whole text, or kernels read one table for all layers
+
+
+def written_blocks(window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int) -> int:
+    """Return how many blocks of a kind of layers are written, if no search has many rows pending; all without a window.
+
+    They are what the rows of running sequences see, and what is kept for later ones that begin alike.
+    """
+    if window is None:
+        return num_blocks
+    each = -(-(window + SPARE_TOKENS + WRITTEN_TOKENS) // block_tokens) + 2
+    return min(num_blocks, max_batch_size * each + FOUND_TOKENS // block_tokens)

@@ -6,6 +6,7 @@ is stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -38,21 +39,23 @@ class Pool:
 class Pools:
     """One pool for each layer, by its index. A layer that is not kept has another one's pool, and must not be run.
 
+    num_blocks: of each kind of layers (CacheShape.kinds).
     native: the pools in the form that native operators take, None where there are none.
     """
 
     def __init__(
-        self, shape: CacheShape, block_tokens: int, num_blocks: int, dtype: torch.dtype, device: torch.device
+        self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._device = device
-        self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens * num_blocks, dtype, device), strict=True))
+        self._shape = shape
+        self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens, num_blocks, dtype, device), strict=True))
         first = self._kept[shape.kept[0]] if shape.kept else None
         pools = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
         self._by_layer = [pool for pool in pools if pool is not None]
-        self.native = self._for_native(self._by_layer, block_tokens)
-        self._copied = self.native
-        if shape.layers is not None:
-            self._copied = self._for_native(list(self._kept.values()), block_tokens)
+        kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
+        self.native = self._for_native(self._by_layer, block_tokens, kinds)
+        self._of_kind = [self._those(kind) for kind in range(len(shape.kinds))]
+        self._copied = [self._for_native(pools, block_tokens) for pools in self._of_kind]
 
     def __getitem__(self, layer: int) -> Pool:
         """Return the pool of a layer."""
@@ -66,36 +69,41 @@ class Pools:
         """Return all that is allocated: the keys of each kept layer, then the values."""
         return [pool.keys for pool in self] + [pool.values for pool in self]
 
-    def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows in all layers, one after the other."""
-        if self._copied is not None:
-            self._copied.copy(sources, targets)
+    def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
+        """Copy rows in all layers of a kind, one after the other."""
+        if (copied := self._copied[kind]) is not None:
+            copied.copy(sources, targets)
             return
         source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
-        for pool in self:
+        for pool in self._of_kind[kind]:
             pool.write(target, *pool.read(source))
 
-    def _for_native(self, pools: Seq[Pool], block_tokens: int) -> Any:
+    def _those(self, kind: int) -> list[Pool]:
+        return [pool for layer, pool in self._kept.items() if self._shape.kind_of(layer) == kind]
+
+    def _for_native(self, pools: Seq[Pool], block_tokens: int, kinds: Seq[int] = ()) -> Any:
         extension = native.extension()
         if extension is None or self._device.type != "cpu":
             return None
         keys = [pool.keys.data_ptr() for pool in pools]
         values = [pool.values.data_ptr() for pool in pools]
         row_bytes = [pool.keys[:1].nbytes for pool in pools]
-        return extension.Pools(keys, values, block_tokens, row_bytes)
+        return extension.Pools(keys, values, block_tokens, row_bytes, list(kinds) or [0] * len(keys))
 
 
-def _allocated(shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device) -> list[Pool]:
+def _allocated(
+    shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: torch.dtype, device: torch.device
+) -> list[Pool]:
     """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them.
 
     They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
     """
-    sizes = [(num_rows, *shape.size_of(layer)) for layer in shape.kept]
+    sizes = [(block_tokens * num_blocks[shape.kind_of(layer)], *shape.size_of(layer)) for layer in shape.kept]
     try:
         keys = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
         values = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
-        num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
+        num_gb = 2 * sum(map(math.prod, sizes)) * dtype.itemsize / 1e9
         raise CapacityError(
             f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
             "or kv_cache_tokens; forerun plan says what fits"

@@ -22,11 +22,14 @@ right, and other slots may be reading them. A slot must call `reserve` before it
 makes the block private: it withdraws the block where this slot is its only user, else it copies the kept rows into a
 new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies nothing.
 
-*Two slots computed the same block.* Later sequences find the block that was published first. The other block stays
-private, and what its slot publishes later follows the first block's node. When the first block is evicted, those later
-blocks can no longer be found, though their slot still uses them. That only loses prefix hits: they become evictable
-when their slot ends. In all other cases a slot that uses a block also uses all blocks before it, so none of those is
-evictable.
+*Two slots computed the same block.* Later sequences find the block that was published first, and the other block
+stays private. What its slot publishes later is found behind the first block, as long as that one is not evicted.
+
+*Layers with a window.* Where all layers of the tables see no further than a window, blocks that no later row sees are
+given back when a slot reserves its next rows, though not the last SPARE_TOKENS of them, so that a slot may be cut by as
+many. What was given back can be found until it is evicted, and a sequence is begun wherever the blocks of its window
+are found. In the table the first block that is left stands for those before it: its rows are written, so what reads
+them under a mask reads numbers.
 """
 
 from __future__ import annotations
@@ -38,20 +41,32 @@ from dataclasses import dataclass, field
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import Held, Room
-from forerun.kv.prefix import Path, PrefixIndex
+from forerun.kv.prefix import Key, PrefixIndex, extended, keys_of, root
 from forerun.types import RaggedBatch
 
 _NONE_HELD: Mapping[int, Held] = {}
+SPARE_TOKENS = 128  # two tiles of keys: a pass may read the masked lanes of one, and a cut takes hardly more than 64
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One sequence: its blocks, those of them that are published, its kept length, and the parents of pending rows."""
+    """One sequence.
+
+    table: its blocks, of which those before `first` were given back. keys: of the blocks that are published, under
+    these or as equal blocks of others; root: what stands before them. length: of kept rows. pending: parents of rows.
+    """
 
     table: list[int]
-    path: Path
+    root: Key
+    keys: list[Key]
     length: int
+    first: int = 0
     pending: list[int] = field(default_factory=list)
+
+    @property
+    def live(self) -> list[int]:
+        """The blocks that the slot uses."""
+        return self.table[self.first :] if self.first else self.table
 
     @property
     def end(self) -> int:
@@ -63,8 +78,10 @@ class BlockTables:
     """The blocks of every sequence of one model, shared where sequences begin alike.
 
     copy: copies physical rows, sources [n] to targets [n], one after the other, in all that the tables are of.
-    prefix_caching: whether sequences share blocks. prefix_queries_tokens, prefix_hit_tokens: totals of the tokens that
-    `open` was asked for and of those it found.
+    prefix_caching: whether sequences share blocks. window: how many positions a row sees, its own included; None = all.
+    touched_blocks: blocks that are written before one that was never used is taken while another could be evicted, for
+    memory that was never written is not there yet; None = all. prefix_queries_tokens, prefix_hit_tokens: totals of the
+    tokens that `open` was asked for and of those it found.
     """
 
     def __init__(
@@ -74,7 +91,11 @@ class BlockTables:
         copy: Callable[[list[int], list[int]], None],
         *,
         prefix_caching: bool = True,
+        window: int | None = None,
+        touched_blocks: int | None = None,
     ) -> None:
+        self.window = window
+        self.touched_blocks = num_blocks if touched_blocks is None else touched_blocks
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
@@ -84,7 +105,8 @@ class BlockTables:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_users = [0] * num_blocks  # slots that have the block in their table
         self._slots: dict[int, _Slot] = {}
-        self._prefixes = PrefixIndex(block_tokens)
+        self._num_touched = 0  # blocks are taken from block 0 on
+        self._prefixes = PrefixIndex()
 
     # ------------------------------------------------------------------------------------------------ life of a slot
 
@@ -93,19 +115,52 @@ class BlockTables:
 
         tokens: the committed ones, from the beginning. Only blocks that were published under the same salt are found.
         """
+        keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
+        self.begin(slot, keys[: self.num_found(keys)], salt)
+        return self._counted(slot, len(tokens))
+
+    def num_found(self, keys: Seq[Key]) -> int:
+        """Return with how many of these keys' blocks a sequence can begin: the blocks that its next row sees are there.
+
+        keys: of a sequence's blocks, from the first on.
+        """
+        most = present = 0
+        for num, key in enumerate(keys, 1):
+            present = present + 1 if self._prefixes.find(key) is not None else 0
+            if present >= num - self._first_seen(num * self.block_tokens):
+                most = num
+            elif self.window is None:
+                break
+        return most
+
+    def begin(self, slot: int, keys: list[Key], salt: str | None) -> None:
+        """Begin a sequence with the blocks of these keys, `num_found` of which are there."""
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
-        path = self._prefixes.find(tokens, salt) if self.prefix_caching else Path(salt)
-        table = [node.block for node in path.nodes]
-        for block in table:
+        length = len(keys) * self.block_tokens
+        first = self._first_seen(length)
+        blocks = [block for key in keys[first:] if (block := self._prefixes.find(key)) is not None]
+        for block in blocks:
             self._prefixes.wake(block)
             self._num_users[block] += 1
-        found = len(table) * self.block_tokens
-        self._slots[slot] = _Slot(table, path, found)
+        self._slots[slot] = _Slot(blocks[:1] * first + blocks, root(salt), list(keys), length, first)
+
+    def _counted(self, slot: int, num_tokens: int) -> int:
+        """Count what `open` was asked for and found; returns the latter."""
+        found = self._slots[slot].length
         if self.prefix_caching:
-            self.prefix_queries_tokens += len(tokens)
+            self.prefix_queries_tokens += num_tokens
             self.prefix_hit_tokens += found
         return found
+
+    def _first_seen(self, length: int, spare: int = 0) -> int:
+        """Return the index of the first block that rows at `length` and later see, or at `spare` tokens before it.
+
+        One kept block is seen at least.
+        """
+        if self.window is None:
+            return 0
+        return max(0, min((length + 1 - self.window - spare) // self.block_tokens, length // self.block_tokens - 1))
 
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a sequence with the kept rows of another. Full blocks are shared; rows of the last block are copied.
@@ -119,11 +174,11 @@ class BlockTables:
         if inside and not self._num_available():
             raise self._no_room(1)
         table = own.table[:num_full]
-        for block in table:
+        for block in table[own.first :]:
             self._num_users[block] += 1
         if inside:
             table.append(self._take_copy(own.table[num_full], inside))
-        self._slots[new_slot] = _Slot(table, Path(own.path.salt, list(own.path.nodes)), own.length)
+        self._slots[new_slot] = _Slot(table, own.root, list(own.keys), own.length, own.first)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let other sequences find the slot's full blocks. It costs nothing where no block was added (see `keep`).
@@ -136,8 +191,11 @@ class BlockTables:
         if own is None:
             raise InternalError(f"cache slot {slot} is not open, so it has nothing to publish")
         num_full = min(own.length, len(tokens)) // self.block_tokens
-        if self.prefix_caching and num_full > len(own.path.nodes):
-            self._prefixes.extend(own.path, tokens, own.table[:num_full])
+        size = self.block_tokens
+        for i in range(len(own.keys), num_full if self.prefix_caching else 0):
+            own.keys.append(extended(own.keys[-1] if i else own.root, tokens[i * size : (i + 1) * size]))
+            if i >= own.first:
+                self._prefixes.publish(own.keys[i], own.table[i])
 
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back; unknown slots are ignored.
@@ -147,11 +205,10 @@ class BlockTables:
         own = self._slots.pop(slot, None)
         if own is None:
             return
-        table, nodes = own.table, own.path.nodes
-        for i in range(len(table) - 1, -1, -1):
-            self._drop(table[i])
-            if i < len(nodes) and nodes[i].block != table[i]:
-                self._prefixes.touch(nodes[i])
+        for i in range(len(own.table) - 1, own.first - 1, -1):
+            self._drop(own.table[i])
+            if i < len(own.keys):
+                self._prefixes.touch(own.keys[i])
 
     def clear_prefixes(self) -> None:
         """Free every published block that no slot uses; later sequences find only blocks that are in use."""
@@ -173,7 +230,7 @@ class BlockTables:
 
         without: slots that count as released; what they share with others stays in use. Unknown ones are ignored.
         """
-        released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].table)
+        released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].live)
         num_freed = sum(self._num_users[block] == num for block, num in released.items())
         return (self._num_available() + num_freed) * self.block_tokens
 
@@ -199,14 +256,25 @@ class BlockTables:
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Take blocks for a run of `num_tokens` rows: free ones first, then the longest unused evictable ones.
 
-        Raises CapacityError when the pool is exhausted; nothing is reserved then.
+        Blocks that the run does not see are given back before. Raises CapacityError when the pool is exhausted; nothing
+        is reserved then.
         """
         own, missing = self._slots[slot], self.missing_blocks(slot, num_tokens)
+        self._give_back(own)
         if missing > self._num_available():
             raise self._no_room(missing)
         if num_tokens and (cut := self._cut_block(own)) is not None:
             missing -= self._make_private(own, cut)
         own.table += [self._take() for _ in range(missing)]
+
+    def _give_back(self, own: _Slot) -> None:
+        """Give back the blocks that no later row sees; the first one that is left stands for them in the table."""
+        first = self._first_seen(own.length, SPARE_TOKENS)
+        if first > own.first:
+            for block in own.table[own.first : first]:
+                self._drop(block)
+            own.table[:first] = own.table[first : first + 1] * first
+            own.first = first
 
     def _num_available(self) -> int:
         return len(self._free) + self._prefixes.num_evictable
@@ -252,8 +320,14 @@ class BlockTables:
         return copy
 
     def _take(self) -> int:
-        """Take a free block, else the longest unused evictable one, for one user."""
-        block = self._free.pop() if self._free else self._prefixes.evict()
+        """Take a free block for one user, else the longest unused evictable one.
+
+        The latter also where the free ones were never written, and as many were as may be.
+        """
+        is_new = bool(self._free) and self._free[-1] >= self._num_touched
+        spares = is_new and self._num_touched >= self.touched_blocks and self._prefixes.num_evictable > 0
+        block = self._free.pop() if self._free and not spares else self._prefixes.evict()
+        self._num_touched = max(self._num_touched, block + 1)
         self._num_users[block] = 1
         return block
 
@@ -337,16 +411,34 @@ class BlockTables:
             raise InternalError(f"slot {slot} has no {len(parents)} rows behind {own.end}: reserve them first")
         own.pending += parents
 
-    def truncate_to(self, slot: int, length: int) -> None:
+    def truncate_to(self, slot: int, length: int) -> int:
         """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
-        Raises InternalError for a length beyond the kept one, because the rows there may hold anything.
+        Returns the kept length: 0 where a row behind it would see what a window has given back. Raises InternalError
+        for a length beyond the kept one, because the rows there may hold anything.
         """
         own = self._slots[slot]
         if length > own.length:
             raise InternalError(f"slot {slot} holds {own.length} tokens and cannot be extended to {length}")
+        if not self.can_cut(slot, length):
+            length = 0
+            self._empty(own)
         self._set_length(own, length)
-        del own.path.nodes[length // self.block_tokens :]
+        del own.keys[length // self.block_tokens :]
+        return length
+
+    def can_cut(self, slot: int, length: int) -> bool:
+        """Return whether the rows are there that a row behind `length` kept ones sees."""
+        own = self._slots[slot]
+        return not own.first or self._first_seen(length) >= own.first
+
+    def _empty(self, own: _Slot) -> None:
+        """Give back all blocks, so that nothing of the table stands for others any more."""
+        for block in reversed(own.live):
+            self._drop(block)
+        own.table.clear()
+        own.first = own.length = 0
+        own.pending = []
 
     def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
         """Set the kept length, which is never below the published one, and the parents of pending rows."""
@@ -369,7 +461,7 @@ class BlockTables:
         published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
         block that another slot may read.
         """
-        users = Counter(block for own in self._slots.values() for block in own.table)
+        users = Counter(block for own in self._slots.values() for block in own.live)
         if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
             raise InternalError("the KV cache lost a block or owns one twice")
         if any(users[block] != num for block, num in enumerate(self._num_users)):
@@ -382,14 +474,14 @@ class BlockTables:
             self._check_slot(slot, own)
 
     def _check_slot(self, slot: int, own: _Slot) -> None:
-        length, table, path = own.length, own.table, own.path
+        length, table = own.length, own.table
         if own.end > len(table) * self.block_tokens:
             raise InternalError(f"slot {slot} is longer than its blocks")
-        if len(set(table)) < len(table):
+        if len(set(own.live)) < len(own.live):
             raise InternalError(f"slot {slot} has a block twice")
-        if len(path.nodes) * self.block_tokens > length:
+        if len(own.keys) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
-        self._prefixes.check_path(path, table)
+        self._prefixes.check_keys(own.keys[own.first :], own.live)
         # The next `reserve` makes the block that the slot ends inside of private; the blocks behind it must be already.
         num_filled = -(-length // self.block_tokens)
         self._check_private(slot, table, num_filled * self.block_tokens, len(table) * self.block_tokens)

@@ -23,7 +23,7 @@ from forerun import ops
 from forerun.blocks import Spec
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, shape_of, written_blocks
 from forerun.ops.memory import PROB_BYTES, Beside, MemoryPart, Pass, Schemes, Sizes, Wanted
 from forerun.types import ROUND_TOKENS
 
@@ -290,10 +290,24 @@ class _Needs:
         return self.sizes[self.backend_of[name]].cache_dtype_of(name)
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
-        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self._cache_dtype_of(name))
+        tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)
         batch, per_sequence = self.config.max_batch_size, tokens // self.config.max_batch_size
-        counted = f"{batch} x {per_sequence:,}" if self.config.kv_cache_tokens is None else f"{tokens:,}"
-        return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")
+        if name in self.beside:
+            shape = replace(shape, windows=None)  # a head keeps all rows
+        shape = shape_of(shape, self.config.kv_cache_backend, self.max_seq_len, self.device)
+        num_bytes, counted = 0, list[str]()
+        for kind, window in enumerate(shape.kinds):
+            block, each = PAGED_BLOCK_TOKENS, shape.bytes_per_token(dtype, kind)
+            own = (
+                tokens
+                if window is None
+                else block * written_blocks(window, block, tokens // block, batch * self.target.num_slots)
+            )
+            num_bytes += own * each
+            is_whole = own == tokens and self.config.kv_cache_tokens is None
+            counted.append(f"{batch} x {per_sequence:,}" if is_whole else f"{own:,}")
+            counted[-1] += f" tokens x {each:,} bytes" + (f" (window of {window:,})" if window else "")
+        return MemoryPart(f"{name} KV cache", num_bytes, " + ".join(counted))
 
     def _target_pass(self) -> Pass:
         """Return the target's largest pass.

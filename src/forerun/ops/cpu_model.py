@@ -203,7 +203,7 @@ class CpuModel:
                 positions,
                 self._turns(end_of(batch)),
                 len(batch.slots),
-                run_numbers(batch, cache.tables(batch)),
+                [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds],
                 cache.pools.native,
                 list(chosen),
                 address(hidden),
@@ -233,7 +233,7 @@ class CpuModel:
             positions,
             [address(own.table(end_of(batch))) for own in rotations],
             len(batch.slots),
-            run_numbers(batch, [list(batch.run(b)) for b in range(len(batch.slots))]),
+            [run_numbers(batch, [list(batch.run(b)) for b in range(len(batch.slots))])],
             pools,
             list(range(num)),
             0,
@@ -286,7 +286,7 @@ class CpuModel:
         counts = [end - start for start, end in itertools.pairwise(batch.run_starts)]
         ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
-        numbers = run_numbers(fed, cache.tables(fed))
+        numbers = [run_numbers(fed, kind.tables(fed)) for kind in cache.kinds]
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
         hidden = None if hidden is None else hidden.float().contiguous()
         pools = cache.pools.native

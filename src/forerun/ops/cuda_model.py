@@ -66,7 +66,7 @@ class _Joined:
 
     def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
         """Run the block; what its feed-forward part adds is left to be added."""
-        ops, a, rows = self.ops, self.a, cast(Rows, step.view)
+        ops, a, rows = self.ops, self.a, cast(Rows, step.views[0])
         assert step.cache is not None
         x, y = added(ops, stream, self.pre_attention, self.dtype)
         pool = step.cache.pools[i]
@@ -265,7 +265,7 @@ class CudaModel(TorchModel):
             x = self._entered(x, rows.positions)
         stream = _Stream(x.contiguous())
         tables = {turn: self._table(turn) for turn in self._rotations}
-        step = Step(rows.positions, {}, cache, rows)
+        step = Step(rows.positions, {}, cache, [rows])
         first = 0
         for i in chosen:
             if any(k in taps for k in range(first, i + 1)):

@@ -179,6 +179,7 @@ class Projections:
 class Step:
     """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind and size of heads.
 
+    views: the rows of the cache of each kind of layers; without a cache those that see each other, none in a chain.
     sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
     layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
     num_experts: of each block with experts that has run, how many of them some row chose.
@@ -187,10 +188,15 @@ class Step:
     positions: Tensor
     rotations: Mapping[Turn, Rotation]
     cache: BlockCache | None
-    view: CacheView | None
+    views: Seq[CacheView]
     sources: CacheView | None = None
     layer_inputs: Tensor | None = None
     num_experts: list[int] = field(default_factory=list)
+
+    def view(self, layer: int) -> CacheView | None:
+        """Return the rows of the cache that a layer writes and reads."""
+        kind = 0 if self.cache is None else self.cache.shape.kind_of(layer)
+        return self.views[kind] if self.views else None
 
 
 class TorchAttention:
@@ -230,7 +236,7 @@ class TorchAttention:
             k, v = self.keys_values(ops, found, rotation)
         layer = i if a.shares_kv_of is None else a.shares_kv_of
         pool = None if step.cache is None else step.cache.pools[layer]
-        view = step.sources if a.sees == "encoder" else step.view
+        view = step.sources if a.sees == "encoder" else step.view(layer)
         more = {} if self.scoring is PLAIN else {"scoring": self.scoring}
         out = ops.attention(q, k, v, pool=pool, view=view, window=a.window, **more)
         out = out.flatten(1)
@@ -538,12 +544,12 @@ class TorchModel:
         """
         taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
-        view = sources = None
+        views, sources = list[CacheView](), None
         if cache is not None:
-            view = self.ops.plan(cache.view(batch))
+            views = [self.ops.plan(cache.view(batch, kind)) for kind in range(len(cache.kinds))]
             sources = None if self.encoder is None else self.ops.plan(_sources_of(batch, cache))
         elif self._sees_all:
-            view = self.ops.plan(_of_itself(batch, self.device))
+            views = [self.ops.plan(_of_itself(batch, self.device))]
         tokens, positions = _on_device(batch, self.device)
         x = self._embedded(tokens) if hidden is None else hidden.to(self.activation_dtype)
         if hidden is None or (len(chosen) and chosen[0] == 0):
@@ -553,7 +559,7 @@ class TorchModel:
         inputs = None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.run(self.ops, tokens, self._embedded(tokens))
-        step, first = Step(positions, rotations, cache, view, sources, inputs), 0
+        step, first = Step(positions, rotations, cache, views, sources, inputs), 0
         for i in chosen:
             _write(taps, range(first, i + 1), x)
             first = i + 1
