@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
@@ -266,12 +266,50 @@ class EngineConfig:
         Aliases are resolved within each source, so options contradict each other only within a source. Without
         `config_file`, FORERUN_CONFIG names the file. Raises BadOption and NotFound.
         """
-        variables = _read_environment()
-        file = variables.pop("config", None) if config_file is None else config_file
-        given = {k: v for k, v in flags.items() if v is not None}
-        merged: dict[str, Any] = dict(usual or {})
-        needs_draft = False
-        for source in (_read_file(file) if file else {}, variables, given):
+        (given, file, variables) = _read_sources(flags, config_file)
+        if (models := _models_of(file)) is not None:
+            raise BadOption(
+                f"the config file names models ({', '.join(models)}), as `forerun serve` takes them: write the options "
+                "of one model, without [models]"
+            )
+        return cls._merged((usual or {}, file, variables, given))
+
+    @classmethod
+    def several(
+        cls, targets: Seq[str], flags: Mapping[str, Any], config_file: str | None = None
+    ) -> list[EngineConfig | tuple[str, EngineConfig]]:
+        """Make the configuration of each of several engines; see `from_sources`.
+
+        They are those of `targets`, or those that the file has as tables [models.NAME], which come with their names.
+        Such a table counts over the rest of the file, which holds for all. Without either there is one engine, of the
+        target that other sources name. Raises BadOption and NotFound.
+        """
+        given, file, variables = _read_sources(flags, config_file)
+        models = _models_of(file)
+        if models is None:
+            named = [{"target": target} for target in targets] or [{}]
+            return [cls._merged((file, variables, given, one)) for one in named]
+        if targets:
+            raise BadOption(
+                f"the config file names models ({', '.join(models)}) and the command does, too ({', '.join(targets)}): "
+                "name them in one place"
+            )
+        rest = {name: value for name, value in file.items() if name != _MODELS}
+        if "target" in rest or "target" in variables:
+            raise BadOption("target and [models] contradict each other: drop one of them")
+        made = list[EngineConfig | tuple[str, EngineConfig]]()
+        for name, options in models.items():
+            try:
+                made.append((name, cls._merged((rest, options, variables, given))))
+            except BadOption as error:
+                raise BadOption(f"[models.{name}]: {error}") from error
+        return made
+
+    @classmethod
+    def _merged(cls, sources: Seq[Mapping[str, Any]]) -> EngineConfig:
+        """Merge sources; the later one counts."""
+        merged, needs_draft = dict[str, Any](), False
+        for source in sources:
             values = _resolve_aliases(source)
             on = values.pop(_USE, None)
             if on and merged.get("draft") == _OFF:
@@ -322,6 +360,7 @@ def _as_text(value: Any) -> Any:
     return text if value.is_absolute() or text.startswith((".", "~")) else os.path.join(".", text)
 
 
+_MODELS = "models"  # of a config file: a table of options for each model of a server
 _USE, _OFF = "use_speculative_decoding", "none"
 NO_DRAFT = (
     "use_speculative_decoding=True needs a draft: name one, such as draft='auto', 'lookup', or a model's folder; "
@@ -412,6 +451,33 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
             f"{alias} says {name}={shown(value)} but {name}={shown(options[name])} was given too: drop one of them"
         )
     options[name] = value
+
+
+def _read_sources(
+    flags: Mapping[str, Any], config_file: str | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Return the flags that were given, the options of the file and those of the variables."""
+    variables = _read_environment()
+    file = variables.pop("config", None) if config_file is None else config_file
+    given = {k: v for k, v in flags.items() if v is not None}
+    return given, _read_file(file) if file else {}, variables
+
+
+def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the tables [models.NAME] of a file; None where it has none. Raises BadOption for what is none."""
+    if _MODELS not in file:
+        return None
+    models: Any = file[_MODELS]
+    are_tables = isinstance(models, dict) and bool(models) and all(isinstance(one, dict) for one in models.values())
+    if not are_tables:
+        raise BadOption(
+            f"models={shown(models)} is not possible: write [models.NAME] and that model's options below it"
+        )
+    found = dict[str, Mapping[str, Any]](models)
+    for name, options in found.items():
+        if "target" not in options:
+            raise BadOption(f'[models.{name}] has no target: write target = "..." below it')
+    return found
 
 
 def _read_environment() -> dict[str, Any]:

@@ -40,7 +40,13 @@ HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run:
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-LANGUAGES = {"python": {"file", "needs"}, "console": {"needs", "stable"}, "text": {"printed"}, "json": {"file"}}
+LANGUAGES = {
+    "python": {"file", "needs"},
+    "console": {"needs", "stable"},
+    "text": {"printed"},
+    "json": {"file"},
+    "toml": {"file"},
+}
 TIMEOUT_S = 300  # of one command of a shell, on a busy machine; alone they take seconds
 SHELL = re.compile(r"[|&;<>$`]|\bcat\b")
 

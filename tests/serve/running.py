@@ -63,11 +63,12 @@ def wait_for(what: Callable[[], object]) -> object:
 
 @contextmanager
 def serving(
-    *options: str, target: str = "shipped", port: int = 0, command: str = "serve", **env: str
+    *options: str, target: str | None = "shipped", port: int = 0, command: str = "serve", **env: str
 ) -> Iterator[Running]:
     """A server, with these options; killed in the end where it still runs. command: `serve`, or `lab`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("FORERUN_") or k == "FORERUN_CACHE_DIR"}
-    arguments = [sys.executable, "-m", "forerun", command, target, "--port", str(port), *options]
+    named = [] if target is None else [target]
+    arguments = [sys.executable, "-m", "forerun", command, *named, "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:

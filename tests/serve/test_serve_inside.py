@@ -38,7 +38,7 @@ from forerun.serve.limits import Gate, Patience
 from forerun.serve.options import Limits, ServerOptions
 from forerun.serve.origins import Origins, is_local
 from forerun.serve.server import PatientProtocol, _end_on_signals, _Server
-from forerun.serve.service import Service
+from forerun.serve.service import Service, Services
 from serve.running import CODE, Running
 from speculation import llm_options
 
@@ -46,9 +46,15 @@ pytestmark = pytest.mark.once("faults, whatever the speculation")
 JSON = [(b"content-type", b"application/json")]
 
 
+def alone(llm: LLM, **limits: float) -> Services:
+    """A server of one model."""
+    own = Limits(**limits)  # type: ignore[arg-type]
+    return Services([Service(llm, ("small",), max_queue=own.max_queue)], limits=own)
+
+
 @asynccontextmanager
-async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    service = Service(llm, ("small",), limits=Limits(**limits))  # type: ignore[arg-type]
+async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncClient, Services]]:
+    service = alone(llm, **limits)
     app = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
         try:
@@ -410,7 +416,7 @@ def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
     sent: list[bytes] = []
 
     async def test() -> None:
-        service = Service(llm, ("small",), limits=Limits(keep_alive_s=0.05))
+        service = alone(llm, keep_alive_s=0.05)
         body = json.dumps({"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}).encode()
         messages = asyncio.Queue[dict[str, Any]]()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -433,7 +439,7 @@ def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCapture
     llm = LLM("shipped", **llm_options())
 
     async def test() -> None:
-        service = Service(llm, ("small",), limits=Limits(stall_timeout_s=0.05))
+        service = alone(llm, stall_timeout_s=0.05)
         body = json.dumps({"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
         messages = asyncio.Queue[dict[str, Any]]()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -596,7 +602,7 @@ def test_a_request_is_a_span_below_the_clients_own() -> None:
     async def test() -> None:
         async with served(LLM("shipped", max_batch_size=2, **llm_options())) as (client, _):
             good = await client.post("/v1/completions", **asked(max_tokens=8), headers=parent)
-            bad = await client.post("/v1/completions", **asked(max_tokens=-1), headers=parent)
+            bad = await client.post("/v1/completions", **asked(max_tokens=-2), headers=parent)
             assert (good.status_code, bad.status_code) == (200, 400)
 
     try:
@@ -619,8 +625,8 @@ def test_a_page_takes_what_the_context_allows() -> None:
 
     async def test() -> None:
         for most_bytes, most, option in ((4 << 20, 40_000, "--max-seq-len"), (9_000, 9_000, "--max-body-bytes")):
-            service = Service(llm, ("small",), limits=Limits(max_body_bytes=most_bytes))
-            service.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
+            service = alone(llm, max_body_bytes=most_bytes)
+            service.first.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
             page = Door(answered, service, None, ("/lab",), Origins())
             try:
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
@@ -633,7 +639,7 @@ def test_a_page_takes_what_the_context_allows() -> None:
                     assert f"takes {most:,} bytes at once, and this has {most + 1:,}: shorten it" in message
                     assert message.endswith(f"or raise {option}")
             finally:
-                service.llm = llm
+                service.first.llm = llm
                 service.close()
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:

@@ -131,7 +131,7 @@ def test_what_ends_every_process_is_given_up(monkeypatch: pytest.MonkeyPatch, tm
     started = tmp_path / "started"
     code = f"open({str(started)!r}, 'a').write('x')"
     monkeypatch.setattr(aside, "_CODE", code)
-    reader = aside.Aside(TextOptions(tmp_path, ("x",), 16, 1))
+    reader = aside.Aside([TextOptions(tmp_path, ("x",), 16, 1)])
     with pytest.raises(InternalError, match="twice in a row"):
         reader.work("/tokenize", b"{}").result()
     assert started.read_text(encoding="utf-8") == "xx"

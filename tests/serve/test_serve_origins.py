@@ -22,7 +22,7 @@ from forerun.serve.bodies import Refused
 from forerun.serve.options import ServerOptions
 from forerun.serve.origins import Origins
 from forerun.serve.server import origins_of
-from forerun.serve.service import Service
+from forerun.serve.service import Service, Services
 from serve.running import Running, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
@@ -195,7 +195,7 @@ def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read
     llm = LLM("shipped", draft="none", max_batch_size=1)
 
     async def test() -> None:
-        service = Service(llm, ("small",))
+        service = Services([Service(llm, ("small",))])
         app = httpx.ASGITransport(make_app(service, origins=origins_of(ServerOptions(host="0.0.0.0"))))
         try:
             async with httpx.AsyncClient(transport=app, base_url="http://evil.example", timeout=60) as client:
@@ -205,7 +205,7 @@ def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read
                 for path in ("/metrics", "/openapi.json", "/v1/models", "/v1/models/small", "/lab/", "/nowhere"):
                     answer = await client.get(path)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), path
-                service.failure = InternalError("a secret")
+                service.first.failure = InternalError("a secret")
                 assert (await client.get("/health")).json() == {"status": "failed"}
                 own = await client.get("/health", headers={"host": "10.0.0.1:8000"})
                 assert own.json() == {"status": "failed", "message": "a secret"}

@@ -87,11 +87,15 @@ def pod() -> tuple[list[str], dict[str, str]]:
     return container["args"][1:], {one["name"]: one.get("value", "secret") for one in container["env"]}
 
 
-def test_every_command_that_is_shown_starts_a_server(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_that_is_shown_starts_a_server(
+    any_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Up to the model: options and variables are read, and the key that a variable holds is asked for."""
     started: list[ServerOptions] = []
+    file = tmp_path / "models.toml"  # which the page has
+    file.write_text('[models.small]\ntarget = "shipped"\n', encoding="utf-8")
 
-    def run(config: EngineConfig, options: ServerOptions, pages: Any) -> int:
+    def run(configs: list[EngineConfig], options: ServerOptions, pages: Any) -> int:
         server.check(options)
         started.append(options)
         return 0
@@ -100,7 +104,7 @@ def test_every_command_that_is_shown_starts_a_server(cli: Callable[..., Any], mo
     shown = list(commands())
     assert len(shown) >= 8
     for words, given in shown:
-        done = cli(*words, **given)
+        done = any_cli(*(str(file) if word == file.name else word for word in words), **given)
         assert done.returncode == 0, (words, given, done.stderr)
         assert started.pop().api_key == given.get("FORERUN_API_KEY"), words
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -26,6 +26,13 @@ from forerun.types import SamplingParams
 
 TargetArgument = Annotated[
     str | None, typer.Argument(help=EngineConfig.__dataclass_fields__["target"].metadata["help"], show_default=False)
+]
+TargetsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help=EngineConfig.__dataclass_fields__["target"].metadata["help"] + "; several are served together",
+        show_default=False,
+    ),
 ]
 UseSpeculativeDecoding = Annotated[
     bool | None,
@@ -211,6 +218,14 @@ def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
 
     usual: what the command has in place of a default.
     """
+    return EngineConfig.from_sources(*_sources(flags), usual)
+
+
+def engine_configs(flags: Mapping[str, Any], targets: Seq[str]) -> list[EngineConfig | tuple[str, EngineConfig]]:
+    """Return the engines' options of each target, or of each model of a config file; see EngineConfig.several."""
+    return EngineConfig.several(targets, *_sources(flags))
+
+
+def _sources(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     config_file = flags.get("config")
-    given = {k: v for k, v in flags.items() if k in _ENGINE}
-    return EngineConfig.from_sources(given, str(config_file) if config_file else None, usual)
+    return {k: v for k, v in flags.items() if k in _ENGINE}, str(config_file) if config_file else None

@@ -47,4 +47,4 @@ def lab(
         raise not_installed("forerun lab", "serve", error.name) from None
     if config.extra_drafts is None:  # all that can be had, for the menu of the widget Live
         config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(config)))
-    raise typer.Exit(run(config, options, {"/lab": make_lab}))
+    raise typer.Exit(run([config], options, {"/lab": make_lab}))

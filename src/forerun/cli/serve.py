@@ -16,15 +16,18 @@ def serve(
     engine: Annotated[Given, flags.engine(leave_out=("target",))],
     own: Annotated[Given, Fields(ServerOptions, is_plan=True)],
     limits: Annotated[Given, Fields(Limits, is_plan=True)],
-    target: flags.TargetArgument = None,
+    target: flags.TargetsArgument = None,
     lab: Annotated[bool, typer.Option(help="whether the page of `forerun lab` is there, under /lab")] = True,
 ) -> None:
-    """Serve a model by the APIs of OpenAI and Anthropic. SIGTERM and Ctrl-C let accepted requests finish."""
+    """Serve models by the APIs of OpenAI and Anthropic. SIGTERM and Ctrl-C let accepted requests finish.
+
+    Options of engines hold for each of several models; a config file may have tables [models.NAME] with their own.
+    """
     options = ServerOptions(**own, limits=Limits(**limits))
-    config = flags.engine_config({**engine, "target": target})
+    configs = flags.engine_configs(engine, target or ())
     try:
         from forerun.lab.app import make_lab
         from forerun.serve.server import run
     except ImportError as error:
         raise not_installed("forerun serve", "serve", error.name) from None
-    raise typer.Exit(run(config, options, {"/lab": make_lab} if lab else None))
+    raise typer.Exit(run(configs, options, {"/lab": make_lab} if lab else None))

@@ -32,7 +32,7 @@ from forerun.registry import checked
 from forerun.serve.app import make_app
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.options import Limits, ServerOptions
-from forerun.serve.server import check, loaded, make_service, origins_of
+from forerun.serve.server import check, loaded, make_services, named, origins_of
 
 NAME = "forerun"  # of the application and of its deployment
 # Ray's variables: a function whose middleware every proxy runs, and the header by which requests belong together.
@@ -129,19 +129,19 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """What a replica is beside its application, which holds its service as `state.service`."""
+    """What a replica is beside its application, which holds its services as `state.services`."""
 
     app: FastAPI  # Ray sets it
 
     async def check_health(self) -> None:
         """Ray asks it now and then, and replaces a replica that raises."""
-        if (failure := self.app.state.service.failure) is not None:
+        if (failure := self.app.state.services.failure) is not None:
             raise failure
 
     async def own_metrics(self) -> tuple[str, str]:
         """Its name, and its metrics in the format of Prometheus."""
-        service = self.app.state.service
-        text = await service.in_thread(service.metrics.text)
+        services = self.app.state.services
+        text = await services.in_thread(services.metrics.text)
         return serve.get_replica_context().replica_id.unique_id, text.decode()
 
 
@@ -154,11 +154,11 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
     check(options)
 
     def build() -> FastAPI:
-        service = make_service(loaded(config), options)
+        services = make_services([(names, loaded(one)) for names, one in named([config], options)], options)
         key = options.api_key or os.environ.get("FORERUN_API_KEY") or None
         origins = origins_of(dataclasses.replace(options, api_key=key, host="0.0.0.0"))  # the proxies': others reach it
-        app = make_app(service, api_key=key, origins=origins)
-        app.state.service, app.state.watching = service, asyncio.create_task(service.watch_delay())
+        app = make_app(services, api_key=key, origins=origins)
+        app.state.services, app.state.watching = services, asyncio.create_task(services.watch_delay())
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/metrics"]
         app.get("/metrics")(_all_metrics)
         app.add_middleware(_OneId)

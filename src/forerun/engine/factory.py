@@ -23,7 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound, UnsupportedModel, UserError
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
-from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len, together
 from forerun.models import named
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import (
@@ -262,6 +262,44 @@ def refuse_what_does_not_fit(found: Outlines) -> None:
     plan = plan_of(found.config, found, device, available_bytes(device))
     if not plan.fits:
         raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
+
+
+def refuse_together(configs: Mapping[str, EngineConfig]) -> None:
+    """Raise UserError for what `refuse_early` refuses of an engine, before any weight of another one is read.
+
+    And CapacityError, with numbers, where this machine has no memory for all of them at once. configs: by the names of
+    the engines.
+    """
+    found = dict[str, Outlines]()
+    for name, config in configs.items():
+        try:
+            found[name] = refuse_early(config)
+        except UserError as error:
+            raise type(error)(f"{name}: {error}") from error
+    by_device = dict[str, dict[str, Outlines]]()
+    for name, outlines in found.items():
+        by_device.setdefault(device_of(outlines.config), {})[name] = outlines
+    for device, own in by_device.items():
+        plan = plan_together(own, device, available_bytes(device))
+        if not plan.fits:
+            raise CapacityError(f"there is no memory for these {len(own)} engines together: {plan.verdict()}")
+
+
+def plan_together(found: Mapping[str, Outlines], device: str, available: int | None) -> MemoryPlan:
+    """The memory plan of several engines in one process, by their names. available: bytes, None = unknown."""
+
+    def plans(**options: int) -> dict[str, MemoryPlan]:
+        return {name: plan_of(_at_most(one, options), one, device, None) for name, one in found.items()}
+
+    return together(plans, available)
+
+
+def _at_most(found: Outlines, options: Mapping[str, int]) -> EngineConfig:
+    """The configuration of an engine with these options where they are less than its own."""
+    config, positions = found.config, found.target.config.max_positions
+    own = {"max_seq_len": resolve_max_seq_len(config.max_seq_len, positions), "max_batch_size": config.max_batch_size}
+    least: dict[str, Any] = {name: min(value, own[name]) for name, value in options.items()}
+    return replace(config, **least)
 
 
 @dataclass(frozen=True)

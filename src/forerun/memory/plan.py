@@ -30,6 +30,7 @@ from forerun.types import ROUND_TOKENS
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a cache for the model's own limit may be far larger than what a user expects
 SAMPLING_BYTES = 48  # per id, for one row at a time: arrays of sampling and of the Gumbel noise, mostly float64
 EXTRA_DRAFT = "extra draft"
+_MOST_BATCH = EngineConfig.__dataclass_fields__["max_batch_size"].metadata["max"]
 MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 
 
@@ -143,6 +144,33 @@ def memory_plan(
     needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, one, own)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
+
+
+def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: int | None) -> MemoryPlan:
+    """Plan several engines that run at once in one process; they are loaded one after the other.
+
+    plans(): the plan of each by its name; plans(max_batch_size=...) or plans(max_seq_len=...): where no engine has more
+    than that. Its suggestions are options that all of them are given.
+    """
+
+    def needed(**options: int) -> int:
+        return sum(plan.total_bytes for plan in plans(**options).values())
+
+    def fits(**options: int) -> bool:
+        try:
+            return needed(**options) <= (available_bytes or 0)
+        except BadOption:
+            return False
+
+    own = plans()
+    parts = tuple(replace(part, name=f"{name}: {part.name}") for name, plan in own.items() for part in plan.parts)
+    plan = MemoryPlan(parts, available_bytes)
+    if plan.fits:
+        return plan
+    batch = _largest(_MOST_BATCH, 1, lambda n: fits(max_batch_size=n))
+    length = _largest(DEFAULT_MAX_SEQ_LEN, MIN_SEQ_LEN, lambda n: fits(max_seq_len=n))
+    found = {"max_batch_size": batch, "max_seq_len": length}
+    return replace(plan, suggestions=tuple({name: n} for name, n in found.items() if n is not None))
 
 
 def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:

@@ -26,9 +26,9 @@ from forerun.serve.bodies import Form, Job, Refused
 from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
 from forerun.serve.generation import Generation
 from forerun.serve.kept import FIELD
-from forerun.serve.limits import Patience
+from forerun.serve.limits import Patience, Place
 from forerun.serve.responses import RESPONSES
-from forerun.serve.service import Service
+from forerun.serve.service import Services
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -71,13 +71,13 @@ class Api:
 class Answer(Response):
     """The answer to one request, made when it is sent."""
 
-    def __init__(self, service: Service, api: Api) -> None:
+    def __init__(self, services: Services, api: Api) -> None:
         super().__init__()
-        self._service, self._api = service, api
+        self._services, self._api = services, api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, generate and send. Nothing is raised but what ends the connection."""
-        exchange = Exchange(self._service, self._api, scope, receive, send)
+        exchange = Exchange(self._services, self._api, scope, receive, send)
         try:
             await exchange.run()
         except ForerunError as error:
@@ -95,37 +95,46 @@ class ClientGone(Exception):
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, service: Service, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service, self._api, self._receive, self._send = service, api, receive, send
+    def __init__(self, services: Services, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
+        self._services, self._api, self._receive, self._send = services, api, receive, send
+        self._service = services.first  # until the body names another one
         self._record: dict[str, Any] = scope[RECORD]
         self._headers = Request(scope).headers
         self._key = key_of(self._headers)
-        self._ends_s = time.monotonic() + service.limits.request_timeout_s
+        self._ends_s = time.monotonic() + services.limits.request_timeout_s
         self._patience = Patience()
         self._wrote_s = time.monotonic()  # when something was last sent
         self._is_sent = False  # the last byte is on its way: that the client goes then is as it should be
 
     async def run(self) -> None:
         """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
-        service = self._service
-        body = await read_body(self._headers, self._receive, service)
+        services = self._services
+        body = await read_body(self._headers, self._receive, services)
         if FIELD in body and self._api.form.url == RESPONSES:
-            body = await self._guarded(service.kept.extend, self._key, body)
-        with service.gate.enter() as place:
+            body = await self._guarded(services.kept.extend, self._key, body)
+        with services.gate.enter() as place:
             async with self._until_gone():
-                if service.logs_texts:
+                if services.logs_texts:
                     self._record["body"] = body.decode(errors="replace")
                 job, prompts = await self._read(body)
                 del body
-                job, requests = await self._guarded(service.make, job, prompts)
-                place.grow(len(requests))
-                self._record |= {"prompt_tokens": sum(map(len, prompts)), "stream": job.stream}
-                generation = service.start(job, requests)
-                try:
-                    await (self._stream if job.stream else self._whole)(job, prompts, generation)
-                finally:
-                    self._record["completion_tokens"] = sum(r.seq.num_output_tokens for r in requests)
-                    service.end(generation)
+                self._service, self._record["model"] = services.of(job.model), job.model
+                with self._service.gate.enter() as own_place:
+                    await self._answer(job, prompts, place, own_place)
+
+    async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
+        """Generate and send, in these places at the server's gate and the model's."""
+        service = self._service
+        job, requests = await self._guarded(service.make, job, prompts)
+        for place in reversed(places):
+            place.grow(len(requests))
+        self._record |= {"prompt_tokens": sum(map(len, prompts)), "stream": job.stream}
+        generation = service.start(job, requests)
+        try:
+            await (self._stream if job.stream else self._whole)(job, prompts, generation)
+        finally:
+            self._record["completion_tokens"] = sum(r.seq.num_output_tokens for r in requests)
+            service.end(generation)
 
     def close(self) -> None:
         """Forget its timer."""
@@ -149,7 +158,7 @@ class Exchange:
             job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
         )
         if job.items is not None:
-            self._service.kept.put(self._key, made, job.items)
+            self._services.kept.put(self._key, made, job.items)
         return in_slices(made)
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
@@ -162,7 +171,7 @@ class Exchange:
             while not is_over:
                 try:
                     silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
-                    await self._wait(generation, max(0.0, self._service.limits.keep_alive_s - silent_s))
+                    await self._wait(generation, max(0.0, self._services.limits.keep_alive_s - silent_s))
                 except TimeoutError:
                     await self._write(KEEP_ALIVE)
                     continue
@@ -182,13 +191,13 @@ class Exchange:
         made = events.end(self._outputs(generation))
         response = getattr(events, "response", None)
         if job.items is not None and response is not None:
-            self._service.kept.put(self._key, response, job.items)
+            self._services.kept.put(self._key, response, job.items)
         return made
 
     def _outputs(self, generation: Generation) -> list[RequestOutput]:
         outputs = generation.outputs()
         self._record["finish_reason"] = outputs[0].finish_reason
-        if self._service.logs_texts:
+        if self._services.logs_texts:
             self._record["texts"] = [output.text for output in outputs]
         return outputs
 
@@ -200,7 +209,7 @@ class Exchange:
         except TimeoutError:
             if time.monotonic() < self._ends_s:
                 raise
-            limit_s = self._service.limits.request_timeout_s
+            limit_s = self._services.limits.request_timeout_s
             message = f"the request took more than {limit_s:g} s: ask for fewer tokens, or raise --request-timeout-s"
             raise Refused(message, code="timeout", status=504) from None
         generation.is_told.clear()
@@ -208,12 +217,12 @@ class Exchange:
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
         """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
         with self._guarding():
-            return work(*given) if in_loop else await self._service.in_thread(work, *given)
+            return work(*given) if in_loop else await self._services.in_thread(work, *given)
 
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
         """The job of a body, and its prompts as ids. Raises ForerunError."""
         with self._guarding():
-            made: tuple[Job, list[list[int]]] = await self._service.read(self._api.form.url, body)
+            made: tuple[Job, list[list[int]]] = await self._services.read(self._api.form.url, body)
             return made
 
     @contextmanager
@@ -280,7 +289,7 @@ class Exchange:
     async def _within(self, sending: Awaitable[None]) -> None:
         """Raises ClientGone where the client takes nothing for too long."""
         try:
-            await self._patience.wait(sending, self._service.limits.stall_timeout_s)
+            await self._patience.wait(sending, self._services.limits.stall_timeout_s)
         except TimeoutError:
             self._record["reason"] = "stalled"
             raise ClientGone from None
@@ -292,14 +301,14 @@ def key_of(headers: Any) -> str:
     return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
-async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
+async def read_body(headers: Any, receive: Receive, services: Services) -> bytes:
     """The body of a request, for which there was room when it began.
 
     Raises Refused where there is none, and for a body that is too large or takes too long; ClientGone where it ends
     early.
     """
-    service.gate.look()
-    limits = service.limits
+    services.gate.look()
+    limits = services.limits
     most = limits.max_body_bytes
     too_large = Refused(
         f"the body has more than {most:,} bytes, which is this server's limit: make it shorter, or raise "
@@ -310,7 +319,7 @@ async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
     length = headers.get("content-length", "")
     is_too_large = length.isdigit() and int(length) > most
     parts, num_bytes, more = list[bytes](), 0, True
-    async with service.arriving.body(limits.body_timeout_s) as came:
+    async with services.arriving.body(limits.body_timeout_s) as came:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -1,4 +1,4 @@
-"""The routes of a server: a FastAPI application around one Service.
+"""The routes of a server: a FastAPI application around its Services.
 
 The event loop does HTTP alone. Errors have the form of the API whose route they are met on. Every answer has the
 request's id in the header x-request-id, and in request-id, where the client of Anthropic looks for it.
@@ -25,11 +25,11 @@ from forerun import __version__
 from forerun.errors import ForerunError, InternalError, shown
 from forerun.serve import messages, openai, openapi, responses
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
-from forerun.serve.bodies import Refused
+from forerun.serve.bodies import Refused, named
 from forerun.serve.events import as_json
-from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.origins import Origins
-from forerun.serve.service import Service
+from forerun.serve.service import Services
 from forerun.serve.texts import COUNTERS
 from forerun.serve.tracing import span
 
@@ -61,7 +61,7 @@ APIS = {
 
 
 def make_app(
-    service: Service,
+    services: Services,
     *,
     api_key: str | None = None,
     pages: Mapping[str, ASGIApp] | None = None,
@@ -74,29 +74,29 @@ def make_app(
     """
     origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()), origins=origins)
+    app.add_middleware(Door, services=services, api_key=api_key, pages=tuple(pages or ()), origins=origins)
     app.add_exception_handler(HTTPException, _http_error)
-    bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
+    bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(services).items()}
     for url, api in APIS.items():
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(service, api))
-    _add_kept(app, service)
-    _add_counting(app, service, bodies)
-    _add_models(app, service)
-    _add_state(app, service, origins)
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(services, api))
+    _add_kept(app, services)
+    _add_counting(app, services, bodies)
+    _add_models(app, services)
+    _add_state(app, services, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
     return app
 
 
-def _answering(service: Service, api: Api) -> Callable[[], Any]:
+def _answering(services: Services, api: Api) -> Callable[[], Any]:
     async def answer() -> Response:
-        return Answer(service, api)
+        return Answer(services, api)
 
     answer.__name__ = api.form.url.strip("/").replace("/", "_")
     return answer
 
 
-def _add_kept(app: FastAPI, service: Service) -> None:
+def _add_kept(app: FastAPI, services: Services) -> None:
     """Routes of responses that were given before."""
 
     def answered(what: Callable[[str, str], dict[str, Any]], request: Request, response_id: str) -> JSONResponse:
@@ -107,32 +107,32 @@ def _add_kept(app: FastAPI, service: Service) -> None:
             return JSONResponse(body, status)
 
     def deleted(key: str, response_id: str) -> dict[str, Any]:
-        service.kept.delete(key, response_id)
+        services.kept.delete(key, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.get(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
     async def response(request: Request, response_id: str) -> JSONResponse:
-        return answered(service.kept.get, request, response_id)
+        return answered(services.kept.get, request, response_id)
 
     @app.delete(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
     async def forget(request: Request, response_id: str) -> JSONResponse:
         return answered(deleted, request, response_id)
 
 
-def _add_counting(app: FastAPI, service: Service, bodies: dict[str, Any]) -> None:
+def _add_counting(app: FastAPI, services: Services, bodies: dict[str, Any]) -> None:
     """Routes that need no engine: texts to ids, ids to texts."""
     for url in COUNTERS:
         error = messages.error_answer if url == messages.COUNT_TOKENS else _plain_error
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(service, url, error))
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(services, url, error))
 
 
-def _counting(service: Service, url: str, error_of: Any) -> Callable[[Request], Any]:
+def _counting(services: Services, url: str, error_of: Any) -> Callable[[Request], Any]:
     async def count(request: Request) -> Response:
         headers: dict[str, str] = {}
         try:
-            body = await read_body(request.headers, request.receive, service)
-            with service.gate.enter():
-                made, ignored = await service.read(url, body)
+            body = await read_body(request.headers, request.receive, services)
+            with services.gate.enter():
+                made, ignored = await services.read(url, body)
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
             return Response(as_json(made), 200, headers, "application/json")
@@ -148,57 +148,57 @@ def _counting(service: Service, url: str, error_of: Any) -> Callable[[Request], 
     return count
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
+def _add_models(app: FastAPI, services: Services) -> None:
     def described(name: str) -> dict[str, Any]:
         """In the form of OpenAI, and with what the client of Anthropic looks for."""
+        service = services.of(name)
         return {
             "id": name,
             "object": "model",
-            "created": service.started_s,
+            "created": services.started_s,
             "owned_by": "forerun",
             "root": service.name,
             "parent": None,
             "max_model_len": service.llm.engine.max_seq_len,
             "type": "model",
             "display_name": name,
-            "created_at": datetime.fromtimestamp(service.started_s, UTC).isoformat(),
+            "created_at": datetime.fromtimestamp(services.started_s, UTC).isoformat(),
         }
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        data = [described(name) for name in service.names]
-        more = {"has_more": False, "first_id": service.names[0], "last_id": service.names[-1]}
+        data = [described(name) for name in services.names]
+        more = {"has_more": False, "first_id": services.names[0], "last_id": services.names[-1]}
         return JSONResponse({"object": "list", "data": data, **more})
 
     @app.get("/v1/models/{name:path}", responses=openapi.ERRORS)
     async def model(name: str) -> JSONResponse:
-        if name in service.names:
+        if name in services.names:
             return JSONResponse(described(name))
-        message = f"model={shown(name)} is not here: it must be {' or '.join(map(repr, service.names))}"
+        message = f"model={shown(name)} is not here: it must be {named(services.names)}"
         status, body = openai.error_answer(Refused(message, "model", code="model_not_found", status=404))
         return JSONResponse(body, status)
 
 
-def _add_state(app: FastAPI, service: Service, origins: Origins) -> None:
+def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
     @app.get("/health", responses=openapi.ERRORS)
     async def health(request: Request) -> JSONResponse:
         """Whether the engine is sound; what is not should be restarted."""
-        service.look_for_failure()  # it may have failed on what came through a page
-        if service.failure is not None:
-            why = {"message": str(service.failure)} if origins.knows(dict(request.scope["headers"])) else {}
+        if (failure := services.failure) is not None:
+            why = {"message": str(failure)} if origins.knows(dict(request.scope["headers"])) else {}
             return JSONResponse({"status": "failed", **why}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready", responses=openapi.ERRORS)
     async def ready(request: Request) -> JSONResponse:
         """Whether requests should be sent here: not while the server shuts down, nor when its engine has failed."""
-        if service.gate.is_draining:
+        if services.gate.is_draining:
             return JSONResponse({"status": "draining"}, 503)
         return await health(request)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await service.in_thread(service.metrics.text), media_type=CONTENT_TYPE)
+        return Response(await services.in_thread(services.metrics.text), media_type=CONTENT_TYPE)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -230,9 +230,9 @@ class Door:
     """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, api_key: str | None, pages: tuple[str, ...], origins: Origins
+        self, app: ASGIApp, services: Services, api_key: str | None, pages: tuple[str, ...], origins: Origins
     ) -> None:
-        self._app, self._service, self._pages, self._origins = app, service, pages, origins
+        self._app, self._services, self._pages, self._origins = app, services, pages, origins
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,8 +260,8 @@ class Door:
                 if not self._asks_page(scope["path"]):
                     await self._app(scope, receive, sending)
                 else:
-                    body = await read_body(Headers(scope=scope), receive, self._service)
-                    with self._service.gate.enter():
+                    body = await read_body(Headers(scope=scope), receive, self._services)
+                    with self._services.gate.enter():
                         await self._app(scope, _again(body, receive), sending)
             except ClientGone:
                 record["reason"] = "disconnect"
@@ -280,10 +280,15 @@ class Door:
                     await JSONResponse(answer, code)(scope, receive, sending)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
-                self._service.metrics.answered(route, status)
+                self._metrics_of(record).answered(route, status)
                 record |= {"method": scope["method"], "path": scope["path"], "status": status}
                 record["seconds"] = round(time.monotonic() - started_s, 4)
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
+
+    def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
+        """Of the model that answered; what none has answered counts under the first."""
+        name = record.get("model")
+        return self._services.metrics if name is None else self._services.of(name).metrics
 
     def _request_id(self, headers: dict[bytes, bytes]) -> str:
         """The client's own, if it is one that a log can hold, else a new one."""
@@ -292,7 +297,7 @@ class Door:
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Refused for a request that does not come in. Nothing of its body is read before."""
-        most = self._service.limits.max_header_bytes
+        most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
             raise Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
         if not self._is_known(scope["path"], headers):
@@ -307,8 +312,8 @@ class Door:
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Routes of the server read bodies and take places themselves; pages know neither limits nor gate."""
-        length, limits = headers.get(b"content-length", b""), self._service.limits
-        by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._service.llm.engine.max_seq_len)
+        length, limits = headers.get(b"content-length", b""), self._services.limits
+        by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)
         if scope["method"] == "POST" and not length.isdigit():
             raise Refused("the length of the body is missing: send content-length", status=411)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ from typing import Any
 
 from forerun.errors import ForerunError, InternalError
 from forerun.serve.bodies import Refused
-from forerun.serve.texts import TextOptions, Texts
+from forerun.serve.texts import Library, TextOptions, Texts
 
 LONG_BYTES = 8 << 10  # of a body that is read there: shorter ones take a thread less time than the way there
 MOST_SECONDS = 60.0  # of one body; the process is started anew behind a longer one
@@ -31,10 +32,10 @@ _CODE = "import sys; sys.path[:] = sys.argv[2:]; from forerun.serve.aside import
 
 
 class Aside:
-    """The process, and a thread that talks to it. options: what it makes its Texts of."""
+    """The process, and a thread that talks to it. options: of all models, what it makes its Library of."""
 
-    def __init__(self, options: TextOptions) -> None:
-        self._options = options
+    def __init__(self, options: Seq[TextOptions]) -> None:
+        self._options = tuple(options)
         self._jobs: PriorityQueue[tuple[float, int, tuple[str, bytes], Future[Any]]] = PriorityQueue()
         self._order, self._lock = itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -43,7 +44,7 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """What `Texts.work` makes of a body, or raises. InternalError where it fails twice, Refused for too long."""
+        """What `Library.work` makes of a body, or raises. InternalError where it fails twice, Refused for too long."""
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
@@ -135,7 +136,7 @@ def main(number: int) -> None:
     """The process: reads jobs until its server has gone. number: of the descriptor of its pipe."""
     os.nice(_NICE)
     pipe = Connection(number)
-    texts = Texts(pipe.recv())
+    library = Library([Texts(options) for options in pipe.recv()])
     pipe.send_bytes(b"")
     while True:
         try:
@@ -143,7 +144,7 @@ def main(number: int) -> None:
         except EOFError:
             return
         try:
-            made = pickle.dumps((True, texts.work(url, body)))
+            made = pickle.dumps((True, library.work(url, body)))
         except ForerunError as error:
             made = pickle.dumps((False, error))
         except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception

@@ -176,8 +176,14 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
     if model is not None and not isinstance(model, str):
         raise Refused(f"model={shown(model)} is not possible: it must be a text, or left out", "model")
     if model is not None and served_names and model not in served_names:
-        message = f"model={shown(model)} is not here: it must be {' or '.join(map(repr, served_names))}, or left out"
+        message = f"model={shown(model)} is not here: it must be {named(served_names)}, or left out"
         raise Refused(message, "model", code="model_not_found", status=404)
+
+
+def named(served_names: Seq[str]) -> str:
+    """What a model may be called, for a message: a path of this machine only where there is no other name."""
+    others = [name for name in served_names if not name.startswith(("/", ".", "~"))]
+    return " or ".join(map(repr, others or served_names))
 
 
 def model_names(target: str) -> tuple[str, ...]:

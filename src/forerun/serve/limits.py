@@ -123,7 +123,7 @@ class Gate:
     """
 
     def __init__(self, capacity: int, batch: int) -> None:
-        self.capacity, self._batch = capacity, batch
+        self.capacity, self.batch = capacity, batch
         self.num_taken = 0
         self.is_draining = False
         self.is_empty = asyncio.Event()
@@ -173,5 +173,5 @@ class Gate:
 
     def retry_after_s(self) -> int:
         """When a place may be free: the mean time of a request, for each batch that waits."""
-        batches = max(1.0, self.num_taken / self._batch)
+        batches = max(1.0, self.num_taken / self.batch)
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

@@ -26,12 +26,35 @@ _EXPERTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
 
 
-class Metrics:
-    """Hears every step of an LLM and every request that ends. model: the value of the label model_name."""
+class Families:
+    """The metrics of a server, each made once: those of several models differ in the label model_name.
 
-    def __init__(self, llm: LLM, model: str, prefix: str = "forerun") -> None:
-        self._llm, self._model = llm, model
-        self._registry, self._prefix = CollectorRegistry(), prefix
+    prefix: before their names.
+    """
+
+    def __init__(self, prefix: str = "forerun") -> None:
+        self._prefix, self._registry, self._made = prefix, CollectorRegistry(), dict[str, Any]()
+
+    def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
+        """The metric of a name, of one of prometheus_client's classes."""
+        if name not in self._made:
+            names = ["model_name", *labels]
+            self._made[name] = kind(f"{self._prefix}:{name}", text, names, registry=self._registry, **more)
+        return self._made[name]
+
+    def text(self) -> bytes:
+        """All of them, for a scrape. Not in the event loop."""
+        return generate_latest(self._registry)
+
+
+class Metrics:
+    """Hears every step of an LLM and every request that ends. model: the value of the label model_name.
+
+    families: those of the server that the model is one of; None = the model is alone.
+    """
+
+    def __init__(self, llm: LLM, model: str, families: Families | None = None) -> None:
+        self._llm, self._model, self._families = llm, model, families or Families()
         self._make_gauges()
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens, those found in the cache included")
         self._generated = self._counter("generation_tokens", "tokens that were generated")
@@ -81,8 +104,8 @@ class Metrics:
         self._end()
 
     def text(self) -> bytes:
-        """All of them, for a scrape. Not in the event loop."""
-        return generate_latest(self._registry)
+        """Those of all models, for a scrape. Not in the event loop."""
+        return self._families.text()
 
     def answered(self, path: str, status: int) -> None:
         """Count an answer. path: of a route, not what a client made up."""
@@ -153,7 +176,7 @@ class Metrics:
             ),
         }
         for name, (text, read) in gauges.items():
-            gauge = Gauge(f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry)
+            gauge = self._families.get(Gauge, name, text, ())
             gauge.labels(self._model).set_function(read)
 
     def _of(self, metric: Any, *labels: str) -> Any:
@@ -164,12 +187,11 @@ class Metrics:
             child = self._children[key] = metric.labels(self._model, *labels)
         return child
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return self._families.get(Counter, name, text, labels)
 
-    def _seconds(self, name: str, text: str) -> Histogram:
+    def _seconds(self, name: str, text: str) -> Any:
         return self._histogram(f"{name}_seconds", f"seconds {text}", _SECONDS)
 
-    def _histogram(self, name: str, text: str, buckets: Seq[float], *labels: str) -> Histogram:
-        names = ["model_name", *labels]
-        return Histogram(f"{self._prefix}:{name}", text, names, registry=self._registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, buckets: Seq[float], *labels: str) -> Any:
+        return self._families.get(Histogram, name, text, labels, buckets=buckets)

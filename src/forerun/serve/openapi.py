@@ -5,12 +5,10 @@ What is checked is checked when a body is read; a test holds these schemas to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import Field
 from typing import Any
 
 from forerun import params
-from forerun.engine.llm import LLM
 from forerun.params import Kind, SamplingParams
 from forerun.registry import names as registered
 from forerun.serve import messages, openai, responses
@@ -23,6 +21,7 @@ from forerun.serve.bodies import (
     SPECULATION,
     Form,
 )
+from forerun.serve.service import Services
 from forerun.serve.tools import EFFORTS
 from forerun.text.chat import ROLES as _ROLES
 
@@ -274,14 +273,15 @@ def _bodies() -> dict[str, Schema]:
 BODIES = _bodies()
 
 
-def bodies(llm: LLM, names: Seq[str]) -> dict[str, Schema]:
-    """The schemas of all bodies, with what this server's model, drafters and rules are."""
+def bodies(services: Services) -> dict[str, Schema]:
+    """The schemas of all bodies, with what this server's models, drafters and rules are."""
+    engines = [own.llm.engine for own in services.all]
     here: dict[str, Schema] = {
-        "model": {"enum": list(names)},
-        "draft": {"enum": sorted(llm.engine.drafter.members)},
+        "model": {"enum": list(services.names)},
+        "draft": {"enum": sorted({name for engine in engines for name in engine.drafter.members})},
         "acceptance": {"enum": registered("forerun.verify")},
     }
-    num_ids = llm.engine.runner.num_ids
+    num_ids = min(engine.runner.num_ids for engine in engines)
 
     def told(schema: Any) -> Any:
         if isinstance(schema, list):

@@ -1,4 +1,4 @@
-"""`forerun serve`: one process with one engine behind HTTP, from its first line to exit code 0.
+"""`forerun serve`: one process with an engine for each model behind HTTP, from its first line to exit code 0.
 
 SIGTERM and Ctrl-C let every accepted request finish while new ones get 503; a second one ends at once.
 """
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler, QueueListener
@@ -26,14 +27,15 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.config import EngineConfig
+from forerun.engine.factory import refuse_together, refuse_without_text, target_of
 from forerun.engine.llm import LLM
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
-from forerun.serve.metrics import Metrics
+from forerun.serve.metrics import Families, Metrics
 from forerun.serve.options import ServerOptions
 from forerun.serve.origins import ANY, Origins, is_local
-from forerun.serve.service import Service
+from forerun.serve.service import Service, Services
 from forerun.text.terminal import note, visible
 
 LOG = logging.getLogger(__name__)
@@ -43,23 +45,47 @@ STALL_MARGIN_S = 1.0  # a route that has a limit of its own says first why it en
 BACKLOG = 2048
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
+_IN_A_FILE = "write them into a file, each below [models.NAME], and give it with --config"
+Named = tuple[str, EngineConfig]  # a model with the name that a config file gives it
 
 
-def run(config: EngineConfig, options: ServerOptions, pages: Pages | None = None) -> int:
+def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages | None = None) -> int:
     """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had.
 
-    pages: more applications around the same engine. Below /api in one of them an API key is asked for, where there is
-    one; the rest of it is open.
+    pages: more applications around the engine of the first model. Below /api in one of them an API key is asked for,
+    where there is one; the rest of it is open.
     """
     check(options)
+    models = named(configs, options)
     with bound(options.host, options.port) as listening, _logging(options):
         if not is_local(options.host) and options.api_key is None:
             note(
                 f"warning: {options.host} can be reached from other machines and there is no API key: anyone there may "
                 "use this server; give --api-key, or FORERUN_API_KEY"
             )
-        llm = loaded(config)
-        return asyncio.run(_serve(llm, options, listening, pages or {}))
+        if len(models) > 1:
+            refuse_together({names[0]: config for names, config in models})
+        llms = [(names, loaded(config)) for names, config in models]
+        return asyncio.run(_serve(llms, options, listening, pages or {}))
+
+
+def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
+    """Each model with what requests may call it, the answers' name first. Raises BadOption where two have one name."""
+    if options.served_names and len(configs) > 1:
+        raise BadOption(
+            f"--served-model-name {shown(options.served_names[0])} is not possible with {len(configs)} models: "
+            f"{_IN_A_FILE}"
+        )
+    made = list[tuple[tuple[str, ...], EngineConfig]]()
+    for given in configs:
+        name, config = given if isinstance(given, tuple) else (None, given)
+        names = options.served_names or (model_names(target_of(config)) if name is None else (name,))
+        made.append((names, config))
+    count = Counter(names[0] for names, _ in made)
+    for name, times in count.items():
+        if times > 1:
+            raise BadOption(f"{times} models are called {shown(name)}: {_IN_A_FILE}")
+    return made
 
 
 def check(options: ServerOptions) -> None:
@@ -97,7 +123,6 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def loaded(config: EngineConfig) -> LLM:
     """The model, warm: what is measured or compiled at the first step is done before the first request."""
-    from forerun.engine.factory import refuse_without_text
     from forerun.memory.machine import spare_what_is_loaded
     from forerun.types import SamplingParams
 
@@ -108,56 +133,65 @@ def loaded(config: EngineConfig) -> LLM:
     return llm
 
 
-def make_service(llm: LLM, options: ServerOptions) -> Service:
-    """The service of a model, in the event loop that runs."""
-    names = tuple(options.served_names) or model_names(llm.config.target or llm.checkpoint.name)
-    return Service(
-        llm,
-        names,
-        defaults=llm.usual_fields,
-        limits=options.limits,
-        ignore_unsupported=options.ignore_unsupported,
-        logs_texts=options.log_texts,
-        metrics=Metrics(llm, names[0], options.metrics_prefix),
-    )
+def make_services(llms: Seq[tuple[Seq[str], LLM]], options: ServerOptions) -> Services:
+    """The service of each model with its names, in the event loop that runs."""
+    families = Families(options.metrics_prefix)
+    services = [
+        Service(
+            llm,
+            names,
+            defaults=llm.usual_fields,
+            max_queue=options.limits.max_queue,
+            ignore_unsupported=options.ignore_unsupported,
+            metrics=Metrics(llm, names[0], families),
+        )
+        for names, llm in llms
+    ]
+    return Services(services, limits=options.limits, logs_texts=options.log_texts)
 
 
-async def _serve(llm: LLM, options: ServerOptions, listening: socket.socket, pages: Pages) -> int:
-    service = make_service(llm, options)
-    server = _Server(_uvicorn_config(service, options, {path: make(llm) for path, make in pages.items()}))
-    beside = [asyncio.create_task(_end_on_signals(service, server)), asyncio.create_task(service.watch_delay())]
+async def _serve(
+    llms: Seq[tuple[Seq[str], LLM]], options: ServerOptions, listening: socket.socket, pages: Pages
+) -> int:
+    services = make_services(llms, options)
+    first = services.first.llm
+    server = _Server(_uvicorn_config(services, options, {path: make(first) for path, make in pages.items()}))
+    beside = [asyncio.create_task(_end_on_signals(services, server)), asyncio.create_task(services.watch_delay())]
     try:
         serving = asyncio.create_task(server.serve([listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
-            _say_where(llm, service.names, listening, pages)
+            _say_where(services, listening, pages)
         await serving
     finally:
         for task in beside:
             task.cancel()
-        service.close()
+        services.close()
     return 0
 
 
-def _say_where(llm: LLM, names: Seq[str], listening: socket.socket, pages: Pages) -> None:
+def _say_where(services: Services, listening: socket.socket, pages: Pages) -> None:
     host, port = listening.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    model = llm.checkpoint.model
-    note(
-        f"{visible(names[0])} ({model.precision}, draft {llm.config.draft}, up to {llm.config.max_batch_size} requests "
-        f"of {llm.engine.max_seq_len:,} tokens at once) is served on http://{where}"
-    )
+    for own in services.all:
+        config = own.llm.config
+        note(
+            f"{visible(own.name)} ({own.llm.checkpoint.model.precision}, draft {config.draft}, up to "
+            f"{config.max_batch_size} requests of {own.llm.engine.max_seq_len:,} tokens at once) is served on "
+            f"http://{where}"
+        )
+    whose = f" of {visible(services.first.name)}" if len(services.all) > 1 else ""
     for path in pages:
-        note(f"{path.strip('/')}: http://{where}{path}/")
+        note(f"{path.strip('/')}{whose}: http://{where}{path}/")
 
 
-def _uvicorn_config(service: Service, options: ServerOptions, pages: Mapping[str, ASGIApp]) -> uvicorn.Config:
+def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[str, ASGIApp]) -> uvicorn.Config:
     class Protocol(PatientProtocol):
         headers_s, stall_s = options.limits.body_timeout_s, options.limits.stall_timeout_s + STALL_MARGIN_S
 
     return uvicorn.Config(
-        make_app(service, api_key=options.api_key, pages=pages, origins=origins_of(options)),
+        make_app(services, api_key=options.api_key, pages=pages, origins=origins_of(options)),
         http=Protocol,
         ws="none",
         loop="asyncio",
@@ -244,19 +278,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _end_on_signals(service: Service, server: uvicorn.Server) -> None:
+async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
     """The first one: 503 for new requests, and the end when the last accepted one is answered. The second: the end."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await signals.get()
-    service.gate.is_draining = True
-    num = service.gate.num_taken
+    services.gate.is_draining = True
+    num = services.gate.num_taken
     LOG.info("shutting down: %d choices are still to be made; new requests get 503", num)
-    again, empty = asyncio.create_task(signals.get()), asyncio.create_task(service.gate.is_empty.wait())
+    again, empty = asyncio.create_task(signals.get()), asyncio.create_task(services.gate.is_empty.wait())
     await asyncio.wait((again, empty), return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
-        LOG.warning("ended by a second signal: %d choices were not made", service.gate.num_taken)
+        LOG.warning("ended by a second signal: %d choices were not made", services.gate.num_taken)
         server.force_exit = True
     server.should_exit = True
     await again  # while connections end, too

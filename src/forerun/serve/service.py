@@ -1,4 +1,6 @@
-"""What all routes share: the engine, who is let in, and the threads that make ids of texts and texts of ids."""
+"""What routes share: of each model its engine, who is let in to it and what failed, and for all of them together the
+bodies that arrive and the threads that make ids of texts and texts of ids.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from forerun.serve.kept import Kept
 from forerun.serve.limits import Arriving, Gate
 from forerun.serve.metrics import Metrics
 from forerun.serve.options import Limits
-from forerun.serve.texts import TextOptions, Texts
+from forerun.serve.texts import Library, TextOptions, Texts
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ class Service:
     """One engine behind HTTP. It belongs to the event loop that it is made in.
 
     names: what requests may call the model, the answers' name first. defaults: fields of SamplingParams below what the
-    bodies say. ignore_unsupported: requests with fields that are not honoured are served without them.
-    logs_texts: whether the log has what requests and answers say.
+    bodies say. max_queue: choices that wait at most. ignore_unsupported: requests with fields that are not honoured are
+    served without them.
     """
 
     def __init__(
@@ -42,44 +44,32 @@ class Service:
         names: Seq[str],
         *,
         defaults: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
+        max_queue: int = Limits.max_queue,
         ignore_unsupported: bool = False,
-        logs_texts: bool = False,
         metrics: Metrics | None = None,
     ) -> None:
         self.llm, self.names, self.name = llm, tuple(names), names[0]
-        self.defaults, self.limits, self.ignore_unsupported = defaults or {}, limits or Limits(), ignore_unsupported
-        self.logs_texts = logs_texts
-        self.started_s, self.kept = int(time.time()), Kept()
+        self.defaults, self.ignore_unsupported = defaults or {}, ignore_unsupported
         batch = llm.config.max_batch_size
-        self.gate = Gate(batch + self.limits.max_queue, batch)
-        self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
-        options = TextOptions(
-            llm.tokenizer.folder,
-            self.names,
-            llm.engine.max_seq_len,
-            self.gate.capacity,
-            self.defaults,
-            ignore_unsupported,
-            llm.config.chat_template,
-        )
-        self.texts, self.aside = Texts(options, llm.tokenizer, lambda: llm.chat_template), Aside(options)
+        self.gate = Gate(batch + max_queue, batch)
         self.metrics = metrics or Metrics(llm, self.name)
         self.failure: ForerunError | None = None  # of the engine, once
         self._news = News(self.look_for_failure)
         self._end_news = llm.call_behind(self._news.ring)
         self._going: set[Generation] = set()
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
 
-    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Do work on texts outside of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
-
-    async def read(self, url: str, body: bytes) -> Any:
-        """What `Texts.work` makes of a body, or raises: in a thread, or a process where it is long."""
-        if len(body) > LONG_BYTES:
-            return await asyncio.wrap_future(self.aside.work(url, body))
-        return await self.in_thread(self.texts.work, url, body)
+    def text_options(self, others: Seq[str] = ()) -> TextOptions:
+        """What reads bodies needs to know of the model. others: names of the other models."""
+        return TextOptions(
+            self.llm.tokenizer.folder,
+            self.names,
+            self.llm.engine.max_seq_len,
+            self.gate.capacity,
+            self.defaults,
+            self.ignore_unsupported,
+            self.llm.config.chat_template,
+            tuple(others),
+        )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
@@ -116,20 +106,10 @@ class Service:
         self.llm.end(generation.requests)
         self.metrics.ended(generation.requests, is_failed=generation.error is not None)
 
-    async def watch_delay(self) -> None:
-        """Measure how late the event loop is, until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due_s = loop.time() + _TICK_S
-            await asyncio.sleep(_TICK_S)
-            self.metrics.delayed(max(0.0, loop.time() - due_s))
-
     def close(self) -> None:
-        """Let the threads end."""
+        """Hear no more of the engine."""
         self.metrics.close()
         self._end_news()
-        self.aside.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def look_for_failure(self) -> None:
         """An engine whose step has failed as a whole is not trusted any more: all that live fail, none are taken."""
@@ -140,3 +120,73 @@ class Service:
             LOG.error("the engine has failed: every live request ends with status 500, and /ready says so")
             for generation in self._going:
                 generation.fail(self.failure)
+
+
+class Services:
+    """The models of one server, by the names that requests give them; the first serves those that name none.
+
+    No two of them have one name. logs_texts: whether the log has what requests and answers say.
+    """
+
+    def __init__(self, services: Seq[Service], *, limits: Limits | None = None, logs_texts: bool = False) -> None:
+        self.all, self.first, self.names = (
+            tuple(services),
+            services[0],
+            [name for own in services for name in own.names],
+        )
+        self._by_name = {name: own for own in services for name in own.names}
+        self.limits, self.logs_texts = limits or Limits(), logs_texts
+        self.started_s, self.kept = int(time.time()), Kept()
+        # A request enters here before its model is known, and then at its model's gate: one that is busy keeps nobody
+        # out of the others.
+        self.gate = Gate(sum(own.gate.capacity for own in services), sum(own.gate.batch for own in services))
+        self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
+        options = [own.text_options([name for name in self.names if name not in own.names]) for own in services]
+        self._library = Library([_texts(own.llm, one) for own, one in zip(services, options, strict=True)])
+        self.aside = Aside(options)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
+
+    def of(self, name: str) -> Service:
+        """The model of a name that `names` has."""
+        return self._by_name[name]
+
+    @property
+    def metrics(self) -> Metrics:
+        """Those of all models are one text; what no model has done counts under the first."""
+        return self.first.metrics
+
+    @property
+    def failure(self) -> ForerunError | None:
+        """Of the first engine that has failed; it may have failed on what came through a page."""
+        for own in self.all:
+            own.look_for_failure()
+        return next((own.failure for own in self.all if own.failure is not None), None)
+
+    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        """Do work on texts outside of the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
+
+    async def read(self, url: str, body: bytes) -> Any:
+        """What `Library.work` makes of a body, or raises: in a thread, or a process where it is long."""
+        if len(body) > LONG_BYTES:
+            return await asyncio.wrap_future(self.aside.work(url, body))
+        return await self.in_thread(self._library.work, url, body)
+
+    async def watch_delay(self) -> None:
+        """Measure how late the event loop is, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.metrics.delayed(max(0.0, loop.time() - due_s))
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for own in self.all:
+            own.close()
+        self.aside.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _texts(llm: LLM, options: TextOptions) -> Texts:
+    return Texts(options, llm.tokenizer, lambda: llm.chat_template)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,9 +37,10 @@ READERS: Mapping[str, Callable[..., Job]] = {
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is known of a server without its engine. folder: of the tokenizer. capacity: choices that it takes at once.
+    """What is known of a model without its engine. folder: of the tokenizer. capacity: choices that it takes at once.
 
-    names, defaults, ignore_unsupported: as Service has them. chat_template: file; None = the checkpoint's own.
+    names, defaults, ignore_unsupported: as Service has them. others: the names of the other models of the server.
+    chat_template: file; None = the checkpoint's own.
     """
 
     folder: Path
@@ -49,10 +50,31 @@ class TextOptions:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignore_unsupported: bool = False
     chat_template: str | None = None
+    others: tuple[str, ...] = ()
+
+
+class Library:
+    """Reads the bodies of a server, each with the Texts of the model that it names; the first where it names none."""
+
+    def __init__(self, texts: Seq[Texts]) -> None:
+        self._first, self._by_name = texts[0], {name: own for own in texts for name in own.options.names}
+
+    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Counted:
+        """What the route of a body makes of it. Raises UserError."""
+        try:
+            given = parse(body)
+            return self._of(given).work(url, given)
+        except RecursionError:
+            raise Refused("the body is nested too deeply to be read: make it flatter") from None
+
+    def _of(self, given: Any) -> Texts:
+        """A name that no model has is refused by the first."""
+        name = given.get("model") if isinstance(given, dict) else None
+        return self._by_name.get(name, self._first) if isinstance(name, str) else self._first
 
 
 class Texts:
-    """Reads bodies. tokenizer, template: those of the model, where they are loaded already."""
+    """Reads bodies for one model. tokenizer, template: those of the model, where they are loaded already."""
 
     def __init__(
         self,
@@ -60,31 +82,28 @@ class Texts:
         tokenizer: Tokenizer | None = None,
         template: Callable[[], ChatTemplate] | None = None,
     ) -> None:
-        self.options, self.name = options, options.names[0]
+        self.options, self.name, self._served = options, options.names[0], (*options.names, *options.others)
         self.tokenizer = tokenizer or Tokenizer.load(options.folder)
         self._load_template = template or self._own_template
         longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
         self._most_chars = _MARGIN * longest * options.max_seq_len
 
-    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Counted:
-        """What the route of a body makes of it: `read`, or one of COUNTERS."""
+    def work(self, url: str, body: Any) -> tuple[Job, list[list[int]]] | Counted:
+        """What the route of a body, as JSON, makes of it: `read`, or one of COUNTERS."""
         return COUNTERS[url](self, body) if url in COUNTERS else self.read(url, body)
 
-    def read(self, url: str, body: bytes) -> tuple[Job, list[list[int]]]:
+    def read(self, url: str, body: Any) -> tuple[Job, list[list[int]]]:
         """The job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
         options = self.options
-        try:
-            ignore = options.ignore_unsupported
-            job = READERS[url](parse(body), self.name, options.defaults, options.names, ignore_unsupported=ignore)
-            if job.num_choices > options.capacity:
-                raise Refused(
-                    f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
-                    f"{options.capacity} at once: ask for fewer, or raise --max-queue"
-                )
-            job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
-            prompts = self.encode(job)
-        except RecursionError:
-            raise Refused("the body is nested too deeply to be read: make it flatter") from None
+        ignore = options.ignore_unsupported
+        job = READERS[url](body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
+        if job.num_choices > options.capacity:
+            raise Refused(
+                f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
+                f"{options.capacity} at once: ask for fewer, or raise --max-queue"
+            )
+        job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
+        prompts = self.encode(job)
         params = self._with_prediction(job.params)
         # Prompts and messages are ids now.
         return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
@@ -96,14 +115,14 @@ class Texts:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
 
-    def count(self, body: bytes) -> Counted:
+    def count(self, body: Any) -> Counted:
         """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
         ignore = self.options.ignore_unsupported
-        job = messages.read_count(_flat(body), self.name, self.options.names, ignore_unsupported=ignore)
+        job = messages.read_count(body, self.name, self._served, ignore_unsupported=ignore)
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         return {"input_tokens": len(self.encode(job)[0])}, job.ignored
 
-    def tokenize(self, body: bytes) -> Counted:
+    def tokenize(self, body: Any) -> Counted:
         """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them."""
         given = self._given(_TOKENIZE, body)
         if ("prompt" in given) == ("messages" in given):
@@ -121,7 +140,7 @@ class Texts:
             made["token_strs"] = [self.tokenizer.id_to_token.get(i, "") for i in ids]
         return made, ()
 
-    def detokenize(self, body: bytes) -> Counted:
+    def detokenize(self, body: Any) -> Counted:
         """The text of {"tokens": ids}."""
         ids, num_ids = self._given(_DETOKENIZE, body).get("tokens"), self.tokenizer.num_ids
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_ids for token in ids):
@@ -136,8 +155,8 @@ class Texts:
     def _own_template(self) -> ChatTemplate:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
 
-    def _given(self, form: Form, body: bytes) -> dict[str, Any]:
-        given = check(form, _flat(body), self.options.names).fields
+    def _given(self, form: Form, body: Any) -> dict[str, Any]:
+        given = check(form, body, self._served).fields
         if extra := sorted(given.keys() - form.own):
             raise Refused(f"{extra[0]} is no field of {form.url}", extra[0], code="unknown_parameter")
         return given
@@ -234,7 +253,7 @@ def form_of(job: Job) -> dict[str, Any]:
 
 
 # What counts or converts, by its route.
-COUNTERS: Mapping[str, Callable[[Texts, bytes], Counted]] = {
+COUNTERS: Mapping[str, Callable[[Texts, Any], Counted]] = {
     messages.COUNT_TOKENS: Texts.count,
     TOKENIZE: Texts.tokenize,
     DETOKENIZE: Texts.detokenize,
@@ -261,10 +280,3 @@ def parse(body: bytes) -> Any:
         raise Refused("the body is not UTF-8: encode it so") from None
     except ValueError as error:
         raise Refused(f"the body is not valid JSON: {error!s:.200}") from None
-
-
-def _flat(body: bytes) -> Any:
-    try:
-        return parse(body)
-    except RecursionError:
-        raise Refused("the body is nested too deeply to be read: make it flatter") from None

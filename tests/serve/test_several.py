@@ -1,0 +1,201 @@
+"""Several models in one server: each its engine, chosen by the field `model`; their memory is planned together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.config import EngineConfig
+from forerun.engine import factory
+from forerun.errors import BadOption, CapacityError, NotFound
+from forerun.serve.aside import LONG_BYTES
+from forerun.serve.options import ServerOptions
+from forerun.serve.server import named
+from serve.running import CODE, Running, serving
+
+pytestmark = pytest.mark.once("each model has its own drafter")
+TWO = """
+max_batch_size = 2
+
+[models.small]
+target = "shipped"
+
+[models.plain]
+target = "shipped"
+draft = "none"
+max_seq_len = 128
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a config file and returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "models.toml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("config") / "models.toml"
+    path.write_text(TWO, encoding="utf-8")
+    with serving("--config", str(path), target=None) as running:
+        yield running
+
+
+def test_a_body_chooses_the_model(two: Running) -> None:
+    client = openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0)
+    told = {model.id: model.to_dict()["max_model_len"] for model in client.models.list()}
+    assert told == {"small": 2048, "plain": 128}
+    params = SamplingParams(max_tokens=16, temperature=0)
+    (expected,) = LLM("shipped", draft="none").generate(CODE, params)
+    reports = {}
+    for model in told:
+        fields = {"speculation": {"report": True}}
+        answer = client.completions.create(model=model, prompt=CODE, max_tokens=16, temperature=0, extra_body=fields)
+        assert (answer.model, answer.choices[0].text) == (model, expected.text)
+        reports[model] = answer.to_dict()["forerun"]["draft"]
+        chunks = client.completions.create(
+            model=model, prompt=CODE, max_tokens=16, temperature=0, extra_body=fields, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+    assert reports["plain"] == "none" != reports["small"]
+    assert two.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 1}).json()["model"] == "small"
+
+
+def test_a_long_body_chooses_it_too(two: Running) -> None:
+    """Those are read by another process, which knows all models."""
+    body = {"prompt": CODE * 40, "max_tokens": 1, "metadata": {"x": "y" * LONG_BYTES}}
+    assert two.http.post("/v1/completions", json={**body, "model": "small"}).json()["model"] == "small"
+    refused = two.http.post("/v1/completions", json={**body, "model": "plain"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "128" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_unknown_model_is_refused_with_the_names_that_are_there(two: Running, path: str) -> None:
+    asked = {"prompt": CODE, "messages": [{"role": "user", "content": CODE}], "input": CODE}
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    answer = two.http.post(path, json={"model": "gpt-5", field: asked[field], "max_tokens": 2})
+    if path == "/v1/responses":
+        answer = two.http.post(path, json={"model": "gpt-5", field: asked[field]})
+    assert answer.status_code == 404
+    assert "'small' or 'plain'" in answer.json()["error"]["message"]
+    assert two.http.get("/v1/models/gpt-5").status_code == 404
+    assert two.http.get("/v1/models/plain").json()["root"] == "plain"
+
+
+def test_metrics_are_told_apart_by_the_label_of_the_model(two: Running) -> None:
+    """And each is declared once, as the format wants it."""
+    for model, num in (("small", 3), ("plain", 5)):
+        two.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": num, "model": model, "ignore_eos": True})
+    text = two.http.get("/metrics").text
+    for model in ("small", "plain"):
+        name = rf'^forerun:request_success_total{{finished_reason="length",model_name="{model}"}} ([1-9]\S*)$'
+        assert re.search(name, text, re.M)
+        answers = rf'^forerun:http_requests_total{{model_name="{model}",path="/v1/completions",status="200"}} \S+$'
+        assert re.search(answers, text, re.M)
+    declared = re.findall(r"^# TYPE (\S+)", text, re.M)
+    assert len(declared) == len(set(declared))
+
+
+def test_each_model_is_said_in_a_line(two: Running) -> None:
+    assert re.findall(r"^(\w+) \(.*draft (\w+), up to 2 requests of ([\d,]+) tokens", two.log, re.M) == [
+        ("small", "auto", "2,048"),
+        ("plain", "none", "128"),
+    ]
+    assert re.search(r"^lab of small: http://\S+/lab/$", two.log, re.M)
+
+
+def test_a_file_with_models_is_read(file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_SPEC_LENGTH", "3")
+    text = f"max_seq_len = 64\n{TWO}"
+    (small, first), (plain, second) = EngineConfig.several((), {"max_seq_len": None, "dtype": "float32"}, file(text))
+    assert (small, plain) == ("small", "plain")
+    assert [(one.draft, one.max_batch_size, one.max_seq_len) for one in (first, second)] == [
+        ("auto", 2, 64),
+        ("none", 2, 128),
+    ]
+    assert {(one.spec_length, one.dtype) for one in (first, second)} == {(3, "float32")}
+    in_json = json.dumps({"models": {"a": {"target": "shipped", "draft_model": "lookup"}}})
+    path = Path(file("")).with_suffix(".json")
+    path.write_text(in_json, encoding="utf-8")
+    ((name, config),) = EngineConfig.several((), {}, str(path))
+    assert (name, config.draft) == ("a", "lookup")
+
+
+@pytest.mark.parametrize(
+    ("text", "targets", "error"),
+    [
+        ("[models]", [], "write \\[models.NAME\\]"),
+        ("models = 3", [], "models=3 is not possible"),
+        ("[models.a]\ndraft = 'none'", [], "\\[models.a\\] has no target"),
+        ("[models.a]\ntarget = 'shipped'\nspeed = 9", [], "\\[models.a\\]: there is no option"),
+        ("target = 'shipped'\n[models.a]\ntarget = 'shipped'", [], "contradict each other"),
+        (TWO, ["shipped"], "name them in one place"),
+    ],
+)
+def test_what_is_no_list_of_models_is_refused(
+    text: str, targets: list[str], error: str, file: Callable[[str], str]
+) -> None:
+    with pytest.raises(BadOption, match=error):
+        EngineConfig.several(targets, {}, file(text))
+
+
+def test_other_commands_take_one_model(file: Callable[[str], str]) -> None:
+    with pytest.raises(BadOption, match=r"names models \(small, plain\), as `forerun serve` takes them"):
+        EngineConfig.from_sources({}, file(TWO))
+
+
+def test_no_two_models_have_one_name(tmp_path: Path) -> None:
+    one = EngineConfig(target="shipped")
+    assert [names for names, _ in named([one, ("other", one)], ServerOptions())] == [("shipped",), ("other",)]
+    assert named([one], ServerOptions(served_names=("a", "b")))[0][0] == ("a", "b")
+    with pytest.raises(BadOption, match=r"2 models are called 'shipped'.*--config"):
+        named([one, one], ServerOptions())
+    with pytest.raises(BadOption, match="--served-model-name 'a' is not possible with 2 models"):
+        named([one, one], ServerOptions(served_names=("a", "b")))
+
+
+def test_memory_is_planned_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that would fit alone and not together are refused before a weight is read; with what fits."""
+    configs = {"a": EngineConfig(target="shipped", draft="none"), "b": EngineConfig(target="shipped")}
+    found = {name: factory.refuse_early(config) for name, config in configs.items()}
+    alone = {name: factory.plan_of(one.config, one, "cpu", None).total_bytes for name, one in found.items()}
+    whole = factory.plan_together(found, "cpu", None)
+    assert whole.total_bytes == sum(alone.values())
+    assert {part.name.partition(":")[0] for part in whole.parts} == {"a", "b"}
+    factory.refuse_together(configs)
+    room = whole.total_bytes - 1
+    assert all(total < room for total in alone.values())
+    monkeypatch.setattr(factory, "available_bytes", lambda device: room)
+    with pytest.raises(CapacityError, match="these 2 engines together") as refused:
+        factory.refuse_together(configs)
+    plan = factory.plan_together(found, "cpu", room)
+    assert [set(one) for one in plan.suggestions] == [{"max_batch_size"}, {"max_seq_len"}]
+    for options in plan.suggestions:
+        assert all(f"{name}={value}" in str(refused.value) for name, value in options.items())
+
+        def with_options(more: int, options: Any = options) -> int:
+            changed = {name: value + more for name, value in options.items()}
+            at_most = {name: factory._at_most(one, changed) for name, one in found.items()}
+            return sum(factory.plan_of(at_most[name], one, "cpu", None).total_bytes for name, one in found.items())
+
+        step = 16 if "max_seq_len" in options else 1
+        assert with_options(0) <= room < with_options(step)
+
+
+def test_what_is_wrong_with_one_model_names_it() -> None:
+    with pytest.raises(NotFound, match=r"^b: "):
+        factory.refuse_together({"a": EngineConfig(target="shipped"), "b": EngineConfig(target="./nowhere")})
