@@ -6,6 +6,7 @@ leaves float32 on logits of up to 1e20: (1e20 + 1e20) * 1e6, divided by the leas
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import operator
@@ -72,6 +73,34 @@ def _biases(value: Any) -> dict[int, float]:
     return {_integer(token): _number(bias) for token, bias in _instance(value, Mapping).items()}
 
 
+class _Json(str):
+    """The text of a JSON value that was read, and is not read again."""
+
+    __slots__ = ()
+
+
+def _schema(value: Any) -> str:
+    """A JSON schema as text: of a mapping or a truth value, or the text of one."""
+    if isinstance(value, _Json):
+        return value
+    read = value
+    if isinstance(value, str):
+        try:
+            read = json.loads(_text(value))
+        except RecursionError:
+            raise ValueError from None
+    if not isinstance(read, Mapping | bool):
+        raise TypeError
+    try:
+        return _Json(json.dumps(_plain(read), ensure_ascii=False, allow_nan=False))
+    except RecursionError:
+        raise ValueError from None
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a field takes: how a value becomes a plain Python one, and the words for a value that does not."""
@@ -80,6 +109,7 @@ class Kind:
     what: str
 
 
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # of which a request has one at most
 MAX_BEAMS = 64
 NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 
@@ -89,6 +119,8 @@ NUMBER = Kind(_number, "a number")
 FLAG = Kind(lambda value: _instance(value, bool), "True or False")
 STOPPING = Kind(lambda value: value if value == "never" else _instance(value, bool), "True, False or 'never'")
 TEXT = Kind(lambda value: _instance(value, str), "a text")
+UTF8 = Kind(_text, "a text in valid UTF-8")
+SCHEMA = Kind(_schema, "a JSON schema: a mapping, a truth value, or the text of one")
 TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
 IDS = Kind(_integers, "several integers")
 TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
@@ -230,6 +262,44 @@ class SamplingParams:
         suggested="forced_eos_token_id",
         python="id that an output ends with where it is cut: the last of max_tokens, whatever the model would say",
     )
+    json_schema: Mapping[str, Any] | bool | str | None = option(
+        None,
+        "FILE or text of a JSON schema that the output must match",
+        kind=SCHEMA,
+        takes=str,
+        panel="Structured output",
+        python="a JSON schema that the output must match: a mapping, or its text",
+    )
+    json_object: bool = option(False, "the output must be a JSON object", kind=FLAG, panel="Structured output")
+    regex: str | None = option(
+        None,
+        "regular expression that the whole output must match",
+        kind=UTF8,
+        panel="Structured output",
+    )
+    choice: str | Sequence[str] = option(
+        (),
+        "text that the output may be; repeated for the others",
+        kind=TEXTS,
+        takes=list[str],
+        panel="Structured output",
+        python="texts of which the output must be one",
+    )
+    grammar: str | None = option(
+        None,
+        "FILE or text of a grammar that the output must follow, in Lark's form or llama.cpp's (GBNF)",
+        kind=UTF8,
+        panel="Structured output",
+        python="a grammar that the output must follow, in Lark's form as llguidance reads it, or llama.cpp's (GBNF)",
+    )
+    json_whitespace: str = option(
+        "free",
+        "white space in JSON: free, compact (none), or spaced (one blank behind , and :)",
+        kind=TEXT,
+        panel="Structured output",
+        python="white space in JSON: free (a blank, or a line break and its indentation), compact (none), or spaced "
+        "(one blank behind a comma and a colon, as json.dumps writes)",
+    )
     ignore_eos: bool = option(False, "go on past the end of sequence", kind=FLAG)
     seed: int | None = option(
         None,
@@ -354,7 +424,18 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             ok = 0 <= token < NUM_IDS and (bias == -math.inf or abs(bias) <= 1e20)
             _require(ok, "logit_bias", {token: bias}, "from ids in 0 .. 2**31 - 1 to numbers in [-1e20, 1e20], or -inf")
+        self._check_constraint()
         self._check_beams()
+
+    def _check_constraint(self) -> None:
+        """Raise BadOption for two grammars at once, an empty one, and white space that there is not."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, ())]
+        if len(given) > 1:
+            raise BadOption(f"{given[0]} and {given[1]} are two grammars for one output: drop one of them")
+        for name in ("regex", "grammar"):
+            _require(getattr(self, name) != "", name, "", "a text that is not empty")
+        kinds = ("free", "compact", "spaced")
+        _require(self.json_whitespace in kinds, "json_whitespace", self.json_whitespace, "free, compact or spaced")
 
     def _check_beams(self) -> None:
         """Raise BadOption for what a beam search cannot honour, and for its options without one."""
@@ -400,6 +481,23 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True where the next token is the argmax."""
         return self.temperature == 0
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """The grammar that the output must follow: its kind and its text; None where it may be any text.
+
+        The kind is the name of the field, and for JSON a colon and the kind of white space.
+        """
+        if self.json_schema is not None:
+            return f"json_schema:{self.json_whitespace}", str(self.json_schema)
+        if self.json_object:
+            return f"json_object:{self.json_whitespace}", '{"type": "object"}'
+        if self.choice:
+            return "choice", json.dumps(self.choice)
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
+            if text is not None:
+                return name, text
+        return None
 
     @property
     def searches(self) -> bool:

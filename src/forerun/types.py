@@ -130,6 +130,19 @@ def salt_of(source_ids: Seq[int], salt: str | None) -> str:
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
+class Constraint(Protocol):
+    """Where a grammar stands along a sequence (forerun.sampling.grammar.Walk)."""
+
+    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
+        """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
+
+    def is_over(self, committed: Seq[int]) -> bool:
+        """Whether nothing can follow the committed tokens, which are a whole text of the grammar."""
+
+    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
+        """Return the tokens that must come next."""
+
+
 @dataclass(slots=True)
 class Sequence:
     """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
@@ -153,6 +166,7 @@ class Sequence:
     origins: list[Origin] = field(default_factory=list)
     hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
     source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's
+    grammar: Constraint | None = None  # what its output is held to
     acceptance: str = field(init=False)
     counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
 
@@ -173,7 +187,11 @@ class Sequence:
         is_full = len(self.tokens) >= self.max_len
         if is_full and self.params.forced_eos_token_id is not None:
             return "length"  # the end that stands there says nothing of what the model would have said
-        return "stop" if token in self.end_ids else "length" if is_full else None
+        if token in self.end_ids:
+            return "stop"
+        if self.grammar is not None and self.hypotheses is None and self.grammar.is_over(self.tokens):
+            return "stop"
+        return "length" if is_full else None
 
     @property
     def salt(self) -> str | None:

@@ -542,6 +542,7 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
 _CONTRADICTORY = (
     *("max_completion_tokens", "min_tokens", "top_logprobs", "best_of", "stream_options"),
     *("draft", "spec_length", "acceptance", "chat_template_kwargs", "prediction"),
+    *("json_schema", "json_object", "regex", "choice", "grammar", "json_whitespace"),
 )
 
 

@@ -114,6 +114,8 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
         "logit_bias": _biases,
         "early_stopping": _yes_or_no,
         "prediction": _text_or_file,
+        "json_schema": lambda value: _file_or_text("json_schema", value, "{"),
+        "grammar": lambda value: _file_or_text("grammar", value, ""),
     }
     given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     given |= {name: read[name](given[name]) for name in read.keys() & given.keys()}
@@ -140,6 +142,17 @@ def _text_or_file(value: str) -> str:
     if value.startswith("@@") or not value.startswith("@"):
         return value.removeprefix("@")
     return read_file(Path(value[1:]), "file of --prediction")
+
+
+def _file_or_text(name: str, value: str, begins: str) -> str:
+    """The contents of a file, or the text itself where no file of that name is possible.
+
+    A text has several lines, or begins so, or has a rule's colon in it; any other value is meant as a file.
+    """
+    flag = "--" + name.replace("_", "-")
+    is_text = "\n" in value or value.strip() in ("true", "false")
+    is_text |= value.lstrip().startswith(begins) if begins else ":" in value and not Path(value).exists()
+    return value if is_text else read_file(Path(value), f"file of {flag}")
 
 
 def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:

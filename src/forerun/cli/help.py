@@ -15,7 +15,7 @@ from forerun.cli.signatures import expanded
 from forerun.errors import BadOption
 
 # Of the options of a command, in this order.
-PANELS = ("Options", "Model", "Sampling", "Speculation", "Memory and batches", "Output")
+PANELS = ("Options", "Model", "Sampling", "Structured output", "Speculation", "Memory and batches", "Output")
 ENGINE = "engine/"  # before the panel of an option that a variable FORERUN_<NAME> and the --config file know, too
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts

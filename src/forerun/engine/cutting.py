@@ -1,13 +1,15 @@
-"""Drafts without ids that the model never writes, whatever drafter proposed them."""
+"""Drafts without what cannot be accepted: ids that the model never writes, and what a request's grammar refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence as Seq
 from dataclasses import replace
 
 import torch
 
-from forerun.types import Draft, Extra, Probs
+from forerun.errors import BadOption
+from forerun.sampling.grammar import Bits
+from forerun.types import Draft, Extra, Probs, Sequence
 
 LEAST = 1e-3  # probability of all these ids: where a drafter draws them more rarely, its draws stay as they are
 
@@ -25,19 +27,59 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
     independent draws of q those that stay are independent draws of the conditioned q, and of draws without replacement
     such draws of it. A point mass is known before it is "drawn". Greedy and `match` texts do not depend on a draft.
     """
-    unwanted, changed, seen = sorted(ids), False, dict[int, Probs | None]()
+    unwanted, seen = sorted(ids), dict[int, Probs | None]()
+
+    def conditioned(_: int, node: int) -> Probs | None:
+        given = draft.probs[node]
+        if id(given) not in seen:
+            seen[id(given)] = _without(given, unwanted)
+        return seen[id(given)]
+
+    return _kept(draft, conditioned, lambda _, node: draft.tokens[node] not in ids)
+
+
+def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
+    """Return a draft without the nodes that the grammars of their requests refuse, and what hangs below them.
+
+    Guesses cost no rows then, of which the target's probability is 0. A node that was drawn from a distribution and
+    stays states it on the condition that the token is allowed, as in `without`.
+    """
+    seen = dict[tuple[int, int], tuple[Bits | None, Probs | None]]()  # by parent and distribution
+
+    def found(b: int, node: int) -> tuple[Bits | None, Probs | None]:
+        """The ids that are allowed behind the node's parent, and the distribution on their condition."""
+        parent, given = draft.parents[node], draft.probs[node]
+        key = (b if parent < 0 else -1 - parent, id(given))
+        if key not in seen:
+            seen[key] = _allowed(seqs[b], [draft.tokens[n] for n in draft.path(parent)], given)
+        return seen[key]
+
+    def conditioned(b: int, node: int) -> Probs | None:
+        return draft.probs[node] if seqs[b].grammar is None else found(b, node)[1]
+
+    def stays(b: int, node: int) -> bool:
+        bits, token = found(b, node)[0], draft.tokens[node]
+        return bits is not None and token < len(bits) and bool(bits[token])
+
+    return _kept(draft, conditioned, stays)
+
+
+def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: Callable[[int, int], bool]) -> Draft:
+    """Return the nodes that are left. conditioned(b, node): what a node states from now on, None = it goes.
+
+    stays(b, node): whether the token of a node that states another distribution is possible in that.
+    """
+    changed = False
     places: dict[int, int] = {-1: -1}  # node -> node of the new draft
     tokens, parents, starts = list[int](), list[int](), [0]
     probs, extra = list[Probs](), dict[int, Extra]()
     for b in range(draft.num_sequences):
         for node in draft.nodes(b):
-            given = draft.probs[node]
-            if id(given) not in seen:
-                seen[id(given)] = _without(given, unwanted)
-            own = seen[id(given)]
-            changed |= own is not given
-            is_drawn_out = own is not given and draft.tokens[node] in ids
-            if own is None or is_drawn_out or draft.parents[node] not in places:
+            if draft.parents[node] not in places:
+                continue
+            own = conditioned(b, node)
+            changed |= own is not draft.probs[node]
+            if own is None or (own is not draft.probs[node] and not stays(b, node)):
                 continue
             places[node] = len(tokens)
             tokens.append(draft.tokens[node])
@@ -47,6 +89,32 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
         if b in draft.extra:
             extra[b] = _rows_left(draft, b, places, len(tokens) - starts[b])
     return Draft(tokens, parents, starts, probs, extra) if changed else draft
+
+
+def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
+    """Return the ids that a grammar allows behind drafted tokens, and a distribution on their condition; None = none.
+
+    The same object where it gives no other id a probability.
+    """
+    assert seq.grammar is not None
+    try:
+        bits: Bits = seq.grammar.allowed(seq.tokens, drafted).bits
+    except BadOption:  # behind an end of the output nothing is drafted; and too much is refused where it is judged
+        return None, None
+    if probs.point is not None:
+        return bits, probs if probs.point < len(bits) and bits[probs.point] else None
+    weights = probs.weights
+    allowed = torch.from_numpy(bits) if probs.ids is None else torch.from_numpy(bits)[probs.ids]
+    if probs.ids is None:
+        allowed = torch.nn.functional.pad(allowed, (0, max(0, len(weights) - len(allowed))))[: len(weights)]
+    left = weights * allowed
+    if bool((left == weights).all()):
+        return bits, probs
+    total = left.sum()
+    if not total > 0:
+        return bits, None
+    left /= total
+    return bits, replace(probs, dense=left) if probs.ids is None else replace(probs, listed=left)
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:

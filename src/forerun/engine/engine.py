@@ -25,12 +25,14 @@ from forerun.errors import BadOption, CapacityError, ForerunError, InternalError
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
+from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Hypotheses, Listener, SamplingParams, Sequence, StepReport
 
 LOG = logging.getLogger(__name__)
-_Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]  # of a request's bad words and its prediction, as ids
+# Of a request's bad words and its prediction, as ids; and its grammar.
+_Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | None]
 
 
 def philox_coins(seq: Sequence) -> Coins:
@@ -122,7 +124,8 @@ class Engine:
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """The requests of one prompt, params.n of them, for `queue`. Any thread may make them. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        texts = self._bad_word_ids(params), self._prediction_ids(params)  # once, however many outputs there are
+        # Once, however many outputs there are.
+        texts = self._bad_word_ids(params), self._prediction_ids(params), self._grammar(params)
         made: list[Request] = []
         if params.searches:
             return self._searched(prompt_ids, params, seed, texts)
@@ -149,7 +152,7 @@ class Engine:
                 self.scheduler.add(request)
 
     def _sequence(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> Sequence:
-        bad_word_ids, prediction_ids = texts
+        bad_word_ids, prediction_ids, grammar = texts
         ids, source_ids = list(prompt_ids), tuple[int, ...]()
         if self.start_ids:
             ids, source_ids = [*self.start_ids, *self._decoder_prompt_ids(params)], tuple(prompt_ids)
@@ -165,6 +168,8 @@ class Engine:
             prediction_ids=prediction_ids,
             source_ids=source_ids,
         )
+        if grammar is not None:
+            seq.grammar = grammar.start(seq.end_ids, seq.num_prompt_tokens)
         seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance, params.searches)
         return seq
 
@@ -305,6 +310,14 @@ class Engine:
             for text in (word, " " + word.lstrip()):
                 variants.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
         return tuple(sorted(v for v in variants if v))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request, compiled. Raises BadOption for one that cannot be honoured."""
+        if params.constraint is None:
+            return None
+        if self.tokenizer is None:
+            raise BadOption("a grammar needs a tokenizer: this engine has none; leave it out")
+        return vocabulary(self.tokenizer).compiled(params)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The prediction as ids. It stands for output, so no special tokens are put around it."""

@@ -172,7 +172,9 @@ class Router(Drafter):
                 raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
             for b in range(len(granted)):
                 draft.check(b)
-            return cutting.without(draft, self.unwritten) if self.unwritten else draft
+            draft = cutting.without(draft, self.unwritten) if self.unwritten else draft
+            has_grammar = any(seq.grammar is not None for seq in seqs)
+            return cutting.within_grammars(draft, seqs) if has_grammar else draft
         return Draft.empty(len(seqs))
 
     @contextmanager

@@ -3,7 +3,7 @@
 The order is a convention that every row of every model shares (docs/exactness.md; the reference for the filters is
 Hugging Face's set of logits warpers, with exact tie rules added):
 
-    logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens
+    logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens, grammar
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
 Before all of it comes forced_eos_token_id, which leaves one id at the last place of an output that is cut.
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import arithmetic
-from forerun.types import Probs, SamplingParams, Sequence, TokenCounts, TokenLogprob
+from forerun.sampling.grammar import Allowed, masked
+from forerun.types import Constraint, Probs, SamplingParams, Sequence, TokenCounts, TokenLogprob
 
 Row = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
@@ -51,12 +52,20 @@ class History:
     drafted: Seq[int] = ()
     kept: TokenCounts = field(default_factory=TokenCounts)  # of the committed tokens, from one row to the next
     max_len: int = 0  # of prompt and output at most; 0 = not known
+    grammar: Constraint | None = None  # what the output is held to
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
         """What the token after `seq` and `drafted` sees. Copies nothing, however long the sequence is."""
         return History(
-            seq.tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids, drafted, seq.counts, seq.max_len
+            seq.tokens,
+            seq.num_prompt_tokens,
+            seq.end_ids,
+            seq.bad_word_ids,
+            drafted,
+            seq.counts,
+            seq.max_len,
+            seq.grammar,
         )
 
     @property
@@ -73,6 +82,13 @@ class History:
         """Return the only id that may come next: at the last place of an output that must end with one."""
         is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
         return params.forced_eos_token_id if is_last else None
+
+    def allowed(self) -> Allowed | None:
+        """Return the ids that the grammar allows next; None without one. Raises BadOption for a wrong text."""
+        found: Allowed | None = None
+        if self.grammar is not None:
+            found = self.grammar.allowed(self.committed, self.drafted)
+        return found
 
     def counts(self) -> tuple[Ids, Ids]:
         """The distinct ids of all tokens, and how often each occurs behind the prompt: two vectors [n], in no order."""
@@ -123,6 +139,8 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History(), 
     """
     if (forced := history.forced(params)) is not None:
         return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
+    if (only := _only(params, history)) is not None and only < logits.shape[-1]:
+        return Probs(point=only, soft=Probs.of_point(only) if soft else None)
     row = _host(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
     native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
@@ -150,7 +168,9 @@ def _host(logits: Tensor) -> Row:
 def _no_probs(row: Row) -> Exception:
     if not np.isfinite(row.max()):  # max passes NaN on
         return InternalError(f"the model returned logits that are no numbers (their maximum is {row.max()})")
-    return BadOption("no token is left to draw: logit_bias, bad_words and min_tokens forbid every id at this position")
+    return BadOption(
+        "no token is left to draw: logit_bias, bad_words, min_tokens and the grammar forbid every id at this position"
+    )
 
 
 def _bias(row: Row, params: SamplingParams) -> Row:
@@ -188,7 +208,9 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
-    """Forbid the last id of a bad word whose beginning stands there, and end ids before min_tokens."""
+    """Forbid what the grammar does, the last id of a bad word whose beginning is there, and ends before min_tokens."""
+    if (allowed := history.allowed()) is not None:
+        row = masked(row, allowed)
     banned = {word[-1] for word in history.bad_word_ids if _ends_with(history.tokens, word[:-1])}
     if params.min_tokens > 0 and history.num_output_tokens < params.min_tokens:
         banned |= history.end_ids
@@ -198,6 +220,12 @@ def _mask(row: Row, params: SamplingParams, history: History) -> Row:
     row = row.copy()
     row[list(banned)] = -np.inf
     return row
+
+
+def _only(params: SamplingParams, history: History) -> int | None:
+    """Return the only id that the grammar allows next, where nothing else may forbid it; None where there are more."""
+    allowed = history.allowed()
+    return None if allowed is None or _adjusts(params, history.bad_word_ids) else allowed.only
 
 
 def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
@@ -215,11 +243,11 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
     """Whether the distribution of every row follows from its logits and `filters_of`, where the history forces none."""
-    return params.logprobs is None and not _adjusts(params, bad_word_ids)
+    return params.logprobs is None and params.constraint is None and not _adjusts(params, bad_word_ids)
 
 
 def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
-    """Whether bias, penalties or masks may change a row."""
+    """Whether bias, penalties, bad words or min_tokens may change a row."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return bool(penalties or params.logit_bias or bad_word_ids or params.min_tokens > 0)
 
@@ -368,7 +396,7 @@ def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int
         return [forced], [0.0]
     row = _host(logits)
     log_mass = _log_mass(row)
-    if _adjusts(params, history.bad_word_ids):
+    if history.grammar is not None or _adjusts(params, history.bad_word_ids):
         scores: Row = row.astype(np.float64) - log_mass
         scores = _mask(_penalize(_bias(scores, params), params, history), params, history)
         ids = _largest(scores, min(num, len(row)))

@@ -94,6 +94,8 @@ _TYPES: dict[Kind, Schema] = {
     params.FLAG: _FLAG,
     params.STOPPING: _either(_FLAG, {"const": "never"}),
     params.TEXT: _TEXT,
+    params.UTF8: _TEXT,
+    params.SCHEMA: _either(_OBJECT, _FLAG, _TEXT),
     params.TEXTS: _STOPS,
     params.IDS: _list(_ID),
     params.TEXT_OR_IDS: _either(_PREDICTION, _TEXT, _IDS),

@@ -116,6 +116,28 @@ class Tokenizer:
         return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
 
     @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes that each id below num_ids stands for inside of a text, b"" for none; None where that is not said.
+
+        A token of bytes or of one text is known by its name; what a decoder makes of other names depends on their
+        neighbours.
+        """
+        spelling, added = self.spelling, self._backend.get_added_tokens_decoder()
+        if "ByteLevel" not in spelling and "▁" not in spelling:
+            return None
+        found = [b""] * self.num_ids
+        for token_id, name in self.id_to_token.items():
+            if token_id in added or ("ByteLevel" in spelling and not all(c in BYTES for c in name)):
+                found[token_id] = name.encode("utf-8", "surrogatepass")
+            elif "ByteLevel" in spelling:
+                found[token_id] = bytes(BYTES[c] for c in name)
+            elif token_id in self.byte_ids:
+                found[token_id] = bytes([int(name[1:-1], 16)])
+            else:
+                found[token_id] = name.replace("▁", " ").encode("utf-8", "surrogatepass")
+        return found
+
+    @cached_property
     def spelling(self) -> frozenset[str]:
         """How token strings stand for text. Where it is that of another tokenizer, equal strings are equal texts."""
         decoder = _decoder_types(self._backend)

@@ -87,7 +87,7 @@ def _caps(p: Probs, share: float) -> Probs:
     """
     if p.point is None:
         return reweighted(p, p.weights.double() / share)
-    if p.soft is None or share == 1:
+    if p.soft is None or p.soft.point is not None or share == 1:  # one token alone is possible
         return p
     soft = p.soft.weights.double()
     return reweighted(p.soft, (soft >= share * soft.max()).double())

@@ -1,0 +1,333 @@
+"""Which ids may come next where a request holds its output to a grammar: a schema, an expression, some texts, rules.
+
+llguidance compiles the grammar and says which tokens may follow a text (github.com/guidance-ai/llguidance). Here are
+the form that requests give it, the vocabulary that it needs, what compiling may take, and the state that walks along
+with a sequence and along every path of its drafts. A forbidden id has probability 0, in the target's rows as in a
+draft model's, so that verification need not know of grammars (docs/exactness.md).
+
+Where the grammar leaves one text alone for the next characters, llguidance allows the one token with which the
+tokenizer would begin that text, and no other spelling of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.errors import BadOption, shown
+from forerun.types import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Bits = npt.NDArray[np.bool_]
+
+MOST_CHARS = 1 << 18  # of a grammar's text
+MOST_VALUES = 1 << 14  # of a schema, at all depths
+MOST_KEPT, MOST_KEPT_CHARS = 64, 1 << 20  # compiled grammars that are kept for the next request, and their texts
+MOST_MASKS = 256  # of the paths of one step
+_END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
+_SEPARATORS = {
+    "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    # Any number of blanks would let a model that has lost its way write blanks for ever.
+    "free": {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"},
+}
+
+
+class Spelling(Protocol):
+    """What is needed of a tokenizer (forerun.text.tokenizer.Tokenizer)."""
+
+    @property
+    def token_bytes(self) -> Seq[bytes] | None: ...
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class Allowed(NamedTuple):
+    """The ids that may come next: bits [num_ids] by id, and the only one where there is just one."""
+
+    bits: Bits
+    only: int | None
+
+
+class Vocabulary:
+    """The tokens of one tokenizer, as llguidance wants them, and the grammars that were compiled for them.
+
+    Raises BadOption where the tokenizer does not say which bytes a token stands for.
+    """
+
+    def __init__(self, tokenizer: Spelling) -> None:
+        from llguidance import LLTokenizer
+
+        tokens = tokenizer.token_bytes
+        if tokens is None:
+            raise BadOption(
+                "no output of this model can be held to a grammar: its tokenizer does not say which bytes a token "
+                "stands for; leave json_schema, json_object, regex, choice and grammar out"
+            )
+        self.num_ids = len(tokens)
+        self.special_ids = tokenizer.special_ids
+        self.tokens: LLTokenizer = LLTokenizer(_Wrapper(tokenizer, tokens))  # type: ignore[arg-type]
+        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compiled(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a request, compiled now or before; None where it has none. Any thread may ask.
+
+        Raises BadOption for a grammar that cannot be honoured, or takes too much.
+        """
+        if (key := params.constraint) is None:
+            return None
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = Grammar(key, self)  # without the lock: other requests go on
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > MOST_KEPT or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARS:
+                self._kept.popitem(last=False)
+        return made
+
+
+_vocabularies: weakref.WeakKeyDictionary[Spelling, Vocabulary] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def vocabulary(tokenizer: Spelling) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, made once, which takes some tenths of a second. Raises as Vocabulary."""
+    with _making:
+        if tokenizer not in _vocabularies:
+            _vocabularies[tokenizer] = Vocabulary(tokenizer)
+        return _vocabularies[tokenizer]
+
+
+class _Wrapper:
+    """A tokenizer as llguidance reads it: bytes by id, special ids, and how a text inside of another is encoded."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Spelling, tokens: Seq[bytes]) -> None:
+        self.tokens = [*tokens, _END]
+        self.eos_token_id = len(tokens)
+        self.special_token_ids = [*sorted(tokenizer.special_ids), self.eos_token_id]
+        self._tokenizer = weakref.ref(tokenizer)  # which is the key of a weak dictionary that holds this
+        self._special = tokenizer.special_ids
+        self._guard = tokenizer.encode("\x02", add_special_tokens=False)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Encode a text that stands behind another: without the blank that some tokenizers put before a whole text."""
+        tokenizer = self._tokenizer()
+        given = text.decode() if isinstance(text, bytes) else text
+        if tokenizer is None or not given:
+            return []
+        ids = tokenizer.encode("\x02" + given, add_special_tokens=False)
+        own = ids[len(self._guard) :]
+        if ids[: len(self._guard)] != self._guard:
+            own = tokenizer.encode(given, add_special_tokens=False)
+        if self._special.isdisjoint(own) or len(given) == 1:
+            return own
+        return [*self(given[:1]), *self(given[1:])]  # the name of a special token, which is to be a text here
+
+
+class Grammar:
+    """One compiled grammar over a vocabulary. key: its kind and its text, of `SamplingParams.constraint`.
+
+    Raises BadOption where llguidance refuses it, or it takes too much.
+    """
+
+    def __init__(self, key: tuple[str, str], vocabulary: Vocabulary) -> None:
+        from llguidance import LLMatcher
+
+        self.kind, text = key
+        self.vocabulary = vocabulary
+        if len(text) > MOST_CHARS:
+            raise BadOption(f"{self._name} has {len(text):,} characters: it must have at most {MOST_CHARS:,}")
+        self._start = LLMatcher(vocabulary.tokens, _source(self.kind, text), log_level=0, limits=_limits())
+        self._refuse(self._start)
+
+    def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Walk:
+        """Return the state of a sequence that begins. end_ids: ids that end its output."""
+        return Walk(self, end_ids, num_prompt_tokens)
+
+    def matcher(self) -> LLMatcher:
+        """Return a state of llguidance at the beginning of the grammar."""
+        return self._start.deep_copy()
+
+    def _refuse(self, matcher: LLMatcher) -> None:
+        """Raise BadOption where a matcher has failed: the grammar is wrong, or more complex than the limits."""
+        if matcher.is_error():
+            why = " ".join(matcher.get_error().split())[:300]
+            raise BadOption(f"{self._name} cannot be honoured: {why}; change it, or leave it out")
+
+    check = _refuse
+
+    @property
+    def _name(self) -> str:
+        return self.kind.partition(":")[0]
+
+
+@dataclass(eq=False)
+class Walk:
+    """Where a grammar stands along one sequence: behind its committed tokens, or behind some path of a draft.
+
+    One matcher goes to and fro between the paths. It belongs to the engine's thread. Committed tokens stay what they
+    are, and more are added to them.
+    """
+
+    grammar: Grammar
+    end_ids: frozenset[int]
+    num_prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        self._matcher = self.grammar.matcher()
+        self._read: list[int] = []  # output tokens that the matcher has read
+        self._num_sure = 0  # of them, those that are committed
+        self._masks: dict[tuple[int, ...], Allowed] = {}  # by path behind so many committed tokens
+        self._num_committed = -1
+        size = self.grammar.vocabulary.num_ids
+        self._ends = [i for i in sorted(self.end_ids) if i < size]
+        special = self.grammar.vocabulary.special_ids
+        self._text_ends = [i for i in self._ends if i not in special]
+
+    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
+        """Return the ids that may follow the committed tokens, the prompt included, and the drafted ones.
+
+        An id that ends the output may come where the grammar may end; and one that the grammar names, where it does.
+        Raises BadOption behind a path that the grammar refuses, and where it takes more than the limits.
+        """
+        if len(committed) != self._num_committed or len(self._masks) > MOST_MASKS:
+            self._masks, self._num_committed = {}, len(committed)
+        path = tuple(drafted)
+        if (found := self._masks.get(path)) is None:
+            if not self._go(committed, path):
+                raise BadOption(f"the {self.grammar.kind} of the request refuses the text so far")
+            found = self._masks[path] = self._mask()
+        return found
+
+    def takes(self, committed: Seq[int], drafted: Seq[int]) -> bool:
+        """Whether the grammar allows the drafted tokens behind the committed ones, in whatever spelling."""
+        return self._go(committed, drafted)
+
+    def is_over(self, committed: Seq[int]) -> bool:
+        """Whether nothing can follow the committed tokens, which are a whole text of the grammar."""
+        return self._go(committed, ()) and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
+        """Return the tokens that must come next, as far as the grammar leaves one text and that has one spelling."""
+        return list(self._matcher.compute_ff_tokens()) if self._go(committed, drafted) else []
+
+    def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
+        """Let the matcher stand behind these tokens, and return whether it can."""
+        first, read = self.num_prompt_tokens, self._read
+        num_sure = len(committed) - first
+        wanted = [*committed[first + self._num_sure :], *drafted]  # behind those that are sure already
+        same = self._num_sure
+        while same < len(read) and same - self._num_sure < len(wanted) and read[same] == wanted[same - self._num_sure]:
+            same += 1
+        if same < len(read):
+            self._matcher.rollback(len(read) - same)
+            del read[same:]
+        rest = wanted[same - self._num_sure :]
+        if rest:
+            read += rest[: self._matcher.try_consume_tokens(rest)]
+            self.grammar.check(self._matcher)
+        is_there = len(read) == num_sure + len(drafted)
+        self._num_sure = min(num_sure, len(read))
+        return is_there
+
+    def _mask(self) -> Allowed:
+        size = self.grammar.vocabulary.num_ids
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self.grammar.check(self._matcher)
+        bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
+        may_end = bool(bits[size])
+        bits = bits[:size]
+        bits[self._text_ends] = False
+        if may_end:
+            bits[self._ends] = True
+        num = int(np.count_nonzero(bits))
+        return Allowed(bits, int(bits.argmax()) if num == 1 else None)
+
+
+def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
+    """Return a copy of logits [V] in which every id that may not come next has -inf."""
+    bits = allowed.bits[: len(row)]
+    made = np.full_like(row, -np.inf)
+    np.copyto(made[: len(bits)], row[: len(bits)], where=bits)
+    return made
+
+
+# ------------------------------------------------------------------------------------------ what requests may give
+
+
+def _source(kind: str, text: str) -> str:
+    """Return a grammar in llguidance's own form. kind: of `SamplingParams.constraint`. Raises BadOption."""
+    from llguidance import LLMatcher
+
+    name, _, whitespace = kind.partition(":")
+    if name in ("json_schema", "json_object"):
+        _refuse_large(name, json.loads(text))
+        schema = text if text.lstrip().startswith("{") else '{"anyOf": [' + text + "]}"
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_SEPARATORS[whitespace])  # type: ignore[arg-type]
+    if name == "regex":
+        return LLMatcher.grammar_from_regex(_without_anchors(text))
+    if name == "choice":
+        texts = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)]
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+    return LLMatcher.grammar_from_lark(_lark(text))
+
+
+def _refuse_large(name: str, schema: Any) -> None:
+    """Raise BadOption for a schema of too many values, before anything is compiled."""
+    num, waiting = 0, [schema]
+    while waiting:
+        one = waiting.pop()
+        num += 1
+        waiting.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+    if num > MOST_VALUES:
+        raise BadOption(f"{name} has {num:,} values: it must have at most {MOST_VALUES:,}")
+
+
+def _without_anchors(text: str) -> str:
+    """The whole output must match, so that ^ and $ around an expression say nothing new."""
+    text = text.removeprefix("^")
+    if text.endswith("$"):
+        slashes = len(text[:-1]) - len(text[:-1].rstrip("\\"))
+        text = text[:-1] if slashes % 2 == 0 else text
+    return text
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark's form; one of llama.cpp (GBNF), which has ::= in its rules, is converted."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises errors of several kinds
+        raise BadOption(f"grammar={shown(text)} is no grammar in GBNF: {str(error)[:200]}") from None
+
+
+def _limits() -> LLParserLimits:
+    """What compiling a grammar and one step of it may take: some tens of milliseconds, some tens of megabytes."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )

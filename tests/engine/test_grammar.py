@@ -1,0 +1,165 @@
+"""Requests with grammars in the engine: texts are plain decoding's, valid, and end where they must."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from forerun import LLM, BadOption, SamplingParams
+from tiny import write_tiny
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3, "pattern": "^[a-z]*$"},
+        "kind": {"enum": ["first", "second"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "kind", "n"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {},
+    {"json_schema": SCHEMA, "json_whitespace": "compact"},
+    {"regex": "(ab|ba){3,9}"},
+    {"choice": ["yes", "no", "yes, but not now", "not at all"]},
+    {"json_schema": SCHEMA, "json_whitespace": "spaced"},
+    {"grammar": 'start: "<" item ("," item)* ">"\nitem: /[0-9]{1,3}/ | "none"'},
+    {"json_object": True},
+]
+DRAFTS = ("none", "suffix:shape=tree", "lookup", "model", "recycle")
+
+
+def requests() -> list[SamplingParams]:
+    """Greedy and match in turn, with other options of the pipeline, and some requests without a grammar."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1},
+        {"temperature": 1.2, "seed": 6, "top_k": 30, "frequency_penalty": 0.4},
+    ]
+    return [SamplingParams(max_tokens=70, **grammar, **way) for way in ways for grammar in GRAMMARS]
+
+
+PROMPTS = ['{"name": "ab", "kind": "second", "n": 7}', "abbaabbaab", "yes, but not at all <none,12>"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two random models of bytes, the second of which resembles the first: it has the same weights, but coarser."""
+    folder = tmp_path_factory.mktemp("grammar")
+    return str(write_tiny(folder / "target", inner_scale=0.05)), str(write_tiny(folder / "draft", inner_scale=0.04))
+
+
+@pytest.fixture(scope="module")
+def llm(models: tuple[str, str]) -> Iterator[LLM]:
+    """An engine with all drafters."""
+    target, draft = models
+    others = f"lookup;(model:path={draft});recycle;none"
+    with LLM(target, draft="suffix:shape=tree", extra_drafts=others, max_seq_len=200) as made:
+        yield made
+
+
+@pytest.mark.once("each request names its drafter")
+def test_texts_are_those_of_plain_decoding_beside_requests_without_a_grammar(llm: LLM) -> None:
+    prompts = [prompt for params in requests() for prompt in PROMPTS]
+    params = [own for own in requests() for _ in PROMPTS]
+    by_draft = {}
+    for draft in DRAFTS:
+        name = next(known for known in llm.drafters if known.startswith(draft.partition(":")[0]))
+        outs = llm.generate(prompts, [dataclasses.replace(own, draft=name) for own in params], raw=True)
+        by_draft[draft] = [(out.token_ids, out.finish_reason, out.logprobs) for out in outs]
+        if draft != "none":
+            assert by_draft[draft] == by_draft["none"], draft
+            assert sum(out.report.num_accepted for out in outs) > 100
+    for own, (ids, reason, _) in zip(params, by_draft["none"], strict=True):
+        assert_valid(llm.tokenizer.decode(ids, skip_special_tokens=True), own, reason)
+
+
+def assert_valid(text: str, params: SamplingParams, reason: str | None) -> None:
+    """A whole text is one of the grammar; one that is cut may be anything."""
+    if params.constraint is None or reason == "length":
+        return
+    assert reason == "stop"
+    if params.json_schema is not None:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif params.json_object:
+        assert isinstance(json.loads(text), dict)
+    elif params.choice:
+        assert text in params.choice
+    else:
+        assert re.fullmatch(params.regex or "<([0-9]{1,3}|none)(,([0-9]{1,3}|none))*>", text)
+
+
+@pytest.mark.parametrize("acceptance", ["ratio", "block", "match", "typical", "lenience:l=0.5"])
+def test_every_rule_keeps_to_the_grammar(llm: LLM, acceptance: str, speculation: Any) -> None:
+    outs = llm.generate(
+        PROMPTS * 4,
+        SamplingParams(
+            max_tokens=90,
+            temperature=1.1,
+            seed=3,
+            json_schema=SCHEMA,
+            json_whitespace="compact",
+            acceptance=acceptance,
+            draft="lookup",
+        ),
+        raw=True,
+    )
+    for out in outs:
+        assert out.finish_reason == "stop"
+        jsonschema.validate(json.loads(out.text), SCHEMA)
+
+
+def test_an_output_ends_where_the_grammar_must_end_without_an_end_id(llm: LLM) -> None:
+    params = SamplingParams(choice=["done"], max_tokens=50, ignore_eos=True)
+    (out,) = llm.generate("x", params, raw=True)
+    assert (out.text, out.finish_reason, len(out.token_ids)) == ("done", "stop", 4)
+    (cut,) = llm.generate("x", dataclasses.replace(params, max_tokens=3), raw=True)
+    assert (cut.text, cut.finish_reason) == ("don", "length")
+    (whole,) = llm.generate("x", dataclasses.replace(params, max_tokens=4), raw=True)
+    assert (whole.text, whole.finish_reason) == ("done", "stop"), "the last token that is possible completes it"
+
+
+def test_several_outputs_have_states_of_their_own(llm: LLM) -> None:
+    outs = llm.generate("x", SamplingParams(n=6, regex="[a-f]{8}", max_tokens=20, seed=2), raw=True)
+    assert len({out.text for out in outs}) > 3
+    assert all(re.fullmatch("[a-f]{8}", out.text) for out in outs)
+
+
+def test_a_beam_search_keeps_to_the_grammar(llm: LLM) -> None:
+    params = SamplingParams(n=3, num_beams=3, temperature=0, max_tokens=30, regex="[a-c]{4}", draft="none")
+    outs = llm.generate("x", params, raw=True)
+    assert all(re.fullmatch("[a-c]{4}", out.text) for out in outs)
+    drafted = llm.generate("x", dataclasses.replace(params, draft="lookup"), raw=True)
+    assert [(out.token_ids, out.score) for out in drafted] == [(out.token_ids, out.score) for out in outs]
+
+
+def test_a_request_that_has_no_token_left_ends_alone(llm: LLM) -> None:
+    a = llm.tokenizer.encode("a")[0]
+    good = SamplingParams(regex="a{5}", temperature=0)
+    bad = SamplingParams(regex="b{3}a{5}", temperature=0, logit_bias={a: -float("inf")})
+    made = llm.submit(["x", "x", "x"], [good, bad, good], raw=True)
+    while any(request.seq.finish_reason is None for request in made):
+        pass
+    assert [request.text for request in made] == ["aaaaa", "bbb", "aaaaa"]
+    assert [request.seq.finish_reason for request in made] == ["stop", "abort", "stop"]
+    assert isinstance(made[1].error, BadOption)
+    assert "the grammar forbid every id" in str(made[1].error)
+
+
+def test_a_grammar_that_is_wrong_is_refused_before_anything_is_queued(llm: LLM) -> None:
+    with pytest.raises(BadOption, match=r"^regex cannot be honoured"):
+        llm.generate(["x", "y"], [SamplingParams(max_tokens=3), SamplingParams(regex="a(")], raw=True)
+
+
+def test_min_tokens_beyond_a_text_that_must_end_ends_with_it(llm: LLM) -> None:
+    (out,) = llm.generate("x", SamplingParams(choice=["abc"], min_tokens=20, max_tokens=30), raw=True)
+    assert (out.text, out.finish_reason) == ("abc", "stop")

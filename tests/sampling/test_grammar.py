@@ -1,0 +1,241 @@
+"""Grammars: what each kind allows, where it ends, the way of a state along paths, and what is refused at the door."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.errors import BadOption
+from forerun.sampling import History, likeliest, probs
+from forerun.sampling.grammar import MOST_CHARS, Walk, vocabulary
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import SamplingParams
+from tiny import byte_tokenizer
+
+END = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["x", "yy"]}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+def walk(tokenizer, end_ids: frozenset[int] = frozenset({END}), num_prompt_tokens: int = 0, **fields) -> Walk:
+    compiled = vocabulary(tokenizer).compiled(SamplingParams(**fields))
+    assert compiled is not None
+    return compiled.start(end_ids, num_prompt_tokens)
+
+
+def texts(tokenizer, own: Walk, text: str = "") -> set[str]:
+    """What may follow a text: characters, and "" for the end."""
+    bits = own.allowed([], tokenizer.encode(text)).bits
+    return {"" if i == END else tokenizer.decode([i]) for i in np.flatnonzero(bits).tolist()}
+
+
+def takes(tokenizer, own: Walk, text: str) -> bool:
+    """Whether a text is allowed to its end, and may end there."""
+    ids = tokenizer.encode(text)
+    try:
+        return all(own.allowed([], ids[:i]).bits[ids[i]] for i in range(len(ids))) and bool(
+            own.allowed([], ids).bits[END]
+        )
+    except BadOption:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------- each kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"regex": "(yes|no)[0-9]{2}"}, ["yes00", "no42"], ["yes", "no4", "no422", "maybe"]),
+        ({"regex": "^a+$"}, ["a", "aaaa"], ["", "b", "^a$"]),
+        ({"regex": r"a\$"}, ["a$"], ["a", "a\\"]),
+        ({"choice": ["red", "dark red", "é\"\n"]}, ["red", "dark red", "é\"\n"], ["re", "dark", "redd", "blue"]),
+        ({"json_schema": SCHEMA}, ['{"name": "x", "n": 3}', '{"name":"yy","n":-12}', '{\n  "name": "x",\n  "n": 0\n}'],
+         ['{"name": "z", "n": 3}', '{"n": 3, "name": "x"}', '{"name": "x"}', '{"name":   "x", "n": 3}', "{}"]),
+        ({"json_schema": json.dumps(SCHEMA), "json_whitespace": "compact"}, ['{"name":"x","n":3}'],
+         ['{"name": "x", "n": 3}']),
+        ({"json_schema": SCHEMA, "json_whitespace": "spaced"}, ['{"name": "x", "n": 3}'], ['{"name":"x","n":3}']),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "3", '{"a": nul}', ""]),
+        ({"json_schema": True}, ["3", "[1, 2]", '"é"'], ["x", "[1,]"]),
+        ({"grammar": 'start: "a" b+\nb: "b" | "c"'}, ["ab", "acb"], ["a", "ba", "abd"]),
+        ({"grammar": 'root ::= "a" b+\nb ::= [bc] | "d"'}, ["ab", "acd"], ["a", "ae"]),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_each_kind_allows_its_texts_and_no_others(tokenizer, fields, right, wrong):
+    own = walk(tokenizer, **fields)
+    assert [text for text in right if not takes(tokenizer, own, text)] == []
+    assert [text for text in wrong if takes(tokenizer, own, text)] == []
+
+
+def test_an_end_may_come_where_the_grammar_may_end_and_nowhere_else(tokenizer):
+    own = walk(tokenizer, choice=["a", "ab"])
+    assert texts(tokenizer, own) == {"a"}
+    assert texts(tokenizer, own, "a") == {"", "b"}
+    assert texts(tokenizer, own, "ab") == {""}
+    assert [own.is_over(tokenizer.encode(text)) for text in ("", "a", "ab")] == [False, False, True]
+    without = walk(tokenizer, frozenset(), choice=["a", "ab"])
+    assert texts(tokenizer, without, "a") == {"b"}
+    assert texts(tokenizer, without, "ab") == set(), "no id ends this request"
+
+
+def test_a_stop_id_that_is_a_text_ends_no_text_too_early(tokenizer):
+    (comma,) = tokenizer.encode(",")
+    own = walk(tokenizer, frozenset({comma}), regex="a,?b(,c)?")
+    assert texts(tokenizer, own, "a") == {"b"}
+    assert texts(tokenizer, own, "ab") == {","}, "as the end, and there alone"
+
+
+def test_the_prompt_is_no_part_of_the_text(tokenizer):
+    own, prompt = walk(tokenizer, num_prompt_tokens=3, regex="ab"), tokenizer.encode("xyz")
+    assert own.allowed(prompt).only == tokenizer.encode("a")[0]
+    assert own.allowed([*prompt, *tokenizer.encode("a")]).only == tokenizer.encode("b")[0]
+
+
+def test_a_state_goes_to_and_fro_between_the_paths_of_a_tree(tokenizer):
+    """Every path has the mask that a state has which was never anywhere else."""
+    own, chance = walk(tokenizer, json_object=True), random.Random(3)
+    committed: list[int] = []
+    while not own.is_over(committed):
+        paths: list[list[int]] = [[]]
+        for _ in range(12):
+            path = chance.choice(paths)
+            ids = np.flatnonzero(own.allowed(committed, path).bits).tolist()
+            likely = [i for i in ids if i and tokenizer.decode([i]) in '{}":,0a'] or ids
+            paths.append([*path, chance.choice(likely)] if likely != [END] else path)
+        for path in chance.sample(paths, len(paths)):
+            fresh = walk(tokenizer, json_object=True)
+            assert np.array_equal(own.allowed(committed, path).bits, fresh.allowed([*committed, *path]).bits)
+        committed += max(paths, key=len) if len(committed) < 30 else own.forced(committed) or paths[1]
+        if len(committed) > 60:
+            break
+
+
+def test_behind_a_refused_path_there_is_nothing_and_the_state_goes_on(tokenizer):
+    own = walk(tokenizer, regex="abc")
+    with pytest.raises(BadOption, match="the regex of the request refuses the text"):
+        own.allowed([], tokenizer.encode("ax"))
+    assert texts(tokenizer, own, "ab") == {"c"}
+
+
+def test_what_must_come_is_forced(tokenizer):
+    own = walk(tokenizer, json_schema=SCHEMA, json_whitespace="spaced")
+    assert tokenizer.decode(own.forced([])) == '{"name": "'
+    assert tokenizer.decode(own.forced([], tokenizer.encode('{"name": "y'))) == 'y", "n": '
+
+
+# ------------------------------------------------------------------------------------------------------- the pipeline
+
+
+def history(tokenizer, text: str = "", drafted: str = "", end_ids: frozenset[int] = frozenset({END}), **fields):
+    own = walk(tokenizer, end_ids, **{k: v for k, v in fields.items() if k in ("regex", "choice")})
+    return History(tokenizer.encode(text), 0, end_ids, drafted=tokenizer.encode(drafted), grammar=own)
+
+
+def test_a_forbidden_id_has_probability_0_whatever_its_logit(tokenizer):
+    params, logits = SamplingParams(regex="[ab]c?"), torch.randn(257, generator=torch.Generator().manual_seed(1)) * 9
+    a, b, c = (tokenizer.encode(text)[0] for text in "abc")
+    for drafted, allowed in (("", [a, b]), ("a", [END, c]), ("bc", [END])):
+        made = probs(logits, params, history(tokenizer, drafted=drafted, regex=params.regex))
+        assert [i for i in range(257) if made.at(i) > 0] == sorted(allowed)
+        weights = logits[sorted(allowed)].double().softmax(0)
+        assert [made.at(i) for i in sorted(allowed)] == pytest.approx(weights.tolist(), rel=1e-5)
+        greedy = probs(
+            logits, SamplingParams(regex="[ab]c?", temperature=0), history(tokenizer, "", drafted, regex="[ab]c?")
+        )
+        assert greedy.point == max(allowed, key=logits.__getitem__)
+
+
+def test_a_beam_search_scores_what_is_allowed_alone(tokenizer):
+    logits = torch.randn(257, generator=torch.Generator().manual_seed(1))
+    a, b = (tokenizer.encode(text)[0] for text in "ab")
+    params = SamplingParams(regex="[ab]", temperature=0, num_beams=4)
+    ids, scores = likeliest(logits, params, history(tokenizer, regex="[ab]"), 4)
+    assert sorted(ids) == sorted([a, b])
+    assert scores == pytest.approx(logits.double().log_softmax(0)[ids].tolist(), abs=1e-6), "and normalises nothing"
+
+
+@pytest.mark.parametrize(
+    "also", [{"logit_bias": {65: -float("inf")}}, {"logit_bias": {65: -float("inf")}, "temperature": 0}], ids=str
+)
+def test_a_row_that_is_left_empty_says_so(tokenizer, also):
+    assert tokenizer.encode("a") == [65]
+    with pytest.raises(BadOption, match="the grammar forbid every id"):
+        probs(torch.zeros(257), SamplingParams(regex="ab", **also), history(tokenizer, regex="ab"))
+
+
+# ------------------------------------------------------------------------------------------------------- at the door
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "regex and choice are two grammars for one output"),
+        ({"json_object": True, "json_schema": {}}, "json_schema and json_object are two grammars"),
+        ({"json_schema": "{"}, "json_schema='{' is not possible"),
+        ({"json_schema": [1]}, "json_schema=\\[1\\] is not possible"),
+        ({"json_schema": "[1]"}, "it must be a JSON schema"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema=.* is not possible"),
+        ({"regex": ""}, "regex='' is not possible: it must be a text that is not empty"),
+        ({"regex": 3}, "regex=3 is not possible"),
+        ({"grammar": "\ud800"}, "grammar=.* is not possible"),
+        ({"choice": ["a", ""]}, "choice=.* is not possible: it must be texts that are not empty"),
+        ({"json_whitespace": "tabs"}, "json_whitespace='tabs' is not possible: it must be free, compact or spaced"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_before_anything_is_compiled(fields, says):
+    with pytest.raises(BadOption, match=says):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"regex": "a("}, "^regex cannot be honoured"),
+        ({"regex": "(?=a)b"}, "^regex cannot be honoured"),
+        ({"grammar": "start: missing"}, "^grammar cannot be honoured"),
+        ({"grammar": 'root ::= "a" ('}, "is no grammar in GBNF"),
+        ({"json_schema": {"type": "strange"}}, "^json_schema cannot be honoured"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "^json_schema cannot be honoured.*uniqueItems"),
+        ({"json_schema": False}, "^json_schema cannot be honoured"),
+        ({"json_schema": {"enum": ["x" * MOST_CHARS]}}, "^json_schema has 262,1.. characters"),
+        ({"json_schema": {"enum": list(range(20_000))}}, "^json_schema has 20,00. values"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "_", str(value))[:30],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_when_it_is_compiled(tokenizer, fields, says):
+    with pytest.raises(BadOption, match=says):
+        vocabulary(tokenizer).compiled(SamplingParams(**fields))
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(tokenizer):
+    known = vocabulary(tokenizer)
+    first = known.compiled(SamplingParams(regex="only once"))
+    assert known.compiled(SamplingParams(regex="only once", temperature=0.3)) is first
+    for i in range(80):
+        known.compiled(SamplingParams(regex=f"other {i}"))
+    assert known.compiled(SamplingParams(regex="only once")) is not first
+
+
+def test_a_schema_is_text_afterwards_and_keeps_its_order():
+    params = SamplingParams(json_schema={"b": 1, "a": 2})
+    assert params.json_schema == '{"b": 1, "a": 2}'
+    assert SamplingParams(json_schema=params.json_schema) == params
+    assert hash(params) == hash(SamplingParams(json_schema='{"b":1,"a":2}'))
