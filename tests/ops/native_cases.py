@@ -265,6 +265,14 @@ class Session:
         return pack([Run(slot, run, parents=trees.get(slot)) for slot, run in runs.items()], self.cache)
 
     def written(self, slot: int) -> Tensor:
-        """Keys and values of the slot's kept tokens: [layers, 2, tokens, kv_heads, head_dim]."""
-        rows = self.cache.rows(slot, 0, self.cache.length(slot))
-        return torch.stack([torch.stack(pool.read(rows)) for pool in self.cache.pools])
+        """Keys and values of the slot's kept tokens: [layers, 2, tokens, kv_heads, head_dim].
+
+        Those that no later token sees, behind a window, are 0, for they may have been given back.
+        """
+        length, found = self.cache.length(slot), []
+        windows = self.model.config.cache_shape.windows or (None,) * self.model.config.num_layers
+        for layer, pool in enumerate(self.cache.pools):
+            kept = torch.stack(pool.read(self.cache.rows(slot, 0, length, self.cache.shape.kind_of(layer))))
+            kept[:, : 0 if (window := windows[layer]) is None else max(0, length + 1 - window)] = 0
+            found.append(kept)
+        return torch.stack(found)

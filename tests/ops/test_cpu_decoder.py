@@ -92,7 +92,12 @@ class Composed:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
         return self.ops.attention(
-            q, k, v, pool=cache.pools[i], view=cache.view(batch), window=c.windows[i] if c.windows else None
+            q,
+            k,
+            v,
+            pool=cache.pools[i],
+            view=cache.view(batch, cache.shape.kind_of(i)),
+            window=c.windows[i] if c.windows else None,
         ).flatten(1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -383,7 +388,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
-    numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.pools.native
+    numbers, pools = [run_numbers(fed, kind.tables(fed)) for kind in session.cache.kinds], session.cache.pools.native
     rotations = session.model._turns(16)
     good: dict[str, Any] = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     given, draw = good | changed, session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)
