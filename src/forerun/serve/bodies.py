@@ -32,7 +32,7 @@ Message = Mapping[str, Any]
 Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
 # What fields may hold, so that no request holds up others: most of it is looked through at every step.
-MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096}
+MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "choice": 1024, "logit_bias": 4096}
 SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
 MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
 OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means there, as clients of other servers say it

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     NO_CALLS,
-    NO_GRAMMAR,
     Body,
     Form,
     Given,
@@ -31,6 +30,7 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import DONE, event
+from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
 from forerun.serve.tools import AUTO, Calls, calls_of, effort_of, listed
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_id
@@ -59,7 +59,7 @@ INERT = frozenset(
         "client_metadata",
     )
 )
-_BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options"}
+_BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options", *FORMATS}
 _OWN = {
     CHAT: {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
@@ -69,7 +69,6 @@ _OWN = {
 }
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
-        "response_format": (({"type": "text"},), NO_GRAMMAR),
         "functions": (([],), NO_CALLS),
         "function_call": (("none", "auto"), NO_CALLS),
         "modalities": ((["text"],), "answers are texts"),
@@ -168,7 +167,7 @@ def _name(tool: Any) -> Any:
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
     names = {"n": "n", "stop": "stop", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
     logprobs = given.get("logprobs") if url == COMPLETIONS else _num_top_logprobs(given)
-    return params_of(given, defaults, names, logprobs)
+    return params_of({**given, **params_of_format(given)}, defaults, {**names, **GUIDED}, logprobs)
 
 
 def _num_top_logprobs(given: Body) -> int | None:

@@ -21,6 +21,7 @@ from forerun.serve.bodies import (
     SPECULATION,
     Form,
 )
+from forerun.serve.formats import GUIDED
 from forerun.serve.service import Services
 from forerun.serve.tools import EFFORTS
 from forerun.text.chat import ROLES as _ROLES
@@ -153,6 +154,25 @@ _SHARED: dict[str, Schema] = {
     "chat_template_kwargs": _OBJECT,
     "top_logprobs": _FIELDS["logprobs"],
 }
+_FORMATS: dict[str, Schema] = {
+    "response_format": _either(
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(
+            ("type", "json_schema"),
+            type={"const": "json_schema"},
+            json_schema=_object(("schema",), name=_TEXT, description=_TEXT, strict=_FLAG, schema=_OBJECT),
+        ),
+    ),
+    "structured_outputs": _object(
+        json=_either(_OBJECT, _TEXT),
+        json_object=_FLAG,
+        regex=_TEXT,
+        choice=_list(_NAME, 1),
+        grammar=_TEXT,
+        disable_any_whitespace=_FLAG,
+    ),
+    **{name: _FIELDS[ours] for name, ours in GUIDED.items()},
+}
 _OWN: dict[str, dict[str, Schema]] = {
     openai.CHAT: {
         "messages": _list(
@@ -175,8 +195,10 @@ _OWN: dict[str, dict[str, Schema]] = {
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FLAG,
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
+        **_FORMATS,
     },
     openai.COMPLETIONS: {
+        **_FORMATS,
         "prompt": _either(_TEXT, _IDS, _list(_TEXT, 1), _list(_IDS, 1)),
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FIELDS["logprobs"],

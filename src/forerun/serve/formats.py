@@ -1,0 +1,81 @@
+"""What bodies say of the form of an answer, in the words of OpenAI's API and of vLLM, as fields of SamplingParams.
+
+response_format      {"type": "text" | "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}
+structured_outputs   {"json": ..., "regex": ..., "choice": ..., "grammar": ..., "json_object": true}
+guided_json, guided_regex, guided_choice, guided_grammar
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forerun.errors import shown
+from forerun.params import CONSTRAINTS
+from forerun.serve.bodies import Refused
+
+# By field of vLLM's: of SamplingParams.
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED})
+_OUTPUTS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
+_OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
+
+
+def params_of_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams for the form that a body asks for. Raises Refused, naming the body's field."""
+    made, said = dict[str, Any](), dict[str, str]()  # of SamplingParams' fields, and by which of the body
+    parts = {
+        "response_format": _of_response_format(given.get("response_format")),
+        "structured_outputs": _of_structured_outputs(given.get("structured_outputs")),
+        **{name: {ours: given[name]} for name, ours in GUIDED.items() if given.get(name) is not None},
+    }
+    for name, part in parts.items():
+        for ours, value in part.items():
+            clash = next((other for other in CONSTRAINTS if other in said or other in given), None)
+            if ours in CONSTRAINTS and clash is not None:
+                message = f"{said.get(clash, clash)} and {name} are two grammars for one answer: drop one of them"
+                raise Refused(message, name)
+            said[ours] = name
+            made |= {} if name in GUIDED else {ours: value}  # that one is called by its own name in what is refused
+    return made
+
+
+def _of_response_format(asked: Any) -> dict[str, Any]:
+    if asked is None:
+        return {}
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind == "text" and asked.keys() == {"type"}:
+        return {}
+    if kind == "json_object":  # llama.cpp's server takes a schema here
+        return {"json_object": True} if asked.get("schema") is None else {"json_schema": asked["schema"]}
+    if kind == "json_schema":
+        schema = asked.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, Mapping) else asked.get("schema")
+        if isinstance(schema, Mapping | bool):
+            return {"json_schema": schema}
+    form = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise Refused(f"response_format={shown(asked)} is not possible: it must be {form}", "response_format")
+
+
+def _of_structured_outputs(asked: Any) -> dict[str, Any]:
+    if asked is None:
+        return {}
+    if not isinstance(asked, Mapping):
+        message = f'structured_outputs={shown(asked)} is not possible: it must be an object such as {{"regex": "a+"}}'
+        raise Refused(message, "structured_outputs")
+    made = {}
+    for name, value in asked.items():
+        if value is None or value is False:
+            continue
+        if name not in _OUTPUTS:
+            message = f"structured_outputs.{name} is not possible: it must be {', '.join(_OUTPUTS)}; leave it out"
+            raise Refused(message, "structured_outputs", code="unsupported_parameter")
+        made[_OUTPUTS[name]] = "compact" if name == "disable_any_whitespace" else value
+    if sum(name in CONSTRAINTS for name in made) > 1:
+        raise Refused("structured_outputs has two grammars for one answer: drop one of them", "structured_outputs")
+    return made

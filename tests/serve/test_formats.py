@@ -1,0 +1,95 @@
+"""The form of an answer in the words of OpenAI's API and of vLLM, from the body to the text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from forerun import SamplingParams
+from forerun.serve.openai import CHAT, COMPLETIONS, read_body
+from serve.running import Running
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 8}},
+    "required": ["n"],
+}
+SCHEMA["additionalProperties"] = False
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def params(url: str = CHAT, **fields: Any) -> SamplingParams:
+    asked = {"messages": MESSAGES} if url == CHAT else {"prompt": "x = "}
+    return read_body(url, {**asked, **fields}, "small").params
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("asked", "means"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": None, "guided_json": None, "structured_outputs": {"json": None}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json_schema": SCHEMA},
+        ),
+        ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            {"json_object": True, "json_whitespace": "compact"},
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
+        ({"json_schema": SCHEMA, "json_whitespace": "spaced"}, {"json_schema": SCHEMA, "json_whitespace": "spaced"}),
+    ],
+    ids=lambda value: next(iter(value), "nothing"),
+)
+def test_each_way_to_ask_becomes_a_field(url: str, asked: dict[str, Any], means: dict[str, Any]) -> None:
+    wanted = SamplingParams(**means)
+    made = params(url, **asked)
+    assert (made.constraint, made.json_whitespace) == (wanted.constraint, wanted.json_whitespace)
+
+
+def test_a_server_answers_in_the_form_that_is_asked_for(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    for temperature in (0.0, 1.0):
+        answer = client.completions.create(
+            model="shipped",
+            prompt="x = ",
+            max_tokens=100,
+            temperature=temperature,
+            extra_body={"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        )
+        jsonschema.validate(json.loads(answer.choices[0].text), SCHEMA)
+        assert answer.choices[0].finish_reason == "stop"
+    chat = client.chat.completions.create(
+        model="shipped", messages=MESSAGES, max_tokens=200, temperature=0, response_format=form
+    )
+    jsonschema.validate(json.loads(chat.choices[0].message.content), SCHEMA)
+    chunks = client.completions.create(
+        model="shipped", prompt="x = ", stream=True, max_tokens=20, extra_body={"guided_choice": ["left", "right"]}
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) in ("left", "right")
+
+
+def test_a_schema_that_cannot_be_honoured_is_refused_by_name(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "guided_regex": "(?=a)b"})
+    assert answer.status_code == 400
+    assert "regex cannot be honoured" in answer.json()["error"]["message"]
