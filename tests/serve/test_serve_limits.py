@@ -51,7 +51,7 @@ def test_a_key_is_wanted_where_there_is_one(strict: Running) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
     for headers in (KEY, {"x-api-key": "secret"}, {"authorization": "bearer secret"}):
         assert httpx.get(f"{strict.url}/v1/models", headers=headers).status_code == 200
-    for path in ("/health", "/ready", "/metrics", "/openapi.json"):
+    for path in ("/", "/health", "/ready", "/metrics", "/openapi.json"):
         assert httpx.get(f"{strict.url}{path}").status_code == 200
 
 

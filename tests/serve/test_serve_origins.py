@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import http.client
 import json
 import socket
@@ -23,7 +24,7 @@ from forerun.serve.options import ServerOptions
 from forerun.serve.origins import Origins
 from forerun.serve.server import origins_of
 from forerun.serve.service import Service, Services
-from serve.running import Running, serving
+from serve.running import CODE, Running, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -213,3 +214,98 @@ def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read
             service.close()
 
     asyncio.run(test())
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Running]:
+    """A server with a key that pages of one other origin may use."""
+    with serving("--allow-origin", FRIEND, FORERUN_API_KEY="secret") as running:
+        yield running
+
+
+ORIGIN = {"origin": FRIEND}
+ASKS = {**ORIGIN, "access-control-request-method": "POST"}
+
+
+def test_a_browser_that_asks_first_is_answered_without_the_key(keyed: Running) -> None:
+    """Whatever the route, and with the headers that the page names; the answer to the request itself can be read."""
+    wanted = {"access-control-request-headers": "authorization,x-stainless-os"}
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/models", "/v1/completions/"):
+        answer = keyed.http.options(path, headers={**ASKS, **wanted})
+        assert (answer.status_code, answer.content) == (204, b"")
+        assert answer.headers["access-control-allow-origin"] == ORIGIN["origin"]
+        assert answer.headers["access-control-allow-headers"] == wanted["access-control-request-headers"]
+        assert {"POST", "DELETE"} <= set(answer.headers["access-control-allow-methods"].split(", "))
+        assert "access-control-allow-private-network" not in answer.headers
+    asked = keyed.http.options("/v1/models", headers={**ASKS, "access-control-request-private-network": "true"})
+    assert asked.headers["access-control-allow-private-network"] == "true"
+    assert "x-api-key" in asked.headers["access-control-allow-headers"]
+    assert keyed.http.options("/v1/models").status_code == 401  # it asks for nothing
+    key = {"authorization": "Bearer secret"}
+    assert keyed.http.options("/v1/models", headers={**key, **ORIGIN}).status_code == 405
+    for answer, status in (
+        (keyed.http.get("/v1/models", headers={**ORIGIN, **key}), 200),
+        (keyed.http.get("/v1/models", headers=ORIGIN), 401),
+        (keyed.http.post("/v1/completions", headers={**ORIGIN, **key}, json={}), 400),
+    ):
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, ORIGIN["origin"])
+        assert answer.headers["vary"] == "Origin"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    body = {"prompt": CODE, "max_tokens": 2, "stream": True}
+    streamed = keyed.http.post("/v1/completions", headers={**ORIGIN, **key}, json=body)
+    assert (streamed.status_code, streamed.headers["access-control-allow-origin"]) == (200, ORIGIN["origin"])
+
+
+def test_other_pages_are_told_nothing(keyed: Running) -> None:
+    evil, key = {"origin": "https://evil.example"}, {"authorization": "Bearer secret"}
+    asked = keyed.http.options("/v1/completions", headers={**ASKS, **evil})
+    assert (asked.status_code, asked.json()["error"]["code"]) == (403, "origin_not_allowed")
+    for answer in (asked, keyed.http.get("/v1/models", headers={**evil, **key}), keyed.http.get("/health")):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_what_may_be_asked_without_a_key_of_any_origin() -> None:
+    assert Origins.parse(["*"]).preflight("OPTIONS", {b"origin": b"null", b"access-control-request-method": b"POST"})
+    assert Origins().preflight("POST", {b"origin": b"https://a"}) is None
+    assert Origins().answer_headers({b"origin": b"https://a"}) == []
+
+
+def test_a_head_is_a_get_without_its_body(server: Running) -> None:
+    for path in ("/", "/health", "/v1/models", "/lab/"):
+        got, head = server.http.get(path), server.http.head(path)
+        assert (head.status_code, head.content, len(got.content) > 0) == (200, b"", True), path
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.http.head("/v1/completions").status_code == 405
+    assert server.http.get("/").text.startswith("forerun is running.")
+
+
+def test_a_slash_at_the_end_says_nothing(server: Running) -> None:
+    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()
+    assert server.http.post("/v1/completions/", json={"prompt": CODE, "max_tokens": 1}).status_code == 200
+
+
+def test_a_compressed_body_is_refused_as_such(server: Running) -> None:
+    body = gzip.compress(json.dumps({"prompt": CODE}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = server.http.post("/v1/completions", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "'gzip'): send it as it is" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/chat/completions", "but /v1/chat/completions: end the address that the client is given with /v1"),
+        ("/v1/v1/chat/completions", "the client adds /v1 itself"),
+        ("/v1/embeddings", "no embeddings are made here"),
+        ("/v1/rerank/", "nothing is ranked here"),
+        ("/v1/images/generations", "no images are made here"),
+        ("/v1/audio/transcriptions", "nothing is heard or spoken here"),
+        ("/api/blobs/sha256:abc", "models are not fetched or changed by requests"),
+        ("/v1/nowhere", "/openapi.json lists the routes"),
+    ],
+)
+def test_a_route_that_is_not_there_is_refused_by_name(server: Running, path: str, sentence: str) -> None:
+    answer = server.http.post(path, json={})
+    assert answer.status_code == 404
+    assert sentence in str(answer.json()["error"])

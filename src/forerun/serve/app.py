@@ -19,11 +19,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.errors import ForerunError, InternalError, shown
 from forerun.serve import messages, openai, openapi, responses
+from forerun.serve.absent import refusal
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
 from forerun.serve.bodies import Refused, named
 from forerun.serve.events import as_json
@@ -34,10 +36,13 @@ from forerun.serve.texts import COUNTERS
 from forerun.serve.tracing import span
 
 LOG = logging.getLogger("forerun.serve.requests")
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
+OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
 # Of a body that a page's API gets, at most; more where the context is longer. Pages read theirs in this process, and
 # what parses JSON or cuts words into tokens holds up the step: so it is about what fits, and not --max-body-bytes.
 MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN = 32 << 10, 8
+HERE = """forerun is running.
+It speaks the APIs of OpenAI and Anthropic below /v1: /v1/models lists what is served, /openapi.json every route.
+"""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -181,6 +186,11 @@ def _add_models(app: FastAPI, services: Services) -> None:
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
+    @app.get("/")
+    async def root() -> Response:
+        """What a browser shows, and what clients look at to see whether a server is here."""
+        return Response(HERE, media_type="text/plain; charset=utf-8")
+
     @app.get("/health", responses=openapi.ERRORS)
     async def health(request: Request) -> JSONResponse:
         """Whether the engine is sound; what is not should be restarted."""
@@ -204,10 +214,22 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What Starlette raises: no such route, no such method."""
     assert isinstance(error, HTTPException)
-    hint = {404: f"there is no {request.url.path}: /openapi.json lists the routes", 405: "another method is wanted"}
+    path = request.scope["path"]
+    hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
     status, body = _error_answer(request.url.path, refused, request.scope[RECORD]["request_id"])
     return JSONResponse(body, status, dict(error.headers or {}))
+
+
+def _no_route(path: str, app: FastAPI) -> str:
+    known = {route.path for route in app.routes if isinstance(route, Route)}
+    if (why := refusal(path)) is not None:
+        return f"there is no {path}: {why}"
+    if f"/v1{path}" in known:
+        return f"there is no {path}, but /v1{path}: end the address that the client is given with /v1"
+    if path.startswith("/v1/v1/"):
+        return f"there is no {path}: the client adds /v1 itself, so leave it out of the address that it is given"
+    return f"there is no {path}: /openapi.json lists the routes"
 
 
 def _error_answer(path: str, error: ForerunError, request_id: str) -> tuple[int, dict[str, Any]]:
@@ -240,6 +262,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method, scope = scope["method"], self._usual(scope)
         headers = dict(scope["headers"])
         request_id = self._request_id(headers)
         record: dict[str, Any] = {"request_id": request_id}
@@ -251,13 +274,15 @@ class Door:
             if message["type"] == "http.response.start":
                 status, has_begun = message["status"], True
                 own = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                own += self._origins.answer_headers(headers)
                 message = {**message, "headers": [*message.get("headers", []), *own]}
             await send(message)
 
         with span(scope["path"], record, headers):
             try:
-                self._check(scope, headers)
-                if not self._asks_page(scope["path"]):
+                if (allowed := self._check(scope, headers)) is not None:
+                    await Response(status_code=204, headers=allowed)(scope, receive, sending)
+                elif not self._asks_page(scope["path"]):
                     await self._app(scope, receive, sending)
                 else:
                     body = await read_body(Headers(scope=scope), receive, self._services)
@@ -281,9 +306,16 @@ class Door:
             finally:
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics_of(record).answered(route, status)
-                record |= {"method": scope["method"], "path": scope["path"], "status": status}
+                record |= {"method": method, "path": scope["path"], "status": status}
                 record["seconds"] = round(time.monotonic() - started_s, 4)
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
+
+    def _usual(self, scope: Scope) -> Scope:
+        """A request as routes know it: HEAD is a GET whose body is not sent, and a slash at the end says nothing."""
+        path, method = scope["path"], scope["method"]
+        if not any(path.startswith(f"{page}/") for page in self._pages):
+            path = path.rstrip("/") or "/"
+        return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
         """Of the model that answered; what none has answered counts under the first."""
@@ -295,17 +327,23 @@ class Door:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for a request that does not come in. Nothing of its body is read before."""
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> dict[str, str] | None:
+        """Raise Refused for a request that does not come in. Nothing of its body is read before.
+
+        Returns the headers of the answer to a browser that asks whether a page may send a request, which it does
+        without the key; None for any other request.
+        """
         most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
             raise Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
-        if not self._is_known(scope["path"], headers):
+        allowed = self._origins.preflight(scope["method"], headers)
+        if allowed is None and not self._is_known(scope["path"], headers):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise Refused(message, code="invalid_api_key", status=401)
         self._origins.check(scope["method"], scope["path"], headers)
         if self._asks_page(scope["path"]):
             self._check_page(scope, headers)
+        return None if allowed is None else {name.decode(): value.decode("latin-1") for name, value in allowed}
 
     def _asks_page(self, path: str) -> bool:
         return any(path.startswith(f"{page}/api/") for page in self._pages)

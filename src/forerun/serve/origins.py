@@ -27,6 +27,9 @@ _SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SAFE = ("GET", "HEAD", "OPTIONS")  # they make nothing here, and another page cannot read what they are answered
 _PORTS = {"http": 80, "https": 443}  # what a browser leaves out
+# Of requests by pages, where a browser does not say which it will send; and of answers, which they may read.
+SENT = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-request-id"
+EXPOSED = b"x-request-id, request-id, x-forerun-ignored, retry-after"
 _LOCAL = "localhost"
 
 
@@ -75,11 +78,12 @@ class Origins:
             return
         origin = _header(headers, b"origin")
         if origin and not self._allows(origin, _header(headers, b"host")):
+            raise _foreign(origin)
+        if (coding := _header(headers, b"content-encoding")) not in ("", "identity"):
             raise Refused(
-                f"pages of {shown(origin)} may not use this server: to let them, or where a proxy with that address "
-                "does not pass its Host on, start it with --allow-origin and that",
-                code="origin_not_allowed",
-                status=403,
+                f"the body is compressed (content-encoding: {shown(coding)}): send it as it is",
+                code="unsupported_media_type",
+                status=415,
             )
         has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         if has_body and not _JSON.fullmatch(headers.get(b"content-type", b"")):
@@ -88,6 +92,36 @@ class Origins:
                 code="unsupported_media_type",
                 status=415,
             )
+
+    def answer_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """What lets a browser show the answer to a page of another origin (CORS); nothing where that may not see it."""
+        origin = headers.get(b"origin", b"")
+        if not origin or not self._is_friend(_header(headers, b"origin")):
+            return []
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", EXPOSED),
+            (b"vary", b"Origin"),
+        ]
+
+    def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
+        """The headers that answer a browser which asks whether a page may send a request; None for any other request.
+
+        It asks without the API key. A page that may not is told by a refusal.
+        """
+        if method != "OPTIONS" or b"access-control-request-method" not in headers or b"origin" not in headers:
+            return None
+        if not self._is_friend(origin := _header(headers, b"origin")):
+            raise _foreign(origin)
+        asked = headers.get(b"access-control-request-headers", b"")
+        found = [
+            (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE, OPTIONS"),
+            (b"access-control-allow-headers", asked or SENT),
+            (b"access-control-max-age", b"600"),
+        ]
+        if _header(headers, b"access-control-request-private-network") == "true":
+            found.append((b"access-control-allow-private-network", b"true"))
+        return found
 
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request calls the server by a name that no page can have given it; HTTP/1.0 may name none."""
@@ -105,6 +139,14 @@ class Origins:
 
     def _allows(self, origin: str, host: str) -> bool:
         """Whether a page's origin is among those that are allowed, or where the request itself goes."""
+        if self._is_friend(origin):
+            return True
+        scheme, _, where = origin.partition("://")
+        found = _place(where, _PORTS.get(scheme, 0))
+        return scheme in _PORTS and found is not None and found == _place(host, _PORTS[scheme])
+
+    def _is_friend(self, origin: str) -> bool:
+        """Whether a page's origin is among those that are allowed."""
         if ANY in self.allowed:
             return True
         scheme, _, where = origin.partition("://")
@@ -112,9 +154,16 @@ class Origins:
         if scheme not in _PORTS or found is None:
             return origin in self.allowed
         friends = (one.partition("://") for one in self.allowed)
-        return found == _place(host, _PORTS[scheme]) or any(
-            found == _place(friend, _PORTS[scheme]) for kind, _, friend in friends if kind == scheme
-        )
+        return any(found == _place(friend, _PORTS[scheme]) for kind, _, friend in friends if kind == scheme)
+
+
+def _foreign(origin: str) -> Refused:
+    return Refused(
+        f"pages of {shown(origin)} may not use this server: to let them, or where a proxy with that address does not "
+        "pass its Host on, start it with --allow-origin and that",
+        code="origin_not_allowed",
+        status=403,
+    )
 
 
 def is_local(name: str) -> bool:
