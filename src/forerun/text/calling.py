@@ -229,8 +229,14 @@ def _end_of_python(text: str) -> int | None:
 
 
 def _json_of_python(raw: str) -> str:
-    """A Python literal as JSON; what is none is a text."""
+    """A Python literal as JSON; what is none is a text. What is JSON already stays as it is."""
     try:
-        return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False)
+        json.loads(raw)
+    except ValueError:
+        pass
+    else:
+        return raw.strip()
+    try:
+        return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return json_of(raw.strip(), frozenset())

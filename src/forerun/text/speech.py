@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from forerun.text.call_grammars import Rules
 from forerun.text.calls import USUAL, Dialect, dialect, of_template
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Scanner, Spoken, Steps, Text
@@ -30,6 +31,7 @@ class Speech:
 
     dialect: Dialect | None
     thoughts: tuple[tuple[str, str], ...]
+    template: str = field(default="", repr=False)
 
     @classmethod
     def of_template(cls, source: str, reads_tools: bool) -> Speech:
@@ -37,7 +39,29 @@ class Speech:
         found = of_template(source)
         if found is None and reads_tools:
             found = dialect(USUAL)
-        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source))
+        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source), source)
+
+    def grammar(
+        self,
+        tokenizer: Tokenizer,
+        tools: Tools,
+        *,
+        parallel: bool = True,
+        may_say: bool = False,
+        thought: str | None = None,
+    ) -> str:
+        """What holds an answer to calls of these tools, whose arguments are valid.
+
+        parallel: whether several may stand in one answer. may_say: text may stand before them, or in their place.
+        thought: the mark that closes the reasoning which the prompt has begun.
+        """
+        assert self.dialect is not None
+        special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
+        rules = Rules(special, self.template, {"start": ""})
+        calls = rules.add(self.dialect.grammar(rules, tools, parallel=parallel, may_say=may_say))
+        before = _thinking(rules, self.thoughts, thought)
+        rules.rules["start"] = f"{before} {calls}"
+        return rules.text()
 
     @property
     def reads_always(self) -> bool:
@@ -94,6 +118,14 @@ class Speaking:
             yield Text(before)
             return
         yield from scan.until((thoughts[opening],), Reasoning)
+
+
+def _thinking(rules: Rules, thoughts: Seq[tuple[str, str]], begun: str | None) -> str:
+    """The reasoning before calls: the rest of one that was begun, or one that may be left out."""
+    if begun is not None:
+        return f"{rules.up_to(begun)} /[ \\n]{{0,4}}/"
+    ways = [f"({rules.mark(opening)} {rules.up_to(closing)})" for opening, closing in thoughts[:1]]
+    return f"({' | '.join(ways)} /[ \\n]{{0,4}}/)?" if ways else ""
 
 
 class PartsReader:

@@ -1,8 +1,8 @@
 """The dialects of tool calls: how each family of models writes a call into its text, one family per file.
 
 A file states NAME; SIGNS: texts of which all stand in a chat template of this dialect, in one or more versions; MARKS:
-texts of special tokens that carry the calls; and `read(scan, tools)`, the parts of an answer. THOUGHT, READS_ALWAYS and
-what else a file may state are the fields of Dialect.
+texts of special tokens that carry the calls; `read(scan, tools)`, the parts of an answer; and `call(rules, tools, name,
+schema)`, the grammar of one call. What else a file may state are the other fields of Dialect.
 """
 
 from __future__ import annotations
@@ -13,28 +13,73 @@ from dataclasses import dataclass
 from functools import cache
 
 from forerun.registry import stated
+from forerun.text.call_grammars import Rules, Schema, literal
 from forerun.text.parts import Scanner, Steps
 from forerun.text.tools import Tools
 
 USUAL = "hermes"  # for a template with tools of no known dialect: it knows calls without marks, too
 
 
+def _as_they_are(rules: Rules, calls: str) -> str:
+    return calls
+
+
 @dataclass(frozen=True)
 class Dialect:
-    """One of them. reads_always: whether answers without tools have marks, too."""
+    """One of them. reads_always: whether answers without tools have marks, too.
+
+    call, around, between: grammars of one call, of all of them together, and the text between two. opening: what a call
+    begins with; bare: characters with which one without marks does. says: the grammar of text in a call's place, where
+    that has marks, too.
+    """
 
     name: str
     signs: tuple[tuple[str, ...], ...]
     marks: tuple[str, ...]
     read: Callable[[Scanner, Tools], Steps]
+    call: Callable[[Rules, Tools, str, Schema], str]
+    around: Callable[[Rules, str], str] = _as_they_are
+    between: Callable[[Rules], str] | str = "\n"
+    most_calls: int | None = None
     reads_always: bool = False
+    opening: tuple[str, ...] = ()
+    bare: str = ""
+    says: Callable[[Rules], str] | None = None
+
+    def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool) -> str:
+        """One call of these tools, or several, as a rule. may_say: text may stand before them, or in their place."""
+        one = rules.add(" | ".join(rules.add(self.call(rules, tools, name, tools.schemas[name])) for name in tools))
+        between = self.between if isinstance(self.between, str) else self.between(rules)
+        more = f"({literal(between)} {one})*" if between else f"{one}*"
+        calls = f"{one} {more}" if parallel and self.most_calls != 1 else one
+        if may_say and self.says is not None:
+            return self.around(rules, f"({calls} | {self.says(rules)})")
+        calls = self.around(rules, calls)
+        if not may_say:
+            return calls
+        said = rules.text_without(self.opening, self.bare)
+        marked = any(mark in rules.special or mark in rules.template for mark in self.opening)
+        return f"{said} ({calls})?" if marked else f"({calls}) | {said}"
 
 
 @cache
 def dialect(name: str) -> Dialect:
     """The dialect of a file."""
     module = importlib.import_module(f"{__name__}.{name}")
-    return Dialect(module.NAME, module.SIGNS, module.MARKS, module.read, getattr(module, "READS_ALWAYS", False))
+    return Dialect(
+        module.NAME,
+        module.SIGNS,
+        module.MARKS,
+        module.read,
+        module.call,
+        getattr(module, "around", _as_they_are),
+        getattr(module, "between", getattr(module, "BETWEEN", "\n")),
+        getattr(module, "MOST_CALLS", None),
+        getattr(module, "READS_ALWAYS", False),
+        getattr(module, "OPENING", module.MARKS[:1]),
+        getattr(module, "BARE", ""),
+        getattr(module, "says", None),
+    )
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from forerun.text.call_grammars import Rules, Schema, literal
 from forerun.text.calling import FENCES, begin
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -23,6 +24,7 @@ CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 SEPARATOR = "<｜tool▁sep｜>"
 MARKS = (*CALLS, *CALL, SEPARATOR)
+OPENING = (CALLS[0], CALL[0])
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -52,3 +54,20 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         yield from scan.space()
         yield from scan.skip(CALL[1])
         yield from scan.space()
+
+
+BETWEEN = ""
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    head, sep, end = (rules.mark(text) for text in (CALL[0], SEPARATOR, CALL[1]))
+    if FENCES[0] in rules.template:
+        named = literal(f"{name}\n{FENCES[0]}\n")
+        return f'{head} "function" {sep} {named} {rules.json(schema)} "\\n```" {end}'
+    return f"{head} {literal(name)} {sep} {rules.json(schema)} {end}"
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    return f"{rules.mark(CALLS[0])} {calls} {rules.mark(CALLS[1])}"

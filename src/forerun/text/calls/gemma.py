@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import json
+
+from forerun.text.call_grammars import Rules, Schema, in_turn, literal
 from forerun.text.calling import begin
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside, json_of
@@ -81,3 +84,43 @@ def _several(scan: Scanner, index: int, opening: str, closing: str) -> Steps:
         separator = ", "
         if not (yield from _value(scan, index)):
             return False
+
+
+BETWEEN = ""
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    n = 0 if OPENING[0] in rules.template or OPENING[0] in rules.special else 1
+    head = f"{rules.mark(OPENING[n])} {literal(f'call:{name}')}"
+    return f"{head} {_object(rules, schema, QUOTES[n])} {rules.mark(CLOSING[n])}"
+
+
+def _object(rules: Rules, schema: Schema, quote: str) -> str:
+    def one(key: str, own: Schema) -> str:
+        return f"{literal(f'{key}:')} {_written(rules, own, quote)}"
+
+    return f'"{{" {in_turn(rules, schema, one, ",")} "}}"'
+
+
+def _written(rules: Rules, schema: Schema, quote: str) -> str:
+    """A value, by the types of its schema; one of no known type is a text."""
+    ways = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    kind = schema.get("type", "string")
+    if ways:
+        return f"({' | '.join(_written(rules, one, quote) for one in ways)})"
+    if choices:
+        texts = (f"{rules.mark(quote)} {literal(one)} {rules.mark(quote)}" for one in choices if isinstance(one, str))
+        others = (literal(json.dumps(one)) for one in choices if not isinstance(one, str))
+        return f"({' | '.join([*texts, *others])})"
+    if isinstance(kind, list):
+        return f"({' | '.join(_written(rules, {**schema, 'type': one}, quote) for one in kind)})"
+    if kind == "object":
+        return _object(rules, schema, quote)
+    if kind == "array":
+        item = rules.add(_written(rules, schema.get("items") or {}, quote))
+        return f'"[" ({item} ("," {item})*)? "]"'
+    if kind == "string":
+        return f"{rules.mark(quote)} {rules.up_to(quote)}"
+    return rules.json(schema)

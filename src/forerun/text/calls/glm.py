@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
 from forerun.text.calling import begin, value_until
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
@@ -42,3 +43,15 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         if mark == MARKS[1]:
             yield CallArguments(index, "{}" if before == "{" else "}")
             yield CallEnd(index)
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+
+    def one(key: str, own: Schema) -> str:
+        value = tag_value(rules, own, tools, name, key, VALUE[1], "")
+        named = f'{rules.mark(KEY[0])} {literal(key)} {rules.mark(KEY[1])} "\\n"'
+        return f'{named} {rules.mark(VALUE[0])} {value} "\\n"'
+
+    head = literal(f"{name}\n")
+    return f"{rules.mark(MARKS[0])} {head} {in_turn(rules, schema, one, '')} {rules.mark(MARKS[1])}"

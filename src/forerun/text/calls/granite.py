@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema
 from forerun.text.calling import json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -13,6 +14,7 @@ NAME = "granite"
 SIGNS = (("<|tool_call|>",),)
 MARKS = ("<|tool_call|>",)
 SPELLED = "<tool_call>"  # by the smaller models
+OPENING = (*MARKS, SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -20,3 +22,16 @@ def read(scan: Scanner, tools: Tools) -> Steps:
     while (mark := (yield from scan.until((*MARKS, SPELLED), Text))) is not None:
         if not (yield from json_calls(scan)):
             yield Text(mark + scan.log)
+
+
+BETWEEN = ", "
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    return rules.json_call(name, schema)
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    return f'{rules.mark(MARKS[0])} "[" {calls} "]"'

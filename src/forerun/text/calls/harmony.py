@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+from forerun.text.call_grammars import TEXT, Rules, Schema, literal
 from forerun.text.calling import begin
 from forerun.text.parts import CallArguments, CallEnd, Part, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -56,3 +57,23 @@ def _body(scan: Scanner, part: type[Part] | partial[CallArguments], index: int |
         mark = yield from scan.until((*ENDS, START), part)
     if mark == START:
         scan.rest = mark + scan.rest
+
+
+MOST_CALLS = 1  # the call ends the answer
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    head = f"{rules.mark(CHANNEL)} {literal(f'commentary to=functions.{name} ')} {rules.mark('<|constrain|>')}"
+    return f'{head} "json" {rules.mark(MESSAGE)} {rules.json(schema)}'
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What may stand before the call: the analysis."""
+    thought = f'{rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)} {TEXT} {rules.mark(ENDS[0])}'
+    return f'({thought} {rules.mark(START)} "assistant")? {calls}'
+
+
+def says(rules: Rules) -> str:
+    """A text in the place of a call."""
+    return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {TEXT}'

@@ -9,6 +9,7 @@ Small models write the object without its tags, alone or as a block of code; whe
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema
 from forerun.text.calling import FENCES, json_call, json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -16,6 +17,7 @@ from forerun.text.tools import Tools
 NAME = "hermes"
 SIGNS = (("<tool_call>",),)
 MARKS = ("<tool_call>", "</tool_call>")
+BARE = "{`"
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -45,3 +47,8 @@ def _untagged(scan: Scanner, tools: Tools) -> Steps:
         yield from scan.space()
         if fence:
             yield from scan.skip(FENCES[-1])
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    return f'{rules.mark(MARKS[0])} "\\n" {rules.json_call(name, schema)} "\\n" {rules.mark(MARKS[1])}'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from forerun.text.call_grammars import Rules, Schema, literal
 from forerun.text.calling import begin
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -17,6 +18,7 @@ SIGNS = (("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),)
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 MARKS = (*SECTION, BEGIN, ARGUMENTS, END)
+OPENING = (SECTION[0], BEGIN)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -35,3 +37,17 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         yield from scan.space()
         yield from scan.skip(END)
         yield from scan.space()
+
+
+BETWEEN = ""
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    named = f"{literal(f'functions.{name}:')} /[0-9]/"
+    return f"{rules.mark(BEGIN)} {named} {rules.mark(ARGUMENTS)} {rules.json(schema)} {rules.mark(END)}"
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    return f"{rules.mark(SECTION[0])} {calls} {rules.mark(SECTION[1])}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema
 from forerun.text.calling import json_call
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -12,6 +13,7 @@ from forerun.text.tools import Tools
 NAME = "llama3_json"
 SIGNS = (("<|python_tag|>", '"parameters": dictionary'), ('"parameters": dictionary of argument name',))
 MARKS = ("<|python_tag|>",)
+OPENING, BARE = (), "{<"
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -30,3 +32,11 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         yield from scan.space()
         yield from scan.skip(";", ",")
     yield from scan.until((), Text)
+
+
+BETWEEN = "; "
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    return rules.json_call(name, schema, "parameters")

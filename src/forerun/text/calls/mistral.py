@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from forerun.text.call_grammars import Rules, Schema, literal
 from forerun.text.calling import begin, json_calls
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -42,3 +43,24 @@ def _call(scan: Scanner) -> Steps:
     yield started
     if (yield from scan.json(partial(CallArguments, index))) is not None:
         yield CallEnd(index)
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    if _is_new(rules):
+        return f"{rules.mark(MARKS[0])} {literal(name)} {rules.mark(MARKS[2])} {rules.json(schema)}"
+    return rules.json_call(name, schema)
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    return calls if _is_new(rules) else f'{rules.mark(MARKS[0])} "[" {calls} "]"'
+
+
+def between(rules: Rules) -> str:
+    """What stands between two calls."""
+    return "" if _is_new(rules) else ", "
+
+
+def _is_new(rules: Rules) -> bool:
+    return MARKS[2] in rules.special or MARKS[2] in rules.template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema
 from forerun.text.calling import json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -19,3 +20,16 @@ def read(scan: Scanner, tools: Tools) -> Steps:
             continue
         yield from scan.space()
         yield from scan.skip(MARKS[1])
+
+
+BETWEEN = ", "
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+    return rules.json_call(name, schema)
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    return f'{rules.mark(MARKS[0])} "[" {calls} "]" {rules.mark(MARKS[1])}'

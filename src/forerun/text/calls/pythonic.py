@@ -7,6 +7,7 @@ LFM 2 has marks around the list.
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema, in_turn, literal
 from forerun.text.calling import python_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -15,6 +16,7 @@ NAME = "pythonic"
 SIGNS = (("[func_name1(",), ("<|tool_call_start|>",), ("<|tool_list_start|>",))
 MARKS = ("<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "<|python_end|>")
 OPENING, CLOSING = MARKS[::2], MARKS[1::2]
+BARE = "["
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -32,3 +34,22 @@ def read(scan: Scanner, tools: Tools) -> Steps:
             continue
         yield from scan.space()
         yield from scan.skip(*CLOSING)
+
+
+BETWEEN = ", "
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar. Values are JSON, which is Python but for true, false and null."""
+
+    def one(key: str, own: Schema) -> str:
+        return f"{literal(f'{key}=')} {rules.json(own)}"
+
+    return f"{literal(f'{name}(')} {in_turn(rules, schema, one, ', ')} {literal(')')}"
+
+
+def around(rules: Rules, calls: str) -> str:
+    """What stands around the calls."""
+    if MARKS[0] in rules.template:
+        return f'{rules.mark(MARKS[0])} "[" {calls} "]" {rules.mark(MARKS[1])}'
+    return f'"[" {calls} "]"'

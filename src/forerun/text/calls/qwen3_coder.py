@@ -11,6 +11,7 @@ Paris
 
 from __future__ import annotations
 
+from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
 from forerun.text.calling import begin, value_until
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
@@ -19,6 +20,7 @@ NAME = "qwen3_coder"
 SIGNS = (("<tool_call>", "<function=", "<parameter="),)
 MARKS = ("<tool_call>", "</tool_call>")
 FUNCTION, PARAMETER = ("<function=", "</function>"), ("<parameter=", "</parameter>")
+OPENING = (MARKS[0], FUNCTION[0])
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -59,3 +61,14 @@ def _call(scan: Scanner, tools: Tools) -> Steps:
             yield CallArguments(index, "{}" if before == "{" else "}")
             yield CallEnd(index)
         return
+
+
+def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
+    """One call, as a grammar."""
+
+    def one(key: str, own: Schema) -> str:
+        value = tag_value(rules, own, tools, name, key, PARAMETER[1], "\n")
+        return f'{literal(f"{PARAMETER[0]}{key}>")} "\\n" {value} "\\n"'
+
+    head, end = literal(f"\n{FUNCTION[0]}{name}>\n"), literal(f"{FUNCTION[1]}\n")
+    return f"{rules.mark(MARKS[0])} {head} {in_turn(rules, schema, one, '')} {end} {rules.mark(MARKS[1])}"

@@ -1,0 +1,115 @@
+"""Grammars that hold an answer to calls of tools with valid arguments, in the form of llguidance (a kind of Lark).
+
+A dialect says how one call is written and what stands between several; here are the pieces that it puts together. Marks
+that are special tokens of the model are named by their ids, all others are texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.text.tools import Tools
+
+Schema = Mapping[str, Any]
+ANY: Schema = {"type": "object"}
+TEXT = "/(?s:.*)/"
+# As templates print the arguments of earlier calls: one blank behind commas and colons.
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass
+class Rules:
+    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template."""
+
+    special: Mapping[str, int]
+    template: str = ""
+    rules: dict[str, str] = field(default_factory=dict)
+
+    def add(self, body: str, about: str = "") -> str:
+        """Add a rule, and return its name. about: options of the rule, such as lazy."""
+        name = f"r{len(self.rules)}"
+        self.rules[name + about] = body
+        return name
+
+    def mark(self, text: str) -> str:
+        """A mark: the special token of that name, or the text."""
+        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+
+    def up_to(self, mark: str, before: str = "") -> str:
+        """Any text, and the mark that ends it. before: what is a part of the end, too, where the mark is a text."""
+        if mark in self.special:
+            return f"{TEXT} {self.mark(mark)}"
+        return self.add(TEXT, f"[suffix={literal(before + mark)}]")
+
+    def text_without(self, marks: tuple[str, ...], bare: str) -> str:
+        """Any text that has none of the marks, and does not begin with one of the characters in `bare`."""
+        name = f"SAID{len(self.rules)}"
+        no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
+        first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
+        self.rules[name] = f"{TEXT}{no}{first}"
+        return name
+
+    def json(self, schema: Schema) -> str:
+        """A JSON value, written with one blank behind commas and colons."""
+        text = json.dumps({**schema, "x-guidance": _SPACED}, ensure_ascii=False)
+        return self.add(f"%json {text}")
+
+    def json_call(self, name: str, schema: Schema, arguments: str = "arguments") -> str:
+        """A call as one JSON object."""
+        head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
+        return f'{head} {self.json(schema)} "}}"'
+
+    def text(self) -> str:
+        """All of it, from `start` on."""
+        return "\n".join(f"{name}: {body}" for name, body in self.rules.items())
+
+
+def literal(text: str) -> str:
+    """A text as a grammar quotes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Of each parameter its name, its schema and whether it is required; those that are come first."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = [name for name in schema.get("required") or () if isinstance(name, str)]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+    def whole(one: Any) -> Schema:
+        return {**shared, **one} if isinstance(one, Mapping) else {}
+
+    first = [(name, whole(properties.get(name)), True) for name in required]
+    return [*first, *((name, whole(one), False) for name, one in properties.items() if name not in required)]
+
+
+def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], between: str) -> str:
+    """The parameters of a call, those that are not required left out or not. one: writes one of them."""
+    written = [(rules.add(one(name, own)), needed) for name, own, needed in parameters(schema)]
+    if not written:
+        return '""'
+    if not between:
+        return " ".join(name if needed else f"{name}?" for name, needed in written)
+    sep = literal(between)
+    first = [name for name, needed in written if needed]
+    rest = [name for name, needed in written if not needed]
+    if first:
+        return " ".join([f" {sep} ".join(first), *(f"({sep} {name})?" for name in rest)])
+    ways = [" ".join([name, *(f"({sep} {other})?" for other in rest[i + 1 :])]) for i, name in enumerate(rest)]
+    return f"({' | '.join(f'({way})' for way in ways)})?"
+
+
+def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
+    """A value between tags, and the tag that closes it: a text as it is, anything else as JSON."""
+    types = tools.types(tool, parameter)
+    end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)
+    if types == {"string"}:
+        choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if choices:
+            return f"({' | '.join(literal(str(one)) for one in choices)}) {end}"
+        return rules.up_to(closing, before)
+    return f"{rules.json(schema)} {end}"
