@@ -16,7 +16,7 @@ from forerun.text.calls import dialect, dialects, of_template
 from forerun.text.parts import CallArguments, CallBegin, CallEnd, Part, Spoken, Text
 from forerun.text.speech import THOUGHTS, Parser, PartsReader, Speaking, Speech, joined
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import Tools
+from forerun.text.tools import Tools, ToolUse
 
 pytestmark = pytest.mark.once("texts alone")
 PARAMETERS = {
@@ -49,6 +49,8 @@ CASES: dict[str, list[tuple[str, Said]]] = {
         ('<tool_call>[{"name": "now"}, {"name": "weather"}]</tool_call>', [(N, {}), (W, {})]),
         ('```json\n{\n  "name": "weather",\n  "arguments": {"city": "P"}\n}\n```', [(W, {"city": "P"})]),
         ('{{"name": "now", "arguments": {}}}', [(N, {})]),
+        ('<tools>\n{"name": "now"}\n{"name": "weather"}\n</tools>', [(N, {}), (W, {})]),
+        ("<tools> are here", ["<tools> are here"]),
         ('{"name": "now"}\n{"name": "weather", "arguments": {"days": 2}}', [(N, {}), (W, {"days": 2})]),
         ('{"name": "Anna", "age": 3}', ['{"name": "Anna", "age": 3}']),
         ("```json\n[1]\n```", ["```json\n[1]\n```"]),
@@ -176,7 +178,7 @@ IDS = [f"{name}-{i}" for name, cases in CASES.items() for i in range(len(cases))
 
 
 def speaking(name: str, thoughts: tuple[tuple[str, str], ...] = ()) -> Speaking:
-    return Speaking(Speech(dialect(name), thoughts), TOOLS)
+    return Speaking(Speech(dialect(name), thoughts), ToolUse(TOOLS))
 
 
 def said_in(spoken: Spoken) -> Said:
@@ -396,7 +398,7 @@ def test_the_template_chooses_the_dialect() -> None:
         assert found.name == name
     assert of_template("{{ messages }}") is None
     assert Speech.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")
-    assert Speech.of_template("{{ messages }}", reads_tools=False).with_tools(TOOLS) is None
+    assert Speech.of_template("{{ messages }}", reads_tools=False).with_tools(ToolUse(TOOLS)) is None
 
 
 def test_tools_that_are_none() -> None:

@@ -45,7 +45,7 @@ from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
 from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer, needed
-from forerun.text.tools import Tools
+from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolUse
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
@@ -270,13 +270,19 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         tools: Seq[Mapping[str, Any]] | None = None,
+        tool_choice: str = AUTO,
+        parallel_tool_calls: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
 
         tools: JSON schemas of functions that the model may call. What it calls is in `tool_calls` of an output, what it
-        thought in `reasoning`, and the whole as a message to be appended to the conversation in `message`.
+        thought in `reasoning`, and the whole as a message to be appended to the conversation in `message`. tool_choice:
+        auto; required, which holds the answer to calls with valid arguments; none; or the name of the one tool to call.
+        parallel_tool_calls: whether an answer may have more than one.
         """
+        speaking = self.speaking(tools, tool_choice, parallel_tool_calls)
+        tools = None if tool_choice == NONE else tools
         ids: list[Prompt] = []
         several = conversations(messages)
         for name in template.keys() & SamplingParams.__dataclass_fields__.keys() - self.chat_template.reads:
@@ -286,14 +292,24 @@ class LLM:
                 ids.append(self.apply_chat_template(conversation, tools=tools, **template))
             except UserError as error:
                 raise type(error)(f"conversation {i + 1}: {error}" if len(several) > 1 else str(error)) from error
-        return self._generate(ids, params, speaking=self.speaking(tools))
+        return self._generate(ids, params, speaking=speaking)
 
-    def speaking(self, tools: Seq[Mapping[str, Any]] | None = None) -> Speaking | None:
+    def speaking(
+        self,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        tool_choice: str = AUTO,
+        parallel_tool_calls: bool = True,
+    ) -> Speaking | None:
         """What tells text, reasoning and calls of these tools apart in the model's answers; None = there are no marks.
 
-        It goes by the chat template. Raises BadOption for tools that are none.
+        It goes by the chat template; the other arguments are those of `chat`. Raises BadOption for tools that are none,
+        and for a choice that is not possible.
         """
-        return self.chat_template.speech.with_tools(Tools.of(tools) if tools else None)
+        use = ToolUse.of(tools or (), tool_choice, parallel_tool_calls)
+        speech = self.chat_template.speech
+        if use is not None and speech.dialect is None:
+            raise BadOption(NO_TOOLS)
+        return speech.with_tools(use)
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
         """A conversation as token ids, ready for `generate`, `stream` and `astream`.
@@ -407,7 +423,9 @@ class LLM:
         """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
         made: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
-            made += self.engine.make(self._ids(prompt, raw) if isinstance(prompt, str) else prompt, each)
+            ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
+            held = each if speaking is None else speaking.held(each, self.tokenizer, ids)
+            made += self.engine.make(ids, held)
         for request in made:
             request.hear, request.speaking = hear, speaking
         return made

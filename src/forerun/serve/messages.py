@@ -30,8 +30,9 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event
-from forerun.serve.tools import AUTO, NONE, REQUIRED, Calls, calls_of, effort_of, listed
+from forerun.serve.tools import Calls, calls_of, effort_of, listed
 from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
+from forerun.text.tools import AUTO, NONE, REQUIRED
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput

@@ -32,9 +32,9 @@ from forerun.serve.bodies import (
 from forerun.serve.events import DONE, event
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
-from forerun.serve.tools import AUTO, Calls, calls_of, effort_of, listed
+from forerun.serve.tools import Calls, calls_of, effort_of, listed
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_id
-from forerun.text.tools import A_TOOL
+from forerun.text.tools import A_TOOL, AUTO
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:

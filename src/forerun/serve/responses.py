@@ -34,8 +34,9 @@ from forerun.serve.bodies import (
 from forerun.serve.events import event
 from forerun.serve.logprobs import chat_logprobs
 from forerun.serve.openai import INERT
-from forerun.serve.tools import AUTO, Calls, calls_of, effort_of, listed
+from forerun.serve.tools import Calls, calls_of, effort_of, listed
 from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
+from forerun.text.tools import AUTO
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput

@@ -20,6 +20,7 @@ from forerun.serve.bodies import Form, Job, Refused, check, flag
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
+from forerun.text.tools import NO_TOOLS
 from forerun.types import SamplingParams
 
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
@@ -104,7 +105,8 @@ class Texts:
             )
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         prompts = self.encode(job)
-        params = self._with_prediction(job.params)
+        params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
+        params = self._with_prediction(params)
         # Prompts and messages are ids now.
         return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
 
@@ -224,21 +226,14 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
             del variables[name]  # it does not think
     if calls is not None and speech.dialect is None:
         if not ignore_unsupported:
-            message = (
-                "this model's chat template does not know tools, so the model cannot be told of them: leave out tools, "
-                "or serve a model whose template knows them"
-            )
-            raise Refused(message, "tools", code="unsupported_parameter")
+            raise Refused(NO_TOOLS, "tools", code="unsupported_parameter")
         calls, ignored = None, [*ignored, "tools"]
-    if calls is not None and calls.is_forced:
-        message = f"tool_choice={shown(calls.choice)} is not possible: output cannot be held to a grammar; leave it out"
-        raise Refused(message, "tool_choice", code="unsupported_parameter")
     if job.effort is not None or job.thinks is not None:
         found = thinking_variables(reads, job.effort, job.thinks)
         if found is None and (job.thinks or job.effort not in (None, "none")):
             ignored.append("reasoning_effort")
         variables = {**(found or {}), **variables}
-    speaking = speech.with_tools(None if calls is None else calls.functions())
+    speaking = speech.with_tools(None if calls is None else calls.use())
     return dataclasses.replace(job, variables=variables, calls=calls, ignored=tuple(ignored), speaking=speaking)
 
 

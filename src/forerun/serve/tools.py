@@ -12,9 +12,8 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 from forerun.serve.bodies import Refused
-from forerun.text.tools import Tools
+from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse
 
-AUTO, NONE, REQUIRED = "auto", "none", "required"
 MOST_TOOLS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -31,14 +30,9 @@ class Calls:
     parallel: bool = True
     strict: frozenset[str] = frozenset()
 
-    @property
-    def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.choice != AUTO
-
-    def functions(self) -> Tools:
-        """Their names and schemas."""
-        return Tools.of(self.tools)
+    def use(self) -> ToolUse:
+        """How the answer may call them."""
+        return ToolUse(Tools.of(self.tools), self.choice, self.parallel, self.strict)
 
 
 def calls_of(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> Calls | None:

@@ -19,6 +19,12 @@ ANY: Schema = {"type": "object"}
 TEXT = "/(?s:.*)/"
 # As templates print the arguments of earlier calls: one blank behind commas and colons.
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# By json_whitespace of the parameters.
+WRITTEN: Mapping[str, Mapping[str, Any]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "spaced": _SPACED,
+    "free": {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"},
+}
 
 
 @dataclass
@@ -39,10 +45,12 @@ class Rules:
         """A mark: the special token of that name, or the text."""
         return f"<[{self.special[text]}]>" if text in self.special else literal(text)
 
-    def up_to(self, mark: str, before: str = "") -> str:
-        """Any text, and the mark that ends it. before: what is a part of the end, too, where the mark is a text."""
-        if mark in self.special:
-            return f"{TEXT} {self.mark(mark)}"
+    def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
+        """Any text, and the mark that ends it. before: what is a part of the end, too. schema: of the text."""
+        limited = text_of(schema or {})
+        if mark in self.special or limited != TEXT:
+            end = f"{literal(before)} {self.mark(mark)}" if before else self.mark(mark)
+            return f"{limited} {end}"
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
@@ -53,9 +61,9 @@ class Rules:
         self.rules[name] = f"{TEXT}{no}{first}"
         return name
 
-    def json(self, schema: Schema) -> str:
-        """A JSON value, written with one blank behind commas and colons."""
-        text = json.dumps({**schema, "x-guidance": _SPACED}, ensure_ascii=False)
+    def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
+        """A JSON value. written: how, with one blank behind commas and colons where nothing is said."""
+        text = json.dumps({**_without_words(schema), "x-guidance": written}, ensure_ascii=False)
         return self.add(f"%json {text}")
 
     def json_call(self, name: str, schema: Schema, arguments: str = "arguments") -> str:
@@ -64,8 +72,35 @@ class Rules:
         return f'{head} {self.json(schema)} "}}"'
 
     def text(self) -> str:
-        """All of it, from `start` on."""
-        return "\n".join(f"{name}: {body}" for name, body in self.rules.items())
+        """All of it, from `start` on. What grammars in llama.cpp's form are known by does not stand in it."""
+        return "\n".join(f"{name}: {body}" for name, body in self.rules.items()).replace("::=", r"\u003a:=")
+
+
+def _without_words(schema: Any) -> Any:
+    """A schema without what it says to people, which may be long."""
+    if isinstance(schema, list):
+        return [_without_words(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, Mapping):
+            made[key] = {name: _without_words(one) for name, one in value.items()}
+        elif key in ("enum", "const", "required"):
+            made[key] = value
+        elif key not in ("description", "title", "examples", "default", "$comment", "$schema"):
+            made[key] = _without_words(value)
+    return made
+
+
+def text_of(schema: Schema) -> str:
+    """An expression for a text of a schema, by its pattern or lengths."""
+    if isinstance(pattern := schema.get("pattern"), str):
+        before, after = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
+        inner = pattern.removeprefix("^").removesuffix("$").replace(r"\/", "/").replace("/", r"\/")
+        return f"/{before}({inner}){after}/"
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return TEXT if least == 0 and most == "" else f"/(?s:.{{{least},{most}}})/"
 
 
 def literal(text: str) -> str:
@@ -111,5 +146,5 @@ def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: 
         choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
         if choices:
             return f"({' | '.join(literal(str(one)) for one in choices)}) {end}"
-        return rules.up_to(closing, before)
+        return rules.up_to(closing, before, schema)
     return f"{rules.json(schema)} {end}"

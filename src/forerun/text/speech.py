@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from forerun.text.call_grammars import Rules
+from forerun.errors import BadOption, shown
+from forerun.params import CONSTRAINTS
+from forerun.text.call_grammars import ANY, WRITTEN, Rules, literal
 from forerun.text.calls import USUAL, Dialect, dialect, of_template
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Scanner, Spoken, Steps, Text
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import Tools
+from forerun.text.tools import AUTO, REQUIRED, Tools, ToolUse
+from forerun.types import SamplingParams
 
 # What reasoning stands between, of the families that have marks for it.
 THOUGHTS = (
@@ -63,29 +69,78 @@ class Speech:
         rules.rules["start"] = f"{before} {calls}"
         return rules.text()
 
+    def behind_thoughts(self, params: SamplingParams, tokenizer: Tokenizer, begun: str | None) -> SamplingParams:
+        """Parameters whose grammar begins behind the reasoning, and in the channel of the answer where there are some.
+
+        begun: the mark that closes the reasoning which the prompt has begun. Those of a grammar in Lark's form or
+        llama.cpp's stay as they are.
+        """
+        asks_text = self.dialect is not None and self.dialect.says is not None
+        if params.constraint is None or params.grammar is not None or not (self.thoughts or asks_text):
+            return params
+        rules = Rules({tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}, self.template, {"start": ""})
+        answer = _answer(rules, params)
+        if self.dialect is not None and self.dialect.says is not None:
+            answer = self.dialect.around(rules, self.dialect.says(rules, answer))
+        rules.rules["start"] = f"{_thinking(rules, self.thoughts, begun)} {answer}"
+        plain: Any = {
+            name: SamplingParams.__dataclass_fields__[name].default for name in (*CONSTRAINTS, "json_whitespace")
+        }
+        return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
+
     @property
     def reads_always(self) -> bool:
         """Whether answers without tools have the dialect's marks, too."""
         return self.dialect is not None and self.dialect.reads_always
 
-    def with_tools(self, tools: Tools | None) -> Speaking | None:
+    def with_tools(self, use: ToolUse | None) -> Speaking | None:
         """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
-        has_calls = self.reads_always or (self.dialect is not None and tools is not None)
-        return Speaking(self, tools) if has_calls or self.thoughts else None
+        has_calls = self.reads_always or (self.dialect is not None and use is not None)
+        return Speaking(self, use) if has_calls or self.thoughts else None
 
 
 @dataclass(frozen=True)
 class Speaking:
-    """What reads the answers to one request. tools: those that it may call; None = none."""
+    """What reads the answers to one request, and holds them to what it asks. use: of tools; None = it has none."""
 
     speech: Speech
-    tools: Tools | None
+    use: ToolUse | None = None
+
+    def held(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
+        """The parameters, with a grammar where the answer must be a call, or calls must have valid arguments.
+
+        A grammar that the parameters have begins behind the reasoning. Raises BadOption for both of them at once.
+        """
+        use, speech = self.use, self.speech
+        begun = self.begun(_tail(tokenizer, prompt_ids))
+        if params.constraint is not None:
+            if use is not None and use.is_forced:
+                raise BadOption(f"tool_choice={shown(use.choice)} and a grammar for the answer: drop one of them")
+            return speech.behind_thoughts(params, tokenizer, begun)
+        if use is None or speech.dialect is None or not (use.is_forced or use.strict):
+            return params
+        tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
+        if not use.is_forced:
+            tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
+        grammar = speech.grammar(tokenizer, tools, parallel=use.parallel, may_say=not use.is_forced, thought=begun)
+        return dataclasses.replace(params, grammar=grammar)
+
+    def begun(self, prompt: str) -> str | None:
+        """The mark that closes the reasoning which a prompt has begun at its end.
+
+        None where it has not; '' where it has closed it, too, so that none follows.
+        """
+        end = prompt.rstrip()
+        for opening, closing in self.speech.thoughts:
+            if end.endswith((opening.strip(), closing)):
+                return "" if end.endswith(closing) else closing
+        return None
 
     @property
     def dialect(self) -> Dialect | None:
         """That of the calls which are looked for."""
         found = self.speech.dialect
-        return found if found is not None and (self.tools is not None or found.reads_always) else None
+        return found if found is not None and (self.use is not None or found.reads_always) else None
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -101,7 +156,7 @@ class Speaking:
         """The parts of an answer. prompt: the end of its prompt."""
         yield from self._thought(scan, prompt)
         if self.dialect is not None:
-            yield from self.dialect.read(scan, self.tools or Tools({}))
+            yield from self.dialect.read(scan, Tools({}) if self.use is None else self.use.tools)
         yield from scan.until((), Text)
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
@@ -109,23 +164,44 @@ class Speaking:
         thoughts = dict(self.speech.thoughts)
         if not thoughts:
             return
-        opening = next((one for one in thoughts if prompt.rstrip().endswith(one.strip())), None)
-        before = ""
-        if opening is None:
+        closing = self.begun(prompt)
+        if closing == "":
+            return
+        if closing is None:
             before = yield from scan.space()
             opening = yield from scan.skip(*thoughts)
-        if opening is None:
-            yield Text(before)
-            return
-        yield from scan.until((thoughts[opening],), Reasoning)
+            if opening is None:
+                yield Text(before)
+                return
+            closing = thoughts[opening]
+        yield from scan.until((closing,), Reasoning)
+
+
+def _tail(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
+    """The end of a prompt, with its special tokens."""
+    return tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]))
 
 
 def _thinking(rules: Rules, thoughts: Seq[tuple[str, str]], begun: str | None) -> str:
-    """The reasoning before calls: the rest of one that was begun, or one that may be left out."""
+    """The reasoning before calls: the rest of one that was begun, or one that may be left out. begun: as Speaking's."""
+    if begun == "":
+        return ""
     if begun is not None:
         return f"{rules.up_to(begun)} /[ \\n]{{0,4}}/"
     ways = [f"({rules.mark(opening)} {rules.up_to(closing)})" for opening, closing in thoughts[:1]]
     return f"({' | '.join(ways)} /[ \\n]{{0,4}}/)?" if ways else ""
+
+
+def _answer(rules: Rules, params: SamplingParams) -> str:
+    """What the parameters hold an answer to, as a rule."""
+    if params.regex is not None:
+        slash = "\\/"
+        return f"/{params.regex.replace(slash, '/').replace('/', slash)}/"
+    if params.choice:
+        return f"({' | '.join(map(literal, params.choice))})"
+    schema = {"type": "object"} if params.json_schema is None else json.loads(str(params.json_schema))
+    schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+    return rules.json(schema, WRITTEN[params.json_whitespace])
 
 
 class PartsReader:
@@ -135,7 +211,7 @@ class PartsReader:
         names = {tokenizer.id_to_token.get(i): i for i in tokenizer.special_ids}
         skip = tokenizer.special_ids - {names[mark] for mark in speaking.marks if mark in names}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip)
-        self._parser = Parser(speaking, tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:])))
+        self._parser = Parser(speaking, _tail(tokenizer, prompt_ids))
         self._may_think = bool(speaking.speech.thoughts) or speaking.speech.reads_always
 
     def push(self, ids: Seq[int]) -> list[Part]:
@@ -162,7 +238,9 @@ class Parser:
     """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
 
     def __init__(self, speaking: Speaking, prompt: str = "") -> None:
-        self._scan, self._tidy, self.spoken = Scanner(), _Tidy(), Spoken()
+        self._scan, self.spoken = Scanner(), Spoken()
+        one_call = speaking.use is not None and not speaking.use.parallel
+        self._tidy = _Tidy(1 if one_call else None)
         self._steps: Iterator[Part | None] = speaking.steps(self._scan, prompt)
 
     @property
@@ -200,9 +278,13 @@ class Parser:
 
 
 class _Tidy:
-    """Takes away the white space that stands between parts: it belongs to the format, and to none of them."""
+    """Takes away the white space that stands between parts: it belongs to the format, and to none of them.
 
-    def __init__(self) -> None:
+    most_calls: later ones are left out; None = none is.
+    """
+
+    def __init__(self, most_calls: int | None = None) -> None:
+        self._most_calls = most_calls
         self.kind: type[Part] | None = None
         self._held, self._is_fresh, self._has_calls = "", False, False
 
@@ -211,7 +293,8 @@ class _Tidy:
         if not isinstance(part, Text | Reasoning):
             if isinstance(part, CallBegin):
                 self.kind, self._held, self._has_calls = CallBegin, "", True
-            yield part
+            if self._most_calls is None or part.index < self._most_calls:
+                yield part
             return
         kind = type(part)
         if kind is not self.kind:

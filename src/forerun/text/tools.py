@@ -51,6 +51,47 @@ class Tools:
         return frozenset(_types(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
 
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+NO_TOOLS = (
+    "this model's chat template does not know tools, so the model cannot be told of them: leave out tools, or take a "
+    "model whose template knows them"
+)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How an answer may call tools. choice: auto, required (one of them at least), or the name of one.
+
+    parallel: whether it may have more than one call. strict: tools whose arguments must match their schemas.
+    """
+
+    tools: Tools
+    choice: str = AUTO
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolUse | None:
+        """From tools as chat templates take them; None where nothing is to be called.
+
+        Raises BadOption for tools that are none, and for a choice that is not possible.
+        """
+        found = Tools.of(tools)
+        if choice not in (AUTO, NONE) and choice not in (*found, *((REQUIRED,) if tools else ())):
+            known = ", ".join(found) or "none"
+            raise BadOption(f"tool_choice={shown(choice)} is not possible: the tools are {known}")
+        if not tools or choice == NONE:
+            return None
+        functions = [tool.get("function", tool) for tool in tools]
+        strict = frozenset(one["name"] for one in functions if one.get("strict") is True)
+        return cls(found, choice, parallel, strict)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice != AUTO
+
+
 def _types(schema: Any) -> Iterator[str]:
     if not isinstance(schema, Mapping):
         return

@@ -44,7 +44,7 @@ class Dialect:
     reads_always: bool = False
     opening: tuple[str, ...] = ()
     bare: str = ""
-    says: Callable[[Rules], str] | None = None
+    says: Callable[..., str] | None = None
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool) -> str:
         """One call of these tools, or several, as a rule. may_say: text may stand before them, or in their place."""

@@ -120,7 +120,11 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
         return _object(rules, schema, quote)
     if kind == "array":
         item = rules.add(_written(rules, schema.get("items") or {}, quote))
-        return f'"[" ({item} ("," {item})*)? "]"'
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        more = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
     if kind == "string":
-        return f"{rules.mark(quote)} {rules.up_to(quote)}"
+        return f"{rules.mark(quote)} {rules.up_to(quote, schema=schema)}"
     return rules.json(schema)

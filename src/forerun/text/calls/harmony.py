@@ -74,6 +74,6 @@ def around(rules: Rules, calls: str) -> str:
     return f'({thought} {rules.mark(START)} "assistant")? {calls}'
 
 
-def says(rules: Rules) -> str:
+def says(rules: Rules, text: str = TEXT) -> str:
     """A text in the place of a call."""
-    return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {TEXT}'
+    return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'

@@ -4,20 +4,22 @@
     {"name": "weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Small models write the object without its tags, alone or as a block of code; where it names a tool, it is a call, too.
+Small models write the object without its tags, alone, as a block of code or between <tools>; where an answer begins so
+and it names a tool, it is a call, too.
 """
 
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema
-from forerun.text.calling import FENCES, json_call, json_calls
+from forerun.text.calling import json_call, json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "hermes"
 SIGNS = (("<tool_call>",),)
 MARKS = ("<tool_call>", "</tool_call>")
-BARE = "{`"
+BARE = "{`<"
+FENCES = {"```json": "```", "```": "```", "<tools>": "</tools>"}  # what else stands around calls
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -45,8 +47,7 @@ def _untagged(scan: Scanner, tools: Tools) -> Steps:
             yield Text(before + scan.log)
             return
         yield from scan.space()
-        if fence:
-            yield from scan.skip(FENCES[-1])
+        yield from scan.skip(*FENCES.values())
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:

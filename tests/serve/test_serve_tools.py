@@ -1,0 +1,219 @@
+"""The official clients call tools of a running server, whose small model must call one and so does, validly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import BadOption
+from serve.running import Running, serving
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
+pytestmark = pytest.mark.once("a process of its own, which speculates")
+TEMPLATE = str(Path(__file__).parent / "tools.jinja")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
+NOW = {"name": "now", "description": "Tells the time.", "parameters": {"type": "object", "additionalProperties": False}}
+ASKED: Any = [{"role": "user", "content": "Is it warm in Rome?"}]
+CHAT: Any = {
+    "model": "shipped",
+    "tools": [{"type": "function", "function": one} for one in (WEATHER, NOW)],
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving("--chat-template", TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Running) -> anthropic.Anthropic:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def checked(arguments: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(arguments)
+    jsonschema.validate(values, SCHEMA)
+    return values
+
+
+def test_a_chat_calls_a_tool_and_takes_its_result(client: openai.OpenAI) -> None:
+    given = {**CHAT, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "parallel_tool_calls": False}
+    whole = client.chat.completions.create(messages=ASKED, **given)
+    (call,) = whole.choices[0].message.tool_calls or ()
+    assert (whole.choices[0].finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
+    checked(call.function.arguments)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(messages=ASKED, stream=True, **given)]
+    deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
+    assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
+    assert [delta.function.name for delta in deltas if delta.function and delta.function.name] == ["weather"]
+    assert len([delta.id for delta in deltas if delta.id]) == 1
+    assert {delta.index for delta in deltas} == {0}
+    assert len(deltas) > 4, "arguments come while they are written"
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "tool_calls"
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    again = client.chat.completions.create(messages=[*ASKED, whole.choices[0].message, result], max_tokens=4, **CHAT)
+    assert again.usage is not None
+    assert whole.usage is not None
+    assert again.usage.prompt_tokens > whole.usage.prompt_tokens + 10, "the call and its result are told"
+
+
+def test_a_chat_must_call_some_tool_or_several(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        given = {**CHAT, "tool_choice": "required", "temperature": 1, "seed": seed, "max_tokens": 160}
+        choice = client.chat.completions.create(messages=ASKED, **given).choices[0]
+        calls = choice.message.tool_calls or []
+        assert calls
+        for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
+            assert call.type == "function"
+            jsonschema.validate(
+                json.loads(call.function.arguments), {"weather": SCHEMA, "now": NOW["parameters"]}[call.function.name]
+            )  # type: ignore[arg-type]
+    several = client.chat.completions.create(
+        messages=ASKED, n=2, **{**CHAT, "tool_choice": "required", "max_tokens": 80}
+    )
+    assert all(choice.message.tool_calls for choice in several.choices)
+
+
+def test_choices_that_contradict(client: openai.OpenAI) -> None:
+    import openai
+
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    with pytest.raises(openai.BadRequestError, match="drop one of them"):
+        client.chat.completions.create(messages=ASKED, response_format=schema, **{**CHAT, "tool_choice": "required"})
+    none = client.chat.completions.create(messages=ASKED, max_tokens=8, **{**CHAT, "tool_choice": "none"})
+    assert none.choices[0].message.tool_calls is None
+
+
+def test_reasoning_that_the_template_begins(client: openai.OpenAI) -> None:
+    """All that is written is thought, until its end: the small model has none. A call must come behind it."""
+    asked: Any = {
+        "messages": ASKED,
+        "temperature": 0,
+        "max_tokens": 8,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+    }
+    whole = client.chat.completions.create(model="shipped", **asked)
+    thought = (whole.choices[0].message.model_extra or {})["reasoning_content"]
+    assert (bool(thought), whole.choices[0].message.content) == (True, "")
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens in (7, 8)  # white space before it is none
+    pieces = [chunk.choices[0].delta for chunk in client.chat.completions.create(model="shipped", stream=True, **asked)]
+    assert "".join((piece.model_extra or {}).get("reasoning_content", "") for piece in pieces) == thought
+    effort = client.chat.completions.create(
+        model="shipped", reasoning_effort="high", messages=ASKED, max_tokens=8, temperature=0
+    )
+    assert (effort.choices[0].message.model_extra or {})["reasoning_content"] == thought
+    response = client.responses.create(
+        model="shipped", input=ASKED, reasoning={"effort": "low"}, max_output_tokens=8, temperature=0
+    )
+    (item,) = response.output
+    assert item.type == "reasoning"
+    assert [part.text for part in item.content or ()] == [thought]
+
+
+def test_responses_call_a_tool_and_take_its_result(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "strict": True, **WEATHER}
+    given: Any = {"model": "shipped", "tools": [tool], "temperature": 0, "parallel_tool_calls": False}
+    forced = {**given, "tool_choice": "required"}
+    whole = client.responses.create(input=ASKED, **forced)
+    (call,) = whole.output
+    assert call.type == "function_call"
+    checked(call.arguments)
+    events = list(client.responses.create(input=ASKED, stream=True, **forced))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    expected = ["created", "in_progress", "output_item.added", *["function_call_arguments.delta"] * len(deltas)]
+    assert kinds == [*expected, "function_call_arguments.done", "output_item.done", "completed"]
+    assert "".join(deltas) == call.arguments
+    assert [event.sequence_number for event in events] == list(range(len(events)))  # type: ignore[union-attr]
+    last: Any = events[-1]
+    item = last.response.output[0]
+    output: Any = [{"type": "function_call_output", "call_id": item.call_id, "output": "21 degrees"}]
+    again = client.responses.create(input=output, previous_response_id=last.response.id, max_output_tokens=4, **given)
+    stateless: Any = [*ASKED, item.model_dump(exclude_none=True), *output]
+    same = client.responses.create(input=stateless, max_output_tokens=4, store=False, **given)
+    assert again.output_text == same.output_text
+    assert again.usage is not None
+    assert same.usage is not None
+    assert again.usage.input_tokens == same.usage.input_tokens
+
+
+def test_messages_use_a_tool_and_take_its_result(claude: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}
+    given: Any = {"model": "shipped", "max_tokens": 64, "tools": [tool], "extra_body": {"temperature": 0}}
+    forced = {**given, "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}}
+    whole = claude.messages.create(messages=ASKED, **forced)
+    (block,) = whole.content
+    assert (block.type, whole.stop_reason) == ("tool_use", "tool_use")
+    jsonschema.validate(block.input, SCHEMA)
+    with claude.messages.stream(messages=ASKED, **forced) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert kinds.count("input_json") > 3
+    (used,) = final.content
+    assert used.type == "tool_use"
+    assert (used.input, final.stop_reason) == (block.input, "tool_use")
+    result = [{"type": "tool_result", "tool_use_id": used.id, "content": "21 degrees"}]
+    conversation: Any = [*ASKED, {"role": "assistant", "content": final.content}, {"role": "user", "content": result}]
+    given["max_tokens"] = 4
+    assert claude.messages.create(messages=conversation, **given).usage.output_tokens <= 4
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    thought = claude.messages.create(
+        model="shipped", max_tokens=8, messages=ASKED, thinking=thinking, extra_body={"temperature": 0}
+    )
+    assert [one.type for one in thought.content] == ["thinking"]
+
+
+def test_from_python() -> None:
+    llm = LLM("shipped", chat_template=TEMPLATE)
+    tools = CHAT["tools"]
+    params = SamplingParams(temperature=0, max_tokens=80)
+    out = llm.chat(ASKED, params, tools=tools, tool_choice="weather", parallel_tool_calls=False)[0]
+    (call,) = out.tool_calls
+    assert (call.name, call.is_whole, out.content) == ("weather", True, "")
+    checked(call.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    prompt = llm.apply_chat_template([*ASKED, out.message, result], tools=tools)
+    assert f'"arguments": {json.dumps(call.values())}' in llm.tokenizer.decode(prompt)
+    chunks = list(
+        llm.stream(llm.apply_chat_template(ASKED, tools=tools), params, speaking=llm.speaking(tools, "now", False))
+    )
+    assert chunks[-1].output is not None
+    assert [one.name for one in chunks[-1].output.tool_calls] == ["now"]
+    assert sum(len(chunk.parts or ()) for chunk in chunks) >= 3
+    with pytest.raises(BadOption, match="tool_choice='sing' is not possible: the tools are weather, now"):
+        llm.chat(ASKED, params, tools=tools, tool_choice="sing")
+    assert not llm.chat(ASKED, params, tools=tools, tool_choice="none")[0].tool_calls
+    llm.close()
+    with LLM("shipped") as plain, pytest.raises(BadOption, match="does not know tools"):
+        plain.chat(ASKED, params, tools=tools)

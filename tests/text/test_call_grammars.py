@@ -1,0 +1,185 @@
+"""What a grammar of calls allows is read as valid calls, whatever a model says within it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from forerun.errors import BadOption
+from forerun.sampling.grammar import Walk, vocabulary
+from forerun.text.call_grammars import Rules, in_turn
+from forerun.text.calls import dialect
+from forerun.text.parts import Spoken
+from forerun.text.speech import THOUGHTS, PartsReader, Speaking, Speech
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.tools import Tools, ToolUse
+from forerun.types import SamplingParams
+from text.test_calls import CASES, SIGNS, tokenizer_of
+
+pytestmark = pytest.mark.once("texts alone")
+CLOSED = {"additionalProperties": False}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": 'Where ::= "it" is.'},
+        "days": {"type": "integer", "minimum": 1, "maximum": 99},
+        "unit": {"type": "string", "enum": ["°C", "°F"]},
+        "inner": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        "list": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 9},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["days", "unit"],
+    **CLOSED,
+}
+OPTIONAL = {"type": "object", "properties": {"x": {"type": "boolean"}, "y": {"type": ["integer", "null"]}}, **CLOSED}
+NOTHING = {"type": "object", "properties": {}, **CLOSED}
+SCHEMAS = {"weather": WEATHER, "opt": OPTIONAL, "now": NOTHING}
+TOOLS = Tools.of([{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()])
+END = "<|unread|>"
+
+
+def is_valid(name: str, values: dict[str, Any]) -> bool:
+    return Draft202012Validator(SCHEMAS[name]).is_valid(values)
+
+
+def said(walk: Walk, tokenizer: Tokenizer, rng: random.Random, most: int = 400) -> list[int] | None:
+    """What a model says that knows nothing but what it may say; it likes quotes and ends. None = too much."""
+    end, ids = tokenizer.encode(END)[0], list[int]()
+    liked = set(tokenizer.encode('"}])\n<,')) | {i for i in tokenizer.special_ids if i != end}
+    while not walk.is_over(ids):
+        if len(ids) == most:
+            return None
+        may = np.flatnonzero(walk.allowed(ids).bits).tolist()
+        weights = [60 if i == end else 12 if i in liked else 1 for i in may]
+        chosen = rng.choices(may, weights)[0]
+        if chosen == end:
+            break
+        ids.append(chosen)
+    return ids
+
+
+def held(speaking: Speaking, tokenizer: Tokenizer, prompt: str = "x") -> Walk:
+    params = speaking.held(SamplingParams(), tokenizer, tokenizer.encode(prompt))
+    grammar = vocabulary(tokenizer).compiled(params)
+    assert grammar is not None
+    return grammar.start(frozenset(tokenizer.encode(END)), 0)
+
+
+def read(speaking: Speaking, tokenizer: Tokenizer, ids: list[int], prompt: str = "x") -> Spoken:
+    reader = PartsReader(speaking, tokenizer, tokenizer.encode(prompt))
+    reader.push(ids)
+    reader.finish()
+    return reader.spoken
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: bool, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks) if special else ["<|other|>"])
+    rng, num, several = random.Random(3), 0, 0
+    for choice in ("required", "weather", "opt", "now"):
+        use = ToolUse(TOOLS, choice)
+        speaking = Speaking(Speech(dialect(name), (), SIGNS[name]), use)
+        for _ in range(12):
+            ids = said(held(speaking, tokenizer), tokenizer, rng)
+            if ids is None:
+                continue
+            calls = read(speaking, tokenizer, ids).calls
+            assert calls, tokenizer.decode(ids)
+            assert all(call.is_whole and is_valid(call.name, call.values()) for call in calls), tokenizer.decode(ids)
+            assert choice == "required" or {call.name for call in calls} == {choice}
+            num, several = num + 1, several + (len(calls) > 1)
+        alone = dataclasses.replace(speaking, use=dataclasses.replace(use, parallel=False))
+        ids = said(held(alone, tokenizer), tokenizer, rng)
+        assert ids is None or len(read(speaking, tokenizer, ids).calls) == 1
+    assert num > 12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
+    """Any text may be said that is no call; a call is valid where its tool is strict."""
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+    speech = Speech(dialect(name), (), SIGNS[name])
+    auto = Speaking(speech, ToolUse(TOOLS, strict=frozenset(["weather", "now"])))
+    end, rng = tokenizer.encode(END)[0], random.Random(5)
+    text = "It is 3 < 4, [1] and {x}."
+    text = f"<|channel|>final<|message|>{text}" if name == "harmony" else text
+    assert held(auto, tokenizer).allowed(tokenizer.encode(text)).bits[end]
+    forced = Speaking(speech, ToolUse(TOOLS, "weather"))
+    for _ in range(4):
+        if (ids := said(held(forced, tokenizer), tokenizer, rng)) is not None:
+            assert held(auto, tokenizer).takes([], ids), "what is a call when it must be is one when it may be"
+    wrong = {"days": 3, "unit": "K"}
+    spelled = {
+        "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}',
+        "mistral": "[TOOL_CALLS]weather[ARGS]%s",
+        "phi": '<|tool_call|>[{"name": "weather", "arguments": %s',
+    }
+    if name in spelled:
+        ids = tokenizer.encode(spelled[name] % json.dumps(wrong))
+        assert not held(auto, tokenizer).takes([], ids)
+
+
+def test_calls_come_behind_the_reasoning(tmp_path: Path) -> None:
+    """What the prompt has begun, or the model begins, is free; then the call must come."""
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
+    speaking = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for prompt, thought in (("<think>\n", "Hm. </think>\n\n"), ("x", "<think>Hm.</think>\n"), ("x", "")):
+        walk = held(speaking, tokenizer, prompt)
+        ids = tokenizer.encode(thought + call)
+        assert walk.takes([], ids), thought
+        spoken = read(speaking, tokenizer, ids, prompt)
+        assert (spoken.reasoning, len(spoken.calls)) == ("Hm." if thought else "", 1)
+        assert not held(speaking, tokenizer, prompt).takes([], tokenizer.encode(thought + "No."))
+
+
+def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ["</think>", *dialect("harmony").marks])
+    thinking = Speaking(Speech(None, THOUGHTS[:1]))
+    channels = Speaking(Speech(dialect("harmony"), ()))
+    final = "<|channel|>final<|message|>"
+    given: Any
+    for given, good, bad in (
+        ({"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": 1}', '{"a": "x"}'),
+        ({"json_object": True, "json_whitespace": "compact"}, '{"a":1}', '{"a": 1}'),
+        ({"regex": "a/b+"}, "a/bb", "a/c"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+    ):
+        params = SamplingParams(**given)
+        for how, prompt, before in ((thinking, "<think>", "Hm.</think>\n"), (channels, "x", final)):
+            made = how.held(params, tokenizer, tokenizer.encode(prompt))
+            grammar = vocabulary(tokenizer).compiled(made)
+            assert grammar is not None
+            for text, ok in ((before + good, True), (before + bad, False), (good, how is thinking)):
+                walk = grammar.start(frozenset(tokenizer.encode(END)), 0)
+                assert walk.takes([], tokenizer.encode(text)) == ok, (text, made.grammar)
+    with pytest.raises(BadOption, match="tool_choice='now' and a grammar for the answer"):
+        Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, "now")).held(SamplingParams(regex="a"), tokenizer, [0])
+    plain = SamplingParams()
+    assert Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS)).held(plain, tokenizer, [0]) is plain
+
+
+def test_parameters_that_may_be_left_out() -> None:
+    schema = {"properties": {"a": {}, "b": {}, "c": {}}, "required": ["b", "z"]}
+    rules = Rules({})
+    assert in_turn(rules, schema, lambda name, _: name, ", ") == 'r0 ", " r1 (", " r2)? (", " r3)?'
+    assert list(rules.rules.values()) == ["b", "z", "a", "c"]
+    assert in_turn(Rules({}), {}, lambda name, _: name, ", ") == '""'
