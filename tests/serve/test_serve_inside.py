@@ -548,7 +548,9 @@ _CONTRADICTORY = (
 
 def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
     longest = {"/v1/responses": "max_output_tokens"}.get(operation.path, "max_tokens")
-    has_limit = operation.path in APIS
+    limit: dict[str, Any] = {longest: 2} if operation.path in APIS else {}
+    if operation.path.startswith("/api/") and limit:
+        limit = {"options": {"num_predict": 2}}
 
     @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @seed(1)
@@ -556,7 +558,9 @@ def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
     def ask(case: Any) -> None:
         if isinstance(case.body, dict):
             body = {name: value for name, value in case.body.items() if name not in _CONTRADICTORY}
-            case.body = body | ({longest: 2} if has_limit else {})
+            if isinstance(body.get("options"), dict) and "options" in limit:
+                limit["options"] = {**body["options"], **limit["options"]}
+            case.body = body | limit
         answer = case.call()
         assert answer.status_code < 500, (case.body, answer.text)
         seen.setdefault(operation.path, set()).add(answer.status_code)

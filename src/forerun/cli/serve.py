@@ -19,7 +19,7 @@ def serve(
     target: flags.TargetsArgument = None,
     lab: Annotated[bool, typer.Option(help="whether the page of `forerun lab` is there, under /lab")] = True,
 ) -> None:
-    """Serve models by the APIs of OpenAI and Anthropic. SIGTERM and Ctrl-C let accepted requests finish.
+    """Serve models by the APIs of OpenAI, Anthropic and Ollama. SIGTERM and Ctrl-C let accepted requests finish.
 
     Options of engines hold for each of several models; a config file may have tables [models.NAME] with their own.
     """

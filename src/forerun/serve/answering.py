@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.errors import ForerunError, InternalError
-from forerun.serve.bodies import Form, Job, Refused
+from forerun.serve.bodies import Form, Job, Refused, status_of
 from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
 from forerun.serve.generation import Generation
 from forerun.serve.kept import FIELD
@@ -66,6 +66,8 @@ class Api:
     answer: Callable[..., dict[str, Any]]
     events: Callable[..., Events]
     error: Callable[[ForerunError, str], tuple[int, dict[str, Any]]]
+    kind: str = "text/event-stream; charset=utf-8"  # of a streamed answer
+    sign_of_life: bytes = KEEP_ALIVE  # in a stream that has nothing to say
 
 
 class Answer(Response):
@@ -143,7 +145,7 @@ class Exchange:
     async def refuse(self, error: ForerunError) -> None:
         """Send an error."""
         status, body = self._api.error(error, self._record["request_id"])
-        self._record["error"] = str(error) if status >= 500 else body["error"].get("code") or type(error).__name__
+        self._record["error"] = str(error) if status >= 500 else status_of(error)[1] or type(error).__name__
         await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
 
     async def _whole(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
@@ -163,17 +165,17 @@ class Exchange:
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
         events = self._api.events(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers = {"content-type": self._api.kind, "cache-control": "no-cache"}
         await self._start(200, headers, job)
         try:
             await self._write(await self._guarded(events.begin, in_loop=True))
-            is_over = False
+            is_over = generation.is_over  # of nothing
             while not is_over:
                 try:
                     silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
                     await self._wait(generation, max(0.0, self._services.limits.keep_alive_s - silent_s))
                 except TimeoutError:
-                    await self._write(KEEP_ALIVE)
+                    await self._write(self._api.sign_of_life)
                     continue
                 is_over = generation.is_over
                 is_short = generation.num_new_tokens() <= MOST_IN_LOOP_TOKENS
@@ -196,7 +198,7 @@ class Exchange:
 
     def _outputs(self, generation: Generation) -> list[RequestOutput]:
         outputs = generation.outputs()
-        self._record["finish_reason"] = outputs[0].finish_reason
+        self._record["finish_reason"] = outputs[0].finish_reason if outputs else None
         if self._services.logs_texts:
             self._record["texts"] = [output.text for output in outputs]
         return outputs

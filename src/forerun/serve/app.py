@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.errors import ForerunError, InternalError, shown
-from forerun.serve import messages, openai, openapi, responses
+from forerun.serve import messages, ollama, openai, openapi, responses
 from forerun.serve.absent import refusal
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
 from forerun.serve.bodies import Refused, named
@@ -41,7 +41,8 @@ OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without 
 # what parses JSON or cuts words into tokens holds up the step: so it is about what fits, and not --max-body-bytes.
 MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN = 32 << 10, 8
 HERE = """forerun is running.
-It speaks the APIs of OpenAI and Anthropic below /v1: /v1/models lists what is served, /openapi.json every route.
+It speaks the APIs of OpenAI and Anthropic below /v1, and Ollama's below /api: /v1/models lists what is served,
+/openapi.json every route.
 """
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -62,6 +63,10 @@ APIS = {
     },
     responses.RESPONSES: Api(responses.FORM, responses.answer_body, responses.Stream, _plain_error),
     messages.MESSAGES: Api(messages.FORM, messages.answer_body, messages.Stream, messages.error_answer),
+    **{
+        url: Api(ollama.FORMS[url], ollama.answer_body, ollama.Stream, ollama.error_answer, ollama.LINES, b"")
+        for url in (ollama.CHAT, ollama.GENERATE)
+    },
 }
 
 
@@ -87,6 +92,7 @@ def make_app(
     _add_kept(app, services)
     _add_counting(app, services, bodies)
     _add_models(app, services)
+    _add_ollama(app, services)
     _add_state(app, services, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
@@ -127,24 +133,25 @@ def _add_kept(app: FastAPI, services: Services) -> None:
 def _add_counting(app: FastAPI, services: Services, bodies: dict[str, Any]) -> None:
     """Routes that need no engine: texts to ids, ids to texts."""
     for url in COUNTERS:
-        error = messages.error_answer if url == messages.COUNT_TOKENS else _plain_error
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(services, url, error))
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(services, url))
 
 
-def _counting(services: Services, url: str, error_of: Any) -> Callable[[Request], Any]:
+def _counting(services: Services, url: str) -> Callable[[Request], Any]:
     async def count(request: Request) -> Response:
         headers: dict[str, str] = {}
         try:
             body = await read_body(request.headers, request.receive, services)
             with services.gate.enter():
                 made, ignored = await services.read(url, body)
+            if url == ollama.SHOW:
+                made = ollama.show(services.of(made["model"]), services.started_s)
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
             return Response(as_json(made), 200, headers, "application/json")
         except ClientGone:
             return Response(status_code=400)
         except ForerunError as error:
-            status, answer = error_of(error, request.scope[RECORD]["request_id"])
+            status, answer = _error_answer(url, error, request.scope[RECORD]["request_id"])
             if getattr(error, "retry_after_s", None) is not None:
                 headers["retry-after"] = str(error.retry_after_s)  # type: ignore[attr-defined]
             return Response(as_json(answer), status, headers, "application/json")
@@ -183,6 +190,22 @@ def _add_models(app: FastAPI, services: Services) -> None:
         message = f"model={shown(name)} is not here: it must be {named(services.names)}"
         status, body = openai.error_answer(Refused(message, "model", code="model_not_found", status=404))
         return JSONResponse(body, status)
+
+
+def _add_ollama(app: FastAPI, services: Services) -> None:
+    """What Ollama's clients ask before they send anything."""
+
+    @app.get(ollama.TAGS)
+    async def tags() -> JSONResponse:
+        return JSONResponse(ollama.tags(services.all, services.started_s))
+
+    @app.get(ollama.RUNNING)
+    async def running() -> JSONResponse:
+        return JSONResponse(ollama.running(services.all))
+
+    @app.get(ollama.VERSION)
+    async def version() -> JSONResponse:
+        return JSONResponse(ollama.version(__version__))
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
@@ -234,6 +257,8 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 def _error_answer(path: str, error: ForerunError, request_id: str) -> tuple[int, dict[str, Any]]:
     """The status of an error that no route has met itself, and its body in the form of the API that has the path."""
+    if path.startswith(ollama.BEGINNING):
+        return ollama.error_answer(error)
     is_messages = path == messages.MESSAGES or path.startswith(f"{messages.MESSAGES}/")
     return (messages.error_answer if is_messages else _plain_error)(error, request_id)
 

@@ -106,6 +106,7 @@ class Job:
     effort: str | None = None  # how long the model is to think, as a word
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
     items: list[Any] | None = None  # of /v1/responses: the input, where the response is kept
+    context: int | None = None  # tokens of a conversation that the client counts on
     speaking: Speaking | None = None  # what tells the parts of the answer apart
 
     def __post_init__(self) -> None:

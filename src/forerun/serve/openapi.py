@@ -11,7 +11,7 @@ from typing import Any
 from forerun import params
 from forerun.params import Kind, SamplingParams
 from forerun.registry import names as registered
-from forerun.serve import messages, openai, responses
+from forerun.serve import messages, ollama, openai, responses
 from forerun.serve.bodies import (
     MAX_CHOICES,
     MOST_ENTRIES,
@@ -173,6 +173,17 @@ _FORMATS: dict[str, Schema] = {
     ),
     **{name: _FIELDS[ours] for name, ours in GUIDED.items()},
 }
+_OPTIONS_OF_OLLAMA: dict[str, Schema] = {
+    **{name: _FIELDS[ours] for name, ours in ollama.OPTIONS.items()},
+    "num_predict": _either({"enum": [-1, -2]}, _MOST_TOKENS),
+    "num_ctx": _integer(1, _MOST),
+    "stop": _limited("stop", _either(_NAME, _list(_NAME))),
+}
+_OF_OLLAMA: dict[str, Schema] = {
+    "options": {"type": "object", "properties": _OPTIONS_OF_OLLAMA, "additionalProperties": False},
+    "format": _either({"enum": ["", "json"]}, _OBJECT),
+    "think": _either(_FLAG, _EFFORT),
+}
 _OWN: dict[str, dict[str, Schema]] = {
     openai.CHAT: {
         "messages": _list(
@@ -247,14 +258,36 @@ _OWN: dict[str, dict[str, Schema]] = {
         "context_management": _OBJECT,
         "stop_sequences": _limited("stop", _list({"type": "string", "minLength": 1})),
     },
+    ollama.CHAT: {
+        **_OF_OLLAMA,
+        "messages": _list(
+            _object(
+                ("role", "content"),
+                role={"enum": ["system", "user", "assistant", "tool"]},
+                content=_TEXT,
+                thinking=_TEXT,
+                tool_name=_TEXT,
+                tool_calls=_list(_object(("function",), function=_object(("name",), name=_NAME, arguments=_OBJECT))),
+            )
+        ),
+        "tools": _TOOLS,
+    },
+    ollama.GENERATE: {**_OF_OLLAMA, "prompt": _TEXT, "system": _TEXT, "raw": _FLAG},
 }
 _REQUIRED = {
     openai.CHAT: ["messages"],
     openai.COMPLETIONS: ["prompt"],
     responses.RESPONSES: ["input"],
     messages.MESSAGES: ["messages", "max_tokens"],
+    ollama.CHAT: [],
+    ollama.GENERATE: [],
 }
-_FORMS: dict[str, Form] = {**openai.FORMS, responses.RESPONSES: responses.FORM, messages.MESSAGES: messages.FORM}
+_FORMS: dict[str, Form] = {
+    **openai.FORMS,
+    responses.RESPONSES: responses.FORM,
+    messages.MESSAGES: messages.FORM,
+    **{url: ollama.FORMS[url] for url in (ollama.CHAT, ollama.GENERATE)},
+}
 
 
 def _schema(form: Form) -> Schema:
@@ -291,7 +324,13 @@ def _bodies() -> dict[str, Schema]:
         "additionalProperties": False,
     }
     detokenize = _object(("tokens",), model=_TEXT, tokens=_list(_ID))
-    return {**made, messages.COUNT_TOKENS: counted, "/tokenize": tokenize, "/detokenize": detokenize}
+    return {
+        **made,
+        messages.COUNT_TOKENS: counted,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+        ollama.SHOW: _object(("model",), model=_TEXT, verbose=_FLAG),
+    }
 
 
 BODIES = _bodies()

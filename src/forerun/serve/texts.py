@@ -14,8 +14,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import PromptTooLong, shown
-from forerun.serve import messages, openai, responses
+from forerun.errors import NotFound, PromptTooLong, shown
+from forerun.serve import messages, ollama, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
@@ -33,6 +33,7 @@ READERS: Mapping[str, Callable[..., Job]] = {
     **{url: partial(openai.read_body, url) for url in openai.URLS},
     responses.RESPONSES: responses.read_body,
     messages.MESSAGES: messages.read_body,
+    **{url: partial(ollama.read_body, url) for url in (ollama.CHAT, ollama.GENERATE)},
 }
 
 
@@ -64,6 +65,8 @@ class Library:
         """What the route of a body makes of it. Raises UserError."""
         try:
             given = parse(body)
+            if url.startswith(ollama.BEGINNING):
+                given = ollama.called(given, self._by_name)
             return self._of(given).work(url, given)
         except RecursionError:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
@@ -103,7 +106,11 @@ class Texts:
                 f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
                 f"{options.capacity} at once: ask for fewer, or raise --max-queue"
             )
+        if url == ollama.GENERATE and job.messages and self._has_no_template:
+            job = dataclasses.replace(job, messages=None, prompts=(job.messages[-1]["content"],))
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
+        if job.context is not None and job.context > options.max_seq_len:
+            job = dataclasses.replace(job, ignored=(*job.ignored, f"options.{ollama.CONTEXT}"))
         prompts = self.encode(job)
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
@@ -113,6 +120,8 @@ class Texts:
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Raises UserError."""
         self._check_size(job)
+        if job.messages is not None and not job.messages:
+            return []
         if job.messages is None:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
@@ -123,6 +132,11 @@ class Texts:
         job = messages.read_count(body, self.name, self._served, ignore_unsupported=ignore)
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         return {"input_tokens": len(self.encode(job)[0])}, job.ignored
+
+    def show(self, body: Any) -> Counted:
+        """The model that a body of /api/show names."""
+        ollama.read_show(body, self._served)
+        return {"model": self.name}, ()
 
     def tokenize(self, body: Any) -> Counted:
         """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them."""
@@ -153,6 +167,13 @@ class Texts:
     @cached_property
     def _template(self) -> ChatTemplate:
         return self._load_template()
+
+    @cached_property
+    def _has_no_template(self) -> bool:
+        try:
+            return self._template is None
+        except NotFound:
+            return True
 
     def _own_template(self) -> ChatTemplate:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
@@ -217,7 +238,7 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
 
     Raises Refused for tools where the template knows none.
     """
-    if job.messages is None:
+    if not job.messages:
         return job
     reads, speech = template().reads, template().speech
     ignored, variables, calls = list(job.ignored), dict(job.variables), job.calls
@@ -252,6 +273,7 @@ COUNTERS: Mapping[str, Callable[[Texts, Any], Counted]] = {
     messages.COUNT_TOKENS: Texts.count,
     TOKENIZE: Texts.tokenize,
     DETOKENIZE: Texts.detokenize,
+    ollama.SHOW: Texts.show,
 }
 
 

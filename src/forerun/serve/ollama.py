@@ -1,0 +1,491 @@
+"""Bodies of Ollama's API (/api/chat, /api/generate, /api/show and the lists), and answers to them.
+
+Follows docs/api.md of Ollama. An answer is a stream of JSON lines unless `stream` is false. What `options` say goes
+into SamplingParams; options of its runner (num_thread, num_gpu, ...) change no text and are taken. Models are started
+with the server: none is fetched, made or unloaded by a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence as Seq
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import BadOption, ForerunError, NotFound, shown
+from forerun.registry import unknown
+from forerun.serve.bodies import (
+    Form,
+    Given,
+    Job,
+    Message,
+    Neutral,
+    Refused,
+    check,
+    flag,
+    params_of,
+    report_of,
+    status_of,
+    variables,
+    wants_report,
+)
+from forerun.serve.events import as_json
+from forerun.serve.tools import Calls, calls_of, effort_of, listed
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Part, Reasoning, Text, ToolCall
+from forerun.text.tools import AUTO
+
+if TYPE_CHECKING:
+    from forerun.engine.request import Chunk, RequestOutput
+    from forerun.serve.service import Service
+    from forerun.text.tokenizer import Tokenizer
+
+CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
+TAGS, RUNNING, VERSION = "/api/tags", "/api/ps", "/api/version"
+BEGINNING = "/api/"  # of all its routes
+LINES = "application/x-ndjson"
+FOLLOWED = "0.13.0"  # the version whose API this is; clients look up features by it
+LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
+_ROLES = ("system", "user", "assistant", "tool")
+_NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
+_NEUTRAL: Mapping[str, Neutral] = {
+    "logprobs": ((False,), _NO_LOGPROBS),
+    "top_logprobs": ((0,), _NO_LOGPROBS),
+    "n": ((1,), "this API gives one answer"),
+}
+_INERT = frozenset(("keep_alive", "truncate", "shift"))
+_BOTH = {"model", "stream", "options", "format", "think", "chat_template_kwargs"}
+FORMS = {
+    CHAT: Form(CHAT, {*_BOTH, "messages", "tools"}, _INERT, _NEUTRAL),
+    GENERATE: Form(
+        GENERATE,
+        {*_BOTH, "prompt", "system", "raw"},
+        _INERT,
+        {
+            **_NEUTRAL,
+            "suffix": (("",), "text is continued here, and filled in by /v1/completions"),
+            "images": (([],), "the model reads texts alone"),
+            "template": (("",), "the model's own chat template is used; with raw the prompt goes as it is"),
+            "context": (([],), "conversations are sent as messages to /api/chat"),
+        },
+    ),
+    SHOW: Form(SHOW, {"model", "name", "verbose"}, frozenset(("system", "template", "options")), {}),
+}
+# By option: of SamplingParams.
+OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "num_predict": "max_tokens",
+    "stop": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+CONTEXT = "num_ctx"
+# How its runner computes, and what it keeps of a conversation that it cuts.
+RUNNER = frozenset(
+    (
+        *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
+        *("use_mlock", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "mirostat_tau"),
+        *("mirostat_eta", "tensor_split"),
+    )
+)
+_OFF: Mapping[str, tuple[Seq[Any], str]] = {
+    "typical_p": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
+    "tfs_z": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
+    "mirostat": ((0,), "tokens are cut by top_k, top_p and min_p"),
+}
+_WINDOW = "repeat_last_n"
+THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
+_UNLIMITED = (-1, -2)  # as num_predict: until the end, and until the context is full
+
+
+# --------------------------------------------------------------------------------------------------------- requests
+
+
+def read_body(
+    url: str,
+    body: object,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    served_names: Seq[str] = (),
+    *,
+    ignore_unsupported: bool = False,
+) -> Job:
+    """What a body of /api/chat or /api/generate asks for; see `openai.read_body`.
+
+    Without messages or a prompt nothing is generated: the model is there already.
+    """
+    read = check(FORMS[url], called(body, served_names), served_names, ignore_unsupported=ignore_unsupported)
+    given, options = read.fields, _options(read)
+    effort, thinks = _think(given.get("think"))
+    messages, prompts = _messages(given.get("messages", [])), tuple[str, ...]()
+    if url == GENERATE:
+        messages, prompts = _generated(given)
+    return Job(
+        url,
+        model,
+        params_of({**given, **options, **_format(given.get("format"))}, defaults or {}, OPTIONS, None),
+        prompts=prompts,
+        messages=None if prompts else messages,
+        variables=variables(given),
+        continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+        calls=_calls(given),
+        effort=effort,
+        thinks=thinks,
+        stream=flag(given, "stream", True),
+        report=wants_report(given),
+        ignored=tuple(read.ignored or ()),
+        context=_context(given.get("options") or {}),
+    )
+
+
+def read_show(body: object, served_names: Seq[str]) -> None:
+    """Check a body of /api/show. Raises Refused."""
+    given = check(FORMS[SHOW], called(body, served_names), served_names).fields
+    if extra := sorted(given.keys() - FORMS[SHOW].own):
+        raise Refused(f"{extra[0]} is no field of {SHOW}", extra[0], code="unknown_parameter")
+    if "model" not in given:
+        raise Refused("there is no model: name one of those that /api/tags lists", "model")
+
+
+def called(body: object, served_names: Collection[str]) -> object:
+    """A body whose model is called as it is here: by the field model, and without a tag that was put behind it."""
+    if not isinstance(body, Mapping) or not body.keys() & {"model", "name"}:
+        return body
+    given = {name: value for name, value in body.items() if name != "name"}
+    name = body.get("model", body.get("name"))
+    if isinstance(name, str) and name not in served_names:
+        name = name.removesuffix(LATEST)
+    return {**given, "model": name}
+
+
+def _options(read: Given) -> dict[str, Any]:
+    """Sampling parameters under the names that the options give them. Raises Refused."""
+    options, found = read.fields.get("options", {}), dict[str, Any]()
+    if not isinstance(options, Mapping):
+        raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
+    for name, value in options.items():
+        if value is None or name in RUNNER or name == CONTEXT:
+            continue
+        try:
+            if name in OPTIONS:
+                found[name] = value
+            elif name == _WINDOW:
+                _check_window(value, options)
+            elif name in _OFF:
+                _check_off(name, value)
+            else:
+                known = (*OPTIONS, *RUNNER, *_OFF, CONTEXT, _WINDOW)
+                raise Refused(unknown("option", name, known), f"options.{name}", code="unknown_parameter")
+        except Refused as error:
+            if read.ignored is None:
+                raise
+            read.ignored.append(str(error.param))
+    if options.get(_WINDOW) == 0:
+        found["repeat_penalty"] = 1.0
+    if found.get("num_predict") in _UNLIMITED:
+        found["num_predict"] = None
+    if isinstance(found.get("stop"), str):
+        found["stop"] = [found["stop"]]
+    return found
+
+
+def _check_window(value: Any, options: Mapping[str, Any]) -> None:
+    """The penalty counts the whole text here; the window does not matter where there is no penalty."""
+    if value not in (-1, 0) and options.get("repeat_penalty") not in (None, 1, 1.0):
+        message = f"options.{_WINDOW}={shown(value)} is not possible: repeat_penalty counts the whole text; say -1"
+        raise Refused(message, f"options.{_WINDOW}", code="unsupported_parameter")
+
+
+def _check_off(name: str, value: Any) -> None:
+    allowed, why = _OFF[name]
+    if value not in allowed:
+        message = f"options.{name}={shown(value)} is not possible: {why}; leave it out"
+        raise Refused(message, f"options.{name}", code="unsupported_parameter")
+
+
+def _context(options: Mapping[str, Any]) -> int | None:
+    value = options.get(CONTEXT)
+    if value is not None and (type(value) is not int or value < 1):
+        message = f"options.{CONTEXT}={shown(value)} is not possible: it must be a number of tokens"
+        raise Refused(message, f"options.{CONTEXT}")
+    return value
+
+
+def _format(given: Any) -> dict[str, Any]:
+    """The form of the answer: "json", or a JSON schema."""
+    if given in (None, ""):
+        return {}
+    if given == "json":
+        return {"json_object": True}
+    if isinstance(given, Mapping):
+        return {"json_schema": given}
+    raise Refused(f"format={shown(given)} is not possible: it must be 'json', or a JSON schema", "format")
+
+
+def _think(given: Any) -> tuple[str | None, bool | None]:
+    """How long the model is to think, as a word, and whether it does at all."""
+    if given is None or isinstance(given, bool):
+        return None, given
+    return effort_of(given, "think"), None
+
+
+def _calls(given: Mapping[str, Any]) -> Calls | None:
+    functions = [tool.get("function", tool) for tool in listed(given.get("tools", []))]
+    for i, function in enumerate(functions):
+        if not isinstance(function, Mapping):
+            raise Refused(f"tools[{i}].function={shown(function)} is not possible: it must be an object", "tools")
+    return calls_of(functions, AUTO, True)
+
+
+def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
+    """The conversation of a prompt, or with raw the prompt as it is."""
+    prompt, system = given.get("prompt", ""), given.get("system", "")
+    for name, text in (("prompt", prompt), ("system", system)):
+        if not isinstance(text, str):
+            raise Refused(f"{name}={shown(text)} is not possible: it must be a text", name)
+    if not prompt:
+        return [], ()
+    if flag(given, "raw"):
+        return [], (prompt,)
+    begun: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*begun, {"role": "user", "content": prompt}], ()
+
+
+def _messages(given: Any) -> list[Message]:
+    """A conversation in the form of chat templates."""
+    if not isinstance(given, list):
+        example = '[{"role": "user", "content": "hello"}]'
+        raise Refused(f"messages={shown(given)} is not possible: it must be a list such as {example}", "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, dict) else message
+    if role not in _ROLES:
+        raise Refused(f"{where} has the role {shown(role)}: it must be one of {', '.join(_ROLES)}", where)
+    if message.get("images"):
+        raise Refused(f"{where} has images: the model reads texts alone", f"{where}.images")
+    content, made = message.get("content"), dict[str, Any](role=role)
+    if content is not None and not isinstance(content, str):
+        raise Refused(f"{where}.content={shown(content)} is not possible: it must be a text", f"{where}.content")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise Refused(f"{where}.tool_calls={shown(calls)} is not possible: it must be a list of objects", where)
+    if content or not calls:
+        made["content"] = content or ""
+    if calls:
+        made["tool_calls"] = [{"type": "function", **call} for call in calls]
+    if message.get("thinking"):
+        made["reasoning_content"] = message["thinking"]
+    if role == "tool":
+        name = message.get("tool_name", message.get("name"))
+        made |= {} if name is None else {"name": name}
+        made |= {} if "tool_call_id" not in message else {"tool_call_id": message["tool_call_id"]}
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def answer_body(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+) -> dict[str, Any]:
+    """The whole answer."""
+    if not outputs:
+        return {**_head(job), **_said(job, {}), "done": True, "done_reason": "load"}
+    output = outputs[0]
+    said: dict[str, Any] = {"content": output.content}
+    if output.reasoning:
+        said["thinking"] = output.reasoning
+    if output.tool_calls:
+        said["tool_calls"] = [_call(i, call) for i, call in enumerate(output.tool_calls)]
+    made = {**_head(job), **_said(job, said), **_ending(output)}
+    return made | ({"forerun": report_of(outputs)} if job.report else {})
+
+
+def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body of an answer that is an error."""
+    return status_of(error)[0], {"error": str(error)}
+
+
+class Stream:
+    """The lines of one answer. A call is sent when its arguments are whole."""
+
+    def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
+        self._job, self._calls = job, dict[int, ToolCall]()
+
+    def begin(self) -> bytes:
+        """Nothing: the first line has the first text."""
+        return b""
+
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        """What a chunk adds; nothing where its text is held back."""
+        parts = chunk.parts
+        if parts is None:
+            parts = [Text(chunk.text)] if chunk.text else []
+        return b"".join(self._line(said) for part in parts if (said := self._part(part)))
+
+    def _part(self, part: Part) -> dict[str, Any]:
+        match part:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"content": "", "thinking": text}
+            case CallBegin(number, name):
+                self._calls[number] = ToolCall(name)
+            case CallArguments(number, text):
+                self._calls[number].arguments += text
+            case CallEnd(number):
+                return {"content": "", "tool_calls": [_call(number, self._calls[number])]}
+        return {}
+
+    def end(self, outputs: Seq[RequestOutput]) -> bytes:
+        """Why it ended, and the numbers."""
+        if not outputs:
+            return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, "done_reason": "load"})
+        more = {"forerun": report_of(outputs)} if self._job.report else {}
+        return _as_line({**_head(self._job), **_said(self._job, {}), **_ending(outputs[0]), **more})
+
+    def fail(self, error: ForerunError) -> bytes:
+        """An error behind the first line."""
+        return _as_line(error_answer(error)[1])
+
+    def _line(self, said: Mapping[str, Any]) -> bytes:
+        return _as_line({**_head(self._job), **_said(self._job, said), "done": False})
+
+
+def _as_line(made: Mapping[str, Any]) -> bytes:
+    return as_json(made) + b"\n"
+
+
+def _head(job: Job) -> dict[str, Any]:
+    return {"model": job.model, "created_at": _time(datetime.now(UTC))}
+
+
+def _time(at: datetime) -> str:
+    return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer, or a piece of one, says: a message of a chat, else fields of its own."""
+    said = {"content": "", **said}
+    if job.url == CHAT:
+        return {"message": {"role": "assistant", **said}}
+    return {"response": said["content"], **{name: value for name, value in said.items() if name != "content"}}
+
+
+def _call(number: int, call: ToolCall) -> dict[str, Any]:
+    try:
+        values = call.values()
+    except BadOption:  # it was cut
+        values = {}
+    return {"id": f"call_{call.id}", "function": {"index": number, "name": call.name, "arguments": values}}
+
+
+def _ending(output: RequestOutput) -> dict[str, Any]:
+    """Why it ended, and the numbers: tokens, and nanoseconds."""
+    report = output.report
+    begun_s = report.scheduled_at_s or report.arrived_at_s
+    first_s = report.first_token_at_s or begun_s
+    last_s = report.last_token_at_s or first_s
+    return {
+        "done": True,
+        "done_reason": output.finish_reason,
+        "total_duration": _nanoseconds(last_s - report.arrived_at_s),
+        "load_duration": 0,
+        "prompt_eval_count": len(output.prompt_ids),
+        "prompt_eval_duration": _nanoseconds(first_s - begun_s),
+        "eval_count": len(output.token_ids),
+        "eval_duration": _nanoseconds(last_s - first_s),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+# ------------------------------------------------------------------------------------------------ what is served
+
+
+def tags(services: Seq[Service], started_s: int) -> dict[str, Any]:
+    """The models, by their answers' names."""
+    return {"models": [{**_known(own), "modified_at": _at(started_s)} for own in services]}
+
+
+def running(services: Seq[Service]) -> dict[str, Any]:
+    """The same: all of them are loaded, and stay so."""
+    far = "9999-12-31T23:59:59Z"
+    return {
+        "models": [
+            {**_known(own), "expires_at": far, "size_vram": 0, "context_length": own.llm.engine.max_seq_len}
+            for own in services
+        ]
+    }
+
+
+def version(own: str) -> dict[str, Any]:
+    """The version whose API this is, and this package's own."""
+    return {"version": FOLLOWED, "forerun": own}
+
+
+def show(service: Service, started_s: int) -> dict[str, Any]:
+    """What is known of a model."""
+    llm, spec = service.llm, service.llm.checkpoint.model.config
+    template, capabilities = "", ["completion"]
+    with suppress(NotFound):  # a base model has none
+        source = llm.chat_template
+        template = "\n".join(one.source for one in source.templates.values())
+        capabilities += ["tools"] if source.speech.dialect is not None else []
+        capabilities += ["thinking"] if source.reads & THINKING else []
+    named = {ours: theirs for theirs, ours in OPTIONS.items()}
+    lines = [f"{named[name]} {json.dumps(value)}" for name, value in llm.usual_fields.items() if name in named]
+    kind = spec.model_type
+    return {
+        "modelfile": f"# forerun serve {service.name}",
+        "parameters": "\n".join(lines),
+        "template": template,
+        "details": _details(service),
+        "model_info": {
+            "general.architecture": kind,
+            "general.parameter_count": spec.num_weights,
+            f"{kind}.context_length": llm.engine.max_seq_len,
+            f"{kind}.embedding_length": spec.hidden_size,
+            f"{kind}.block_count": spec.num_layers,
+        },
+        "capabilities": capabilities,
+        "modified_at": _at(started_s),
+    }
+
+
+def _known(service: Service) -> dict[str, Any]:
+    """size: bytes of weights that a pass reads. digest: of the name, for there is none of the files."""
+    return {
+        "name": service.name,
+        "model": service.name,
+        "size": getattr(service.llm.checkpoint.model, "bytes_per_pass", 0),
+        "digest": hashlib.sha256(service.name.encode()).hexdigest(),
+        "details": _details(service),
+    }
+
+
+def _details(service: Service) -> dict[str, Any]:
+    model = service.llm.checkpoint.model
+    kind, num = model.config.model_type, model.config.num_weights
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": kind,
+        "families": [kind],
+        "parameter_size": f"{num / 1e9:.1f}B" if num >= 10**9 else f"{num / 1e6:.0f}M",
+        "quantization_level": model.precision,
+    }
+
+
+def _at(seconds: int) -> str:
+    return _time(datetime.fromtimestamp(seconds, UTC))

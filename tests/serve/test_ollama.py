@@ -1,0 +1,308 @@
+"""Ollama's API, through its own client as its package is, and what a body of it asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import ollama as client_of_ollama
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.serve import ollama
+from forerun.serve.bodies import Job, Refused
+from serve.running import CODE, Running, serving
+
+pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
+HELLO = [{"role": "user", "content": CODE}]
+GREEDY = {"temperature": 0, "num_predict": 12}
+# It knows tools and thinking, with the marks of Hermes.
+TEMPLATE = """{%- if tools %}Tools: {{ tools | tojson }} Answer with <tool_call></tool_call>.
+{% endif %}{%- for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 17\}\}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> client_of_ollama.Client:
+    return client_of_ollama.Client(host=server.url, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("shipped", draft="none")
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    with serving("--chat-template", str(template), "--served-model-name", "agent") as running:
+        yield running
+
+
+def read(url: str = ollama.CHAT, *, ignore: bool = False, **body: Any) -> Job:
+    given = {"messages": HELLO} if url == ollama.CHAT else {"prompt": CODE}
+    return ollama.read_body(url, {**given, **body}, "small", served_names=("small",), ignore_unsupported=ignore)
+
+
+# ------------------------------------------------------------------------------------------------------ the client
+
+
+def test_what_is_served_is_what_the_engine_says(client: client_of_ollama.Client, plain: LLM) -> None:
+    (expected,) = plain.generate(CODE, SamplingParams(max_tokens=12, temperature=0), raw=True)
+    whole = client.generate("shipped", CODE, raw=True, options=GREEDY)
+    assert (whole.response, whole.done, whole.done_reason) == (expected.text, True, expected.finish_reason)
+    assert (whole.prompt_eval_count, whole.eval_count) == (len(expected.prompt_ids), len(expected.token_ids))
+    assert whole.total_duration >= whole.prompt_eval_duration + whole.eval_duration > 0
+    pieces = list(client.generate("shipped", CODE, raw=True, options=GREEDY, stream=True))
+    assert "".join(piece.response for piece in pieces) == expected.text
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert (pieces[-1].eval_count, pieces[-1].done_reason) == (whole.eval_count, whole.done_reason)
+    assert len(pieces) > 1
+
+
+def test_durations_are_nanoseconds(plain: LLM) -> None:
+    (output,) = plain.generate(CODE, SamplingParams(max_tokens=2, temperature=0), raw=True)
+    times = {"arrived_at_s": 1.0, "scheduled_at_s": 1.25, "first_token_at_s": 1.5, "last_token_at_s": 3.0}
+    output.report = dataclasses.replace(output.report, **times)
+    made = ollama.answer_body(read(), [output], plain.tokenizer, answer_id="", created_s=0)
+    assert {name: value for name, value in made.items() if name.endswith("_duration")} == {
+        "total_duration": 2_000_000_000,
+        "load_duration": 0,
+        "prompt_eval_duration": 250_000_000,
+        "eval_duration": 1_500_000_000,
+    }
+
+
+def test_chats_whole_and_in_pieces(client: client_of_ollama.Client, plain: LLM) -> None:
+    (expected,) = plain.chat(HELLO, SamplingParams(max_tokens=12, temperature=0))
+    whole = client.chat("shipped:latest", HELLO, options=GREEDY, keep_alive="5m", think=False)
+    assert (whole.message.role, whole.message.content) == ("assistant", expected.text)
+    assert whole.model == "shipped"
+    assert whole.created_at.endswith("Z")
+    pieces = list(client.chat("shipped", HELLO, options=GREEDY, stream=True))
+    assert "".join(piece.message.content for piece in pieces) == expected.text
+    from_generate = client.generate("shipped", CODE, options=GREEDY)
+    assert from_generate.response == expected.text
+
+
+def test_a_stream_is_the_default_and_its_lines_are_json(server: Running) -> None:
+    answer = server.http.post(ollama.CHAT, json={"model": "shipped", "messages": HELLO, "options": GREEDY})
+    assert answer.headers["content-type"] == ollama.LINES
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert len(lines) > 1
+    assert {line["model"] for line in lines} == {"shipped"}
+    assert set(lines[0]) == {"model", "created_at", "message", "done"}
+    assert set(lines[-1]) - set(lines[0]) == {
+        *("done_reason", "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration"),
+        *("eval_count", "eval_duration"),
+    }
+
+
+def test_a_seed_makes_the_same_text_again(client: client_of_ollama.Client) -> None:
+    options = {"temperature": 1.0, "top_k": 50, "seed": 7, "num_predict": 16}
+    texts = {client.generate("shipped", CODE, options={**options, "seed": seed}).response for seed in (7, 7, 8)}
+    assert len(texts) == 2
+
+
+def test_an_answer_has_the_form_that_is_asked_for(client: client_of_ollama.Client) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    options = {"temperature": 0, "num_predict": 64}
+    whole = client.chat("shipped", HELLO, format=schema, options=options)
+    assert json.loads(whole.message.content)["n"] in (1, 2)
+    assert client.generate("shipped", CODE, format="json", options=options).response.lstrip().startswith("{")
+
+
+def test_without_a_prompt_it_says_that_the_model_is_there(client: client_of_ollama.Client) -> None:
+    for answer in (
+        client.generate("shipped", ""),
+        client.chat("shipped", []),
+        *client.chat("shipped", [], stream=True),
+    ):
+        assert (answer.done, answer.done_reason) == (True, "load")
+
+
+def test_lists_of_models(client: client_of_ollama.Client, server: Running) -> None:
+    (model,) = client.list().models
+    assert (model.model, len(model.digest)) == ("shipped", 64)
+    assert model.size > 0
+    (running,) = client.ps().models
+    assert (running.name, running.context_length) == ("shipped", 2048)
+    shown = client.show("shipped:latest")
+    assert shown.modelinfo["general.architecture"] == shown.details.family == "llama"
+    assert shown.modelinfo["llama.context_length"] == 2048
+    assert shown.capabilities == ["completion"]
+    assert server.http.post(ollama.SHOW, json={"name": "shipped"}).status_code == 200  # as older clients ask
+    assert server.http.get(ollama.VERSION).json()["version"] == ollama.FOLLOWED
+
+
+def test_what_is_refused_is_refused_in_a_sentence(client: client_of_ollama.Client, server: Running) -> None:
+    for call, status, sentence in (
+        (lambda: client.chat("gpt-5", HELLO), 404, "'gpt-5' is not here: it must be 'shipped'"),
+        (lambda: client.show("gpt-5"), 404, "'gpt-5' is not here"),
+        (lambda: client.pull("llama3"), 404, "models are not fetched or changed by requests"),
+        (lambda: client.embed("shipped", "x"), 404, "no embeddings are made here"),
+        (lambda: client.generate("shipped", CODE, options={"mirostat": 2}), 400, "options.mirostat=2 is not possible"),
+    ):
+        with pytest.raises(client_of_ollama.ResponseError, match=sentence) as refused:
+            call()
+        assert refused.value.status_code == status
+    assert server.http.post(ollama.SHOW, json={}).json() == {
+        "error": "there is no model: name one of those that /api/tags lists"
+    }
+    assert isinstance(server.http.post(ollama.CHAT, content=b"{").json()["error"], str)
+
+
+def test_a_context_that_is_not_there_is_told_in_a_header(server: Running) -> None:
+    body = {"model": "shipped", "prompt": CODE, "stream": False}
+    for wanted, ignored in ((2048, None), (32768, "options.num_ctx")):
+        answer = server.http.post(ollama.GENERATE, json={**body, "options": {**GREEDY, "num_ctx": wanted}})
+        assert (answer.status_code, answer.headers.get("x-forerun-ignored")) == (200, ignored)
+
+
+def test_tools_are_called_and_their_results_read(with_tools: Running) -> None:
+    """The model is held to the text of a call; the client reads it, whole and from the lines of a stream."""
+    options = GREEDY | {"num_predict": 64}
+    body = {"model": "agent", "messages": HELLO, "tools": [ADD], "options": options, "think": False, "regex": CALL}
+    answer = with_tools.http.post(ollama.CHAT, json={**body, "stream": False}).json()
+    whole = client_of_ollama.ChatResponse(**answer)
+    (call,) = whole.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", {"a": 17})
+    assert (whole.message.content, whole.done_reason) == ("", "stop")
+    lines = with_tools.http.post(ollama.CHAT, json=body).text.splitlines()
+    pieces = [client_of_ollama.ChatResponse(**json.loads(line)) for line in lines]
+    calls = [call for piece in pieces for call in piece.message.tool_calls or []]
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("add", {"a": 17})]
+    assert "".join(piece.message.content for piece in pieces) == ""
+    client = client_of_ollama.Client(host=with_tools.url, timeout=60)
+    result = {"role": "tool", "tool_name": "add", "content": "42"}
+    again = client.chat("agent", [*HELLO, whole.message, result], tools=[ADD], options=GREEDY)
+    assert again.prompt_eval_count > whole.prompt_eval_count
+    assert client.show("agent").capabilities == ["completion", "tools", "thinking"]
+
+
+# --------------------------------------------------------------------------------------------------------- bodies
+
+
+def test_options_are_sampling_parameters() -> None:
+    options = {
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 3,
+        "num_predict": 5,
+        "stop": "x",
+        "repeat_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "num_thread": 8,
+        "num_gpu": 1,
+        "use_mmap": True,
+        "num_keep": 4,
+        "typical_p": 1.0,
+        "mirostat": 0,
+    }
+    params = read(options={**options, "repeat_last_n": -1}).params
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.1,
+        seed=3,
+        max_tokens=5,
+        stop=("x",),
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+    )
+    assert read(options={"num_predict": -1}).params.max_tokens is None
+    assert read(options={"num_predict": -2, "seed": None}).params.max_tokens is None
+    assert read(options={"repeat_last_n": 0, "repeat_penalty": 1.3}).params.repetition_penalty == 1
+    assert read(options={"repeat_last_n": 64}).params.repetition_penalty == 1
+    assert read(options={"num_ctx": 9}).context == 9
+    assert read().stream
+    assert not read(stream=False).stream
+
+
+def test_thinking_and_forms() -> None:
+    assert [(read(think=said).thinks, read(think=said).effort) for said in (True, False, "low", None)] == [
+        (True, None),
+        (False, None),
+        (None, "low"),
+        (None, None),
+    ]
+    assert read(format="json").params.json_object
+    assert json.loads(str(read(format={"type": "object"}).params.json_schema)) == {"type": "object"}
+    assert read(format="").params == read().params
+
+
+def test_prompts_become_conversations_or_stay_as_they_are() -> None:
+    job = read(ollama.GENERATE, system="be short")
+    assert job.messages == [{"role": "system", "content": "be short"}, {"role": "user", "content": CODE}]
+    raw = read(ollama.GENERATE, raw=True, context=[], images=[])
+    assert (raw.messages, raw.prompts) == (None, (CODE,))
+    assert read(ollama.CHAT, messages=[*HELLO, {"role": "assistant", "content": "x"}]).continue_final_message
+
+
+def test_messages_have_the_form_of_templates() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "user", "content": "x", "images": None},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_name": "add"},
+    ]
+    assert read(messages=said).messages == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [{"type": "function", **call}], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2", "name": "add"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "sentence"),
+    [
+        (ollama.CHAT, {"options": {"temprature": 1}}, "did you mean 'temperature'"),
+        (ollama.CHAT, {"options": 3}, "options=3 is not possible"),
+        (ollama.CHAT, {"options": {"num_ctx": "big"}}, "options.num_ctx='big' is not possible"),
+        (ollama.CHAT, {"options": {"top_p": 2}}, "top_p=2"),
+        (ollama.CHAT, {"options": {"num_predict": -5}}, "num_predict=-5"),
+        (ollama.CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.2}}, "counts the whole text; say -1"),
+        (ollama.CHAT, {"format": "xml"}, "format='xml' is not possible: it must be 'json'"),
+        (ollama.CHAT, {"think": "deeply"}, "think='deeply' is not possible"),
+        (ollama.CHAT, {"tools": [{"function": 3}]}, "tools\\[0\\]"),
+        (ollama.CHAT, {"messages": [{"role": "robot", "content": ""}]}, "has the role 'robot'"),
+        (ollama.CHAT, {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "has images"),
+        (ollama.CHAT, {"messages": [{"role": "user", "content": 3}]}, "content=3"),
+        (ollama.CHAT, {"logprobs": True}, "ask /v1/chat/completions"),
+        (ollama.GENERATE, {"template": "{{ .Prompt }}"}, "the model's own chat template is used"),
+        (ollama.GENERATE, {"context": [1, 2]}, "as messages to /api/chat"),
+        (ollama.GENERATE, {"images": ["aGk="]}, "the model reads texts alone"),
+        (ollama.GENERATE, {"prompt": 3}, "prompt=3"),
+    ],
+)
+def test_what_changes_the_text_and_is_not_built_is_refused(url: str, body: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        read(url, **body)
+
+
+def test_options_may_be_ignored_by_name() -> None:
+    job = read(options={"mirostat": 2, "new_option": 1, "top_k": 3}, ignore=True)
+    assert (job.ignored, job.params.top_k) == (("options.mirostat", "options.new_option"), 3)
+
+
+def test_every_option_has_a_place() -> None:
+    """Each that is honoured names a field of SamplingParams, and none is in two lists."""
+    lists = [set(ollama.OPTIONS), set(ollama.RUNNER), set(ollama._OFF), {ollama.CONTEXT, ollama._WINDOW}]
+    assert len(set().union(*lists)) == sum(map(len, lists))
+    assert set(ollama.OPTIONS.values()) <= set(SamplingParams.__dataclass_fields__)
