@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from forerun import verify
+from forerun.cli.tool_file import ToolFile
 from forerun.cli.words import counted, drafting, drawing, ending, lossy, model_name, note, percent, precision
 from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped, refuse_without_template
@@ -27,6 +28,7 @@ from forerun.models.hub import is_hub_id
 from forerun.models.named import DRAWING
 from forerun.native import cache_folder
 from forerun.registry import unknown
+from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.terminal import make_console, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
 
@@ -45,6 +47,7 @@ Alt-Enter, or a backslash at the end of a line, begins a new line; a pasted text
 A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
+MOST_CALLS = 32  # different ones in one answer
 HOT = 2.0  # temperature above which any model writes noise
 LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # so many tokens at least, so often in a row, are a loop
 LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
@@ -121,6 +124,7 @@ class Chat:
     """One conversation with an LLM. params: those of every answer. system: the first message, if any.
 
     verbose: whether the line of numbers has the details, too. stop_loops: whether an answer ends that repeats itself.
+    tools: functions that the model may call. may_run: whether a call may be run; it is shown what would be.
     """
 
     def __init__(
@@ -131,8 +135,13 @@ class Chat:
         *,
         verbose: bool = False,
         stop_loops: bool = True,
+        tools: ToolFile | None = None,
+        may_run: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.llm, self.params, self.verbose, self.stop_loops = llm, params, verbose, stop_loops
+        self.tools, self._may_run = tools, may_run
+        self._given: dict[str, Any] = {} if tools is None else {"tools": tools.schemas}
+        self._speaking = llm.speaking(**self._given)
         self._asked_back: SamplingParams | None = None
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._opening)
@@ -181,7 +190,8 @@ class Chat:
         """Drop the last answer, and return the message that it answered. Raises BadOption where there is none."""
         if len(self.messages) < len(self._opening) + 2:
             raise BadOption("nothing was answered yet: type a message first")
-        *self.messages, question, _ = self.messages
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
+        self.messages, question = self.messages[:last], self.messages[last]
         return str(question["content"])
 
     def save(self, name: str) -> str:
@@ -210,13 +220,21 @@ class Chat:
         try:
             with _one_interrupt() if keys else nullcontext(_Interrupt()) as interrupt:
                 answer = self._write(messages, out, interrupt)
+                done = set[str]()
+                while answer.calls and answer.finish_reason is not None:
+                    asked = {call.name + call.arguments_on_a_line() for call in answer.calls}
+                    is_new, done = bool(asked - done) and len(done) < MOST_CALLS, done | asked
+                    if is_new:
+                        messages += [answer.message, *map(self._result, answer.calls)]
+                    # Small models call the same again and again: then they answer without tools.
+                    answer = self._write(messages, out, interrupt, may_call=is_new)
         finally:
             end()
-        if not answer.text and answer.finish_reason is None:
+        if not answer.text and not answer.calls and answer.finish_reason is None:
             return FORGOTTEN
         if not answer.text:
             out.write("\n")
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.messages = [*messages, answer.message]
         line = numbers.summary(
             answer.finish_reason,
             self.params,
@@ -226,16 +244,27 @@ class Chat:
         )
         return f"{line}\n{LOOPED}" if answer.is_loop else line
 
-    def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt) -> Answer:
+    def _result(self, call: ToolCall) -> Message:
+        """What a call brings, as a message: the user is asked before it is run."""
+        asked = f"{call.name}({call.arguments_on_a_line()})"
+        may_run = self.tools is not None and self._may_run(asked)
+        text = self.tools.run(call) if may_run and self.tools is not None else "the user did not allow this call"
+        note(f"{asked} -> {text[:200]}" if may_run else f"{asked} was not run")
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+
+    def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt, *, may_call: bool = True) -> Answer:
         """Write the answer as it grows."""
+        given = self._given if may_call else {}
+        speaking = self._speaking if may_call else self.llm.speaking()
         answer, ids = Answer(), list[int]()
         with _shown(out) as show, suppress(_Stopped):
             interrupt.is_awaited = True
             try:
-                for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
-                    answer.text += chunk.text
+                prompt = self.llm.apply_chat_template(messages, **given)
+                for chunk in self.llm.stream(prompt, self.params, speaking=speaking):
                     ids += chunk.token_ids
-                    show(chunk.text)
+                    for part in chunk.parts if chunk.parts is not None else [Text(chunk.text)]:
+                        show(answer.add(part))
                     if chunk.output is not None:
                         answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
                     elif self.stop_loops and is_loop(ids):
@@ -250,10 +279,37 @@ class Chat:
 class Answer:
     """What was written, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
 
-    text: str = ""
+    spoken: Spoken = field(default_factory=Spoken)
     finish_reason: FinishReason | None = None
     tv_price: float | None = None
     is_loop: bool = False
+
+    def add(self, part: Part) -> str:
+        """Take a part, and return what is shown of it: reasoning between marks, and nothing of calls."""
+        before = self.spoken.items[-1] if self.spoken.items else None
+        self.spoken.add(part)
+        was_thinking = isinstance(before, Span) and before.kind == "reasoning"
+        match part:
+            case Reasoning(text):
+                return text if was_thinking else f"<think>\n{text}"
+            case Text(text):
+                return f"\n</think>\n\n{text}" if was_thinking else text
+        return ""
+
+    @property
+    def text(self) -> str:
+        """What is said, or thought where nothing is said."""
+        return self.spoken.text or self.spoken.reasoning
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls of tools."""
+        return self.spoken.calls
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        return self.spoken.message()
 
 
 def is_loop(ids: Seq[int]) -> bool:
@@ -353,16 +409,29 @@ def banner(llm: LLM, params: SamplingParams) -> str:
 
 
 def run(
-    llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False, stop_loops: bool = True
+    llm: LLM,
+    params: SamplingParams,
+    system: str | None,
+    *,
+    verbose: bool = False,
+    stop_loops: bool = True,
+    tools: ToolFile | None = None,
 ) -> None:
-    """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe."""
-    chat = Chat(llm, params, system, verbose=verbose, stop_loops=stop_loops)
-    chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before the user types
+    """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe.
+
+    Calls of tools are run where somebody at a terminal says yes, each by itself.
+    """
     terminal = sys.stdin is not None and sys.stdin.isatty()
+    more: dict[str, Any] = {"may_run": _asked} if terminal else {}
+    chat = Chat(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=tools, **more)
+    opening = [*chat.messages, {"role": "user", "content": "?"}]
+    chat.llm.apply_chat_template(opening, **({} if tools is None else {"tools": tools.schemas}))  # refuse before it
     if terminal:
         note(banner(llm, params))
         if is_shipped(llm.checkpoint.folder):
             note(SHIPPED_NOTE)
+        if tools is not None:
+            note(f"The model may call {', '.join(tools.names)}; you are asked before each call.")
         note("Type a message. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
     for text in _typed() if terminal else _piped():
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
@@ -378,6 +447,16 @@ def run(
         except (UserError, CapacityError) as error:
             hint = " (/reset forgets the conversation)" if command is None and len(chat.messages) > 1 else ""
             note(f"error: {error}{hint}")
+
+
+def _asked(call: str) -> bool:
+    """Ask whether a call may be run."""
+    sys.stderr.write(f"run {visible(call)}? [y/N] ")
+    sys.stderr.flush()
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def _obey(chat: Chat, command: str) -> str:

@@ -360,6 +360,12 @@ def chat(
         typer.Option(help="tokens of an answer at most [default: no limit]", rich_help_panel="Sampling"),
     ] = None,
     stop_loops: Annotated[bool, typer.Option(help="end an answer that repeats itself over and over")] = True,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.py", help="its functions may be called by the model, which asks you before each call"
+        ),
+    ] = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
@@ -368,12 +374,15 @@ def chat(
     refuse_a_message(target)
     config = flags.engine_config({**engine, "target": target})
     from forerun.cli import chat as session
+    from forerun.cli.tool_file import ToolFile
     from forerun.engine.factory import usual_fields
 
+    found = None if tools is None else ToolFile(tools)  # before a model is loaded
     fields = usual_fields(config)
     is_limited = "max_tokens" in fields or max_tokens is not None
     params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, config)
-    session.run(session.open_models(config), params, system, verbose=verbose, stop_loops=stop_loops)
+    llm = session.open_models(config)
+    session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=found)
 
 
 # --------------------------------------------------------------------------------------------- demo, models, drafters

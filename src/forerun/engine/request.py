@@ -188,12 +188,7 @@ class RequestOutput:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to the conversation."""
-        made: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            made["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            made["tool_calls"] = [call.message() for call in self.tool_calls]
-        return made
+        return {"role": "assistant", "content": self.text} if self.spoken is None else self.spoken.message()
 
 
 @with_fields

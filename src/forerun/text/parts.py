@@ -83,6 +83,13 @@ class ToolCall:
             raise BadOption(f"the model called {self.name} with {shown(self.arguments)}, which is no JSON object")
         return values
 
+    def arguments_on_a_line(self) -> str:
+        """The arguments for people: JSON on one line, or what was written where it is none."""
+        try:
+            return json.dumps(self.values(), ensure_ascii=False)
+        except BadOption:
+            return " ".join(self.arguments.split())
+
     def message(self) -> dict[str, Any]:
         """As a message has it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
@@ -144,6 +151,15 @@ class Spoken:
     def calls(self) -> list[ToolCall]:
         """The calls, in order."""
         return [item for item in self.items if isinstance(item, ToolCall)]
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of a conversation."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.calls:
+            made["tool_calls"] = [call.message() for call in self.calls]
+        return made
 
 
 class Scanner:

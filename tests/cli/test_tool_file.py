@@ -1,0 +1,145 @@
+"""Functions of a file as tools, and a chat that calls them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM
+from forerun.cli.chat import Chat
+from forerun.cli.tool_file import ToolFile
+from forerun.errors import BadOption, NotFound
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Spoken, Text, ToolCall
+from forerun.types import SamplingParams
+
+TEMPLATE = str(Path(__file__).parents[1] / "serve" / "tools.jinja")
+SOURCE = '''
+import enum, json
+from typing import Literal
+
+class Unit(enum.Enum):
+    C = "c"
+
+def weather(city: str, days: int | None = None, unit: Literal["c", "f"] = "c", marks: list[float] = []) -> dict:
+    """Tells the weather
+    of a city.
+
+    Args:
+        city: where
+        days (int): how many
+    """
+    return {"city": city, "é": days}
+
+def fail(unit: Unit, more: dict, deep: bool = True) -> str:
+    raise RuntimeError("no luck")
+
+def long() -> str:
+    return "x" * 30_000
+
+def _private(a): ...
+'''
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> ToolFile:
+    (tmp_path / "tools.py").write_text(SOURCE, encoding="utf-8")
+    return ToolFile(tmp_path / "tools.py")
+
+
+def test_schemas_are_made_of_signatures_and_docstrings(tools: ToolFile) -> None:
+    assert tools.names == ("weather", "fail", "long")
+    weather, fail, _ = (tool["function"] for tool in tools.schemas)
+    assert (weather["name"], weather["description"]) == ("weather", "Tells the weather of a city.")
+    assert weather["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "where"},
+            "days": {"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "how many"},
+            "unit": {"enum": ["c", "f"]},
+            "marks": {"type": "array", "items": {"type": "number"}},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    assert fail["parameters"]["properties"]["unit"] == {"enum": ["c"]}
+    assert fail["parameters"]["required"] == ["unit", "more"]
+
+
+def test_what_a_call_returns_is_what_the_model_is_told(tools: ToolFile) -> None:
+    assert tools.run(ToolCall("weather", '{"city": "Rome", "days": 2}')) == '{"city": "Rome", "é": 2}'
+    assert tools.run(ToolCall("weather", '{"town": "Rome"}')).startswith("error: TypeError:")
+    assert tools.run(ToolCall("weather", "{")).startswith("error: the model called weather with")
+    assert tools.run(ToolCall("fail", '{"unit": "c", "more": {}}')) == "error: RuntimeError: no luck"
+    assert tools.run(ToolCall("_private", "{}")) == "error: there is no function _private"
+    assert tools.run(ToolCall("long", "{}")).endswith("... (30,000 characters in all)")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def f(a): ...", "has no type"),
+        ("def f(*a: int): ...", "cannot be called by its name"),
+        ("def f(a: complex): ...", "take str, int, float"),
+        ("x = 1", "has no function"),
+        ("def f(:", "fails .SyntaxError"),
+        ("1/0", "fails .ZeroDivisionError"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, source: str, sentence: str) -> None:
+    (tmp_path / "a.py").write_text(source, encoding="utf-8")
+    with pytest.raises(BadOption, match=sentence):
+        ToolFile(tmp_path / "a.py")
+    with pytest.raises(NotFound, match="there is no file"):
+        ToolFile(tmp_path / "b.py")
+
+
+class Scripted(Chat):
+    """A chat whose model writes what it is told to: what the random one says is no call."""
+
+    script: list[list[object]]
+
+    def _write(self, messages, out, interrupt, *, may_call=True):  # type: ignore[no-untyped-def]
+        answer = super()._write(messages, io.StringIO(), interrupt, may_call=may_call)
+        answer.spoken = Spoken()
+        for part in self.script.pop(0):
+            out.write(answer.add(part))  # type: ignore[arg-type]
+        self.seen.append((len(messages), may_call))
+        return answer
+
+
+def called(name: str, arguments: str) -> list[object]:
+    return [CallBegin(0, name), CallArguments(0, arguments), CallEnd(0)]
+
+
+def test_a_chat_asks_before_it_runs_a_call(tools: ToolFile, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = list[str]()
+
+    def may_run(call: str) -> bool:
+        asked.append(call)
+        return len(asked) == 1
+
+    with LLM("shipped", chat_template=TEMPLATE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        chat = Scripted(llm, params, tools=tools, may_run=may_run)
+        chat.seen = []  # type: ignore[attr-defined]
+        rome, oslo = called("weather", '{"city":\n"Rome"}'), called("weather", '{"city": "Oslo"}')
+        chat.script = [[Reasoning("Hm."), *rome], oslo, oslo, [Reasoning("So."), Text("It is warm.")]]
+        out = io.StringIO()
+        chat.answer("Warm?", out)
+        assert out.getvalue() == "<think>\nHm.<think>\nSo.\n</think>\n\nIt is warm."
+        assert asked == ['weather({"city": "Rome"})', 'weather({"city": "Oslo"})']
+        said = [(message["role"], message["content"]) for message in chat.messages]
+        assert said == [
+            ("user", "Warm?"),
+            ("assistant", ""),
+            ("tool", '{"city": "Rome", "é": null}'),
+            ("assistant", ""),
+            ("tool", "the user did not allow this call"),
+            ("assistant", "It is warm."),
+        ]
+        assert chat.seen == [(1, True), (3, True), (5, True), (5, False)]  # type: ignore[attr-defined]
+        assert chat.retry() == "Warm?"
+        assert chat.messages == []
+    assert "was not run" in capsys.readouterr().err
