@@ -65,8 +65,11 @@ BY_OTHERS = ("plain",)  # and those by ALWAYS_BY and one more in turn: what othe
 ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both,
 ALWAYS_BY = ("ratio", "match")  # by these rules;
 EVERY_RULE = ("model",)  # and the one with these sampling options by every rule, one of which depends on the path
-OF_EVERY_RULE = ("greedy", "plain", "repetition", "all")
+OF_EVERY_RULE = ("greedy", "plain", "repetition", "all", "grammar")
+WITH_GRAMMARS = ("grammar", "greedy grammar")  # of every drafter, too
 COMPOUND = [name for name in NAMES if hasattr(registry.load(drafters.__name__, name, "drafter"), "parts")]
+# Texts in letters, a = 0: one of them is the beginning of another, and what is left to choose differs by the path.
+CHOICE = ("ab", "abc", "acb", "bb", "ba", "cac", "caba")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -77,6 +80,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7},
     "presence": {"presence_penalty": 0.8},
     "frequency": {"frequency_penalty": -1.1},
+    "grammar": {"choice": CHOICE},
+    "greedy grammar": {"choice": CHOICE, "temperature": 0.0},
     "bias": {"logit_bias": {0: 1.5, 2: -float("inf")}},
     "forced": {"forced_eos_token_id": 1},
     "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
@@ -144,7 +149,7 @@ def is_sampled(name: str, rule: str, sampling: str) -> bool:
     if name in EVERY_RULE:
         return sampling in OF_EVERY_RULE
     if is_first(name, rule):
-        return sampling in SAMPLE
+        return sampling in (*SAMPLE, *WITH_GRAMMARS)
     return sampling in BY_OTHERS and (rule in ALWAYS_BY or (name not in COMPOUND and has_turn(name, rule)))
 
 
@@ -245,6 +250,25 @@ def test_every_shape_of_distribution(name, rule, shape, temperature):
 def test_an_end_inside_a_draft(name, rule, min_tokens):
     """The end id may stand anywhere in a draft; before min_tokens it has probability 0, position by position."""
     assert_lossless(Case(name, params(rule, min_tokens=min_tokens), end_ids=frozenset({2})))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: is_always(*c) or is_first(*c)))
+def test_a_grammar_that_may_end_inside_a_draft(name, rule, temperature):
+    """The end id has a probability where a text may end, and nowhere else; other ids behind it are of no path."""
+    given = params(rule, temperature=temperature, choice=("a", "ab", "aab", "bb", "bba", "bbb"))
+    assert_lossless(Case(name, given, end_ids=frozenset({2})))
+
+
+@pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: c[0] in ("model", "lookup", "tree")))
+def test_a_grammar_beside_all_other_options(name, rule):
+    given = {
+        **SAMPLING["all"],
+        "logit_bias": {1: 0.3},
+        "min_tokens": 2,
+        "choice": ("a", "ab", "aab", "bb", "bba", "bbb"),
+    }
+    assert_lossless(Case(name, params(rule, **given), end_ids=frozenset({2})))
 
 
 NOTHING_BEHIND_AN_END = tuple((2, token) for token in range(V))  # as bad words

@@ -15,7 +15,18 @@ from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
 from forerun.testing import Branching, drawn_tree, enumerate_outcomes, tables
 from forerun.types import Budget, Coins, Draft, RoundDetail, SamplingParams, Sequence
-from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, V, runner_for, second_pipeline, total_variation
+from house.enumeration import (
+    HORIZON,
+    PROMPT,
+    SPACE_TOKENS,
+    TARGET,
+    V,
+    is_whole,
+    letters,
+    runner_for,
+    second_pipeline,
+    total_variation,
+)
 
 EXACT = 1e-12
 NUM_NODES = 4
@@ -23,6 +34,7 @@ SAMPLING = {
     "plain": SamplingParams(max_tokens=2 * HORIZON),
     "filters": SamplingParams(max_tokens=2 * HORIZON, temperature=0.7, top_k=2),
     "penalties": SamplingParams(max_tokens=2 * HORIZON, repetition_penalty=1.6, frequency_penalty=0.5),
+    "grammar": SamplingParams(max_tokens=2 * HORIZON, choice=("ab", "abc", "acba", "bb", "ba", "cacc", "caba")),
     "greedy": SamplingParams(max_tokens=2 * HORIZON, temperature=0.0),
 }
 
@@ -60,6 +72,7 @@ def spoken(drafter: RandomTrees, params: SamplingParams) -> tuple[dict[tuple[int
             coins=lambda seq: way.at(len(seq.tokens)),
             max_seq_len=SPACE_TOKENS,
             max_batch_size=1,
+            tokenizer=letters(V, frozenset()),
         )
         rounds: list[RoundDetail] = []
         engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
@@ -80,7 +93,7 @@ def spoken(drafter: RandomTrees, params: SamplingParams) -> tuple[dict[tuple[int
 
 def continued(output: tuple[int, ...], params: SamplingParams) -> Iterator[tuple[tuple[int, ...], float]]:
     """The outputs of HORIZON tokens that begin so, and their probabilities, by the target alone."""
-    if len(output) >= HORIZON:
+    if len(output) >= HORIZON or is_whole(params, output):
         yield output[:HORIZON], 1.0
         return
     logits = TARGET.logits_after([*PROMPT, *output]).tolist()

@@ -12,7 +12,7 @@ import torch
 
 from forerun.errors import BadOption
 from forerun.sampling import History, likeliest, probs
-from forerun.sampling.grammar import MOST_CHARS, Walk, vocabulary
+from forerun.sampling.grammar import MOST_SCHEMA_CHARS, Walk, vocabulary
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import SamplingParams
 from tiny import byte_tokenizer
@@ -215,8 +215,13 @@ def test_what_is_no_grammar_is_refused_before_anything_is_compiled(fields, says)
         ({"json_schema": {"type": "strange"}}, "^json_schema cannot be honoured"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "^json_schema cannot be honoured.*uniqueItems"),
         ({"json_schema": False}, "^json_schema cannot be honoured"),
-        ({"json_schema": {"enum": ["x" * MOST_CHARS]}}, "^json_schema has 262,1.. characters"),
-        ({"json_schema": {"enum": list(range(20_000))}}, "^json_schema has 20,00. values"),
+        ({"json_schema": {"enum": ["x" * MOST_SCHEMA_CHARS]}}, "^json_schema has 262,1.. characters"),
+        ({"json_schema": {"enum": list(range(5_000))}}, "^json_schema has 5,00. values"),
+        ({"regex": "a" * 70_000}, "^regex has 70,000 characters"),
+        ({"json_schema": '{"items": ' * 300 + "true" + "}" * 300}, "^json_schema cannot be honoured.*recursion"),
+        ({"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "^json_schema cannot be honoured"),
+        ({"regex": "(.*a.{18}b.*|.*c.{17}d.*)"}, "^regex cannot be honoured.*too many states"),
+        ({"json_schema": {"$ref": "http://example.com/x.json"}}, "^json_schema cannot be honoured"),
     ],
     ids=lambda value: re.sub(r"\W+", "_", str(value))[:30],
 )  # fmt: skip

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 Bits = npt.NDArray[np.bool_]
 
-MOST_CHARS = 1 << 18  # of a grammar's text
-MOST_VALUES = 1 << 14  # of a schema, at all depths
+# Of a grammar's text, of a schema's, and values of a schema at all depths: what compiles within about a second.
+MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
 MOST_KEPT, MOST_KEPT_CHARS = 64, 1 << 20  # compiled grammars that are kept for the next request, and their texts
 MOST_MASKS = 256  # of the paths of one step
 _END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
@@ -152,9 +152,19 @@ class Grammar:
 
         self.kind, text = key
         self.vocabulary = vocabulary
-        if len(text) > MOST_CHARS:
-            raise BadOption(f"{self._name} has {len(text):,} characters: it must have at most {MOST_CHARS:,}")
-        self._start = LLMatcher(vocabulary.tokens, _source(self.kind, text), log_level=0, limits=_limits())
+        most = MOST_SCHEMA_CHARS if self._name == "json_schema" else MOST_CHARS
+        if len(text) > most:
+            raise BadOption(f"{self._name} has {len(text):,} characters: it must have at most {most:,}")
+        try:
+            self._start = LLMatcher(vocabulary.tokens, _source(self.kind, text), log_level=0, limits=_limits())
+        except BadOption:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
+                raise
+            raise BadOption(
+                f"{self._name} cannot be honoured: {str(error)[:200]}; change it, or leave it out"
+            ) from None
         self._refuse(self._start)
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Walk:
@@ -320,13 +330,13 @@ def _lark(text: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """What compiling a grammar and one step of it may take: some tens of milliseconds, some tens of megabytes."""
+    """What compiling a grammar and one row of it may take: tens of megabytes, and of a row some milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,
         verbose_errors=False,

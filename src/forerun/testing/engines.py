@@ -45,13 +45,30 @@ def nothing(drafter: str, target: Target) -> Mapping[str, Any]:
     return {}
 
 
+class Letters:
+    """A tokenizer of ids that are letters: 0 is a, 1 is b. Those that end a text are no letters."""
+
+    def __init__(self, num_ids: int, special_ids: frozenset[int]) -> None:
+        self.special_ids = special_ids
+        self.token_bytes = [chr(97 + token).encode() for token in range(num_ids)]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of the letters of a text; other characters have none."""
+        ids = [ord(letter) - 97 for letter in text]
+        return [token for token in ids if 0 <= token < len(self.token_bytes) and token not in self.special_ids]
+
+
+letters = functools.cache(Letters)  # a grammar is compiled once for each of them
+
+
 @dataclass(frozen=True)
 class Case:
     """One engine and one request.
 
     options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
     ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
-    ids that drafts are kept free of. A target with a source is asked with that; `prompt` begins its text.
+    ids that drafts are kept free of. A target with a source is asked with that; `prompt` begins its text. params may
+    have a choice, of texts in the letters of `Letters`.
     """
 
     drafter: str
@@ -159,7 +176,13 @@ def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
         max_batch_size=2,
         coins=coins,
         start_ids=case.prompt if case.target.source else (),
+        tokenizer=_letters_of(case),
     )
+
+
+def _letters_of(case: Case) -> Any:
+    """The tokenizer of a case with a choice; others have ids alone."""
+    return letters(case.target.config.vocab_size, case.end_ids) if case.params.choice else None
 
 
 def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
@@ -226,13 +249,27 @@ def plain_outputs(case: Case) -> Outputs:
     open_outputs: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while open_outputs:
         output, weight = open_outputs.pop()
-        if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
+        if (
+            len(output) == case.params.max_tokens
+            or (output and output[-1] in case.end_ids)
+            or is_whole(case.params, output)
+        ):
             outputs[output] = weight
             continue
         logits = case.target.logits_after([*case.prompt, *output]).tolist()
         probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids, case.bad_words)
         open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
     return outputs
+
+
+def is_whole(params: SamplingParams, output: Seq[int]) -> bool:
+    """Whether an output is one of the texts of a choice and none is longer."""
+    text = _spelled(output)
+    return text in params.choice and not any(one != text and one.startswith(text) for one in params.choice)
+
+
+def _spelled(output: Seq[int]) -> str:
+    return "".join(chr(97 + token) for token in output)
 
 
 def second_pipeline(
@@ -257,6 +294,10 @@ def second_pipeline(
     for word in bad_words:
         if said[len(said) - len(word) + 1 :] == list(word[:-1]):
             z[word[-1]] = -math.inf
+    for x in range(len(z)) if params.choice else ():
+        text = _spelled(output) + (chr(97 + x) if x not in end_ids else "")
+        is_right = text in params.choice if x in end_ids else any(one.startswith(text) for one in params.choice)
+        z[x] = z[x] if is_right else -math.inf
     for x in end_ids:
         z[x] = -math.inf if len(output) < params.min_tokens else z[x]
     largest = max(z)
