@@ -32,6 +32,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 
 BEAM = "beam"  # in place of a rule, of a request that is a beam search
+FORCED = "forced"  # the drafter of what a grammar leaves no choice about, which is asked before a request's own
 NO_TOKEN = -2  # in place of a token where there is none: of a search whose texts differ, or where masks leave none
 ROUND_TOKENS = 2  # committed tokens that a round leaves a draft model to run: one, or two after a fully accepted draft
 
@@ -317,7 +318,8 @@ class Draft:
     committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
     from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
     then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
-    extra: by sequence, rows that are scored as well. shared: by sequence, how its nodes share rows (`packed`).
+    extra: by sequence, rows that are scored as well. shared: by sequence, how its nodes share rows (`packed`). forced:
+    sequences whose nodes are of the drafter FORCED, and not of the one that serves them.
 
     Three numberings meet in a step. A *node* is a place in `tokens`, over all sequences. A *row of a run* is a place
     among what one sequence contributes to a pass: row 0 is its last committed token, then come its nodes, and extra
@@ -331,6 +333,7 @@ class Draft:
     probs: list[Probs]
     extra: Mapping[int, Extra] = field(default_factory=dict)
     shared: Mapping[int, SharedRows] = field(default_factory=dict)
+    forced: frozenset[int] = frozenset()
 
     @staticmethod
     def empty(num_sequences: int) -> Draft:
@@ -354,15 +357,17 @@ class Draft:
         starts, probs = [0], list[Probs]()
         extra: dict[int, Extra] = {}
         shared: dict[int, SharedRows] = {}
+        forced = set[int]()
         for draft in drafts:
             first = len(tokens)
+            forced |= {len(starts) - 1 + b for b in draft.forced}
             extra |= {len(starts) - 1 + b: rows for b, rows in draft.extra.items()}
             shared |= {len(starts) - 1 + b: rows for b, rows in draft.shared.items()}
             tokens += draft.tokens
             parents += [p if p < 0 else first + p for p in draft.parents]
             starts += [first + start for start in draft.node_starts[1:]]
             probs += draft.probs
-        return Draft(tokens, parents, starts, probs, extra, shared)
+        return Draft(tokens, parents, starts, probs, extra, shared, frozenset(forced))
 
     def only(self, b: int) -> Draft:
         """Return the draft of sequence b as a draft of one sequence, its nodes numbered from 0."""
@@ -371,7 +376,8 @@ class Draft:
         cut = slice(own.start, own.stop)
         extra = {0: self.extra[b]} if b in self.extra else {}
         shared = {0: self.shared[b]} if b in self.shared else {}
-        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, shared)
+        forced = frozenset({0} if b in self.forced else ())
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, shared, forced)
 
     @property
     def num_sequences(self) -> int:
@@ -549,6 +555,8 @@ class Budget:
     go_on(b, depth, draft_probs[, logits]): the drafter asks it before each draw; it may look at the distribution, never
     at the drawn token (docs/exactness.md). go_behind(b, depth, token, draft_probs[, logits]): a drafter with a model
     asks it after each draw, whether another token may follow; the drawn one stays in the draft whatever the answer.
+    limits [B]: nodes that each could have by its own end and the room there is, whatever is granted; of drafts that are
+    never refused.
     logits [V]: a model's own, before bias, temperature and filters. A drafter without a model leaves them out, and one
     with a model need not compute them unless `reads_logits`. stops: by sequence, when a chain of guesses of which a
     model tells the probabilities ends besides; only of drafters that `tells_confidence`.
@@ -560,6 +568,7 @@ class Budget:
     go_behind: Callable[..., bool] = _may
     reads_logits: bool = False
     stops: Mapping[int, Stop] = field(default_factory=dict)
+    limits: Seq[int] = ()
 
     @property
     def stops_early(self) -> bool:
@@ -859,7 +868,7 @@ class SequenceStep(NamedTuple):
     """What one step did for one decoding sequence. Stop conditions shorten num_committed alone, no other count."""
 
     sequence_id: int
-    draft: str  # name of the drafter that serves it
+    draft: str  # name of the drafter that serves it, or FORCED where that drafted
     num_drafted: int
     num_tested: int
     accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft

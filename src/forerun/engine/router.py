@@ -12,17 +12,18 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.engine import cutting
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
-from forerun.types import Budget, Coins, Draft, DraftStep, Next, Sequence
+from forerun.types import FORCED, Budget, Coins, Draft, DraftStep, Next, Sequence
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
-LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: there are always these, too
+LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: there are always these, and FORCED
 
 
 class _Silent(Drafter):
@@ -126,8 +127,30 @@ class Router(Drafter):
         return min([free for free in found if free is not None], default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        forced = self._forced(seqs, budget, coins)
+        for b in forced:
+            budget.num_tokens[b] = 0
         draft = self._proposed(seqs, budget, coins)
+        if forced:
+            draft = Draft.joined([forced.get(b) or draft.only(b) for b in range(len(seqs))])
         return draft.packed() if self.packs_siblings else draft
+
+    def _forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
+        """What grammars leave no choice about, by sequence; whatever is granted, for these tokens are never refused."""
+        if FORCED not in self.members or not budget.limits:
+            return {}
+        clock, limits = time.perf_counter(), list(budget.limits)
+        for b, seq in enumerate(seqs):
+            serves = seq.grammar is not None and seq.hypotheses is None and seq.draft != NONE
+            limits[b] = min(limits[b], seq.params.spec_length or limits[b]) if serves else 0
+        if not any(limits):
+            return {}
+        members = [b for b, most in enumerate(limits) if most > 0]
+        own = Budget([limits[b] for b in members], 0)
+        draft = self._asked(FORCED, [seqs[b] for b in members], own, [coins[b] for b in members])
+        self._add_draft(FORCED, clock, draft)
+        found = {b: draft.only(i) for i, b in enumerate(members) if draft.nodes(i)}
+        return {b: replace(part, forced=frozenset({0})) for b, part in found.items()}
 
     def _proposed(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
@@ -303,7 +326,7 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target) -> Router:
-    """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, none.
+    """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, forced, none.
 
     Each is called by its method's name; of several of one method the first, or the one that is written as that name
     alone, and the others by their whole text. Raises BadOption.
@@ -315,6 +338,6 @@ def make(specs: Seq[str], target: Target) -> Router:
         is_taken = method in members or (method in specs and text != method)
         name = text if is_taken else method
         members[name], aliases[text] = drafter, name
-    for name in (LOOKUP, PREDICTION):
+    for name in (LOOKUP, PREDICTION, FORCED):
         members.setdefault(name, drafters.make(name, target))
     return Router(members, aliases, is_auto=specs[0] == "auto")

@@ -14,7 +14,7 @@ from forerun import sampling, verify
 from forerun.engine.request import Committed, Request
 from forerun.errors import ForerunError
 from forerun.models.runner import Run, Scores
-from forerun.types import NO_TOKEN, Coins, Draft, Origin, Probs, Sequence, SequenceStep, TokenLogprob, Verdict
+from forerun.types import FORCED, NO_TOKEN, Coins, Draft, Origin, Probs, Sequence, SequenceStep, TokenLogprob, Verdict
 from forerun.verify import Ruling
 
 
@@ -105,7 +105,8 @@ class SampledRequest(Request):
         num = self.append(emitted, _origins(num_nodes, len(path), num_tested), logprobs)
         seq.round += 1
         ranks = tuple([node - nodes.start for node in path])
-        step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, ranks, num)
+        name = FORCED if b in draft.forced else seq.draft
+        step = SequenceStep(seq.id, name, num_nodes, num_tested, ranks, num)
         return Committed(step, rows[:num], len(emitted))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun import verify
 from forerun.drafters import Seen
@@ -30,7 +30,7 @@ from forerun.kv import Held
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing, overrides
 from forerun.sampling.random import WatchedCoins
-from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, StepReport, Verdict
+from forerun.types import FORCED, Budget, Coins, Draft, Next, RoundDetail, Sequence, StepReport, Verdict
 
 
 class RequestFailed(Exception):
@@ -105,8 +105,8 @@ class Stepper:
         seqs, granted = [request.seq for request in plan.decode], self._granted(plan)
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         draft = Draft.empty(len(seqs))
-        if any(granted):
-            draft = self.drafter.propose(seqs, self._budget(seqs, granted, catchup_tokens), coins)
+        if any(granted) or any(seq.grammar is not None for seq in seqs):
+            draft = self.drafter.propose(seqs, self._budget(plan, seqs, granted, catchup_tokens), coins)
 
         searching = {request.seq.draft for request in plan.decode if not request.is_paced}
         left = self.catchup.tokens(searching, self.drafter.num_caught_up)
@@ -134,10 +134,10 @@ class Stepper:
             granted[b] = max(0, min(most, limit))
         return granted
 
-    def _budget(self, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
+    def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of the drafters, who ask the policy for more than numbers only where it has its own say."""
         budget = Budget(list(granted), catchup_tokens)  # the drafters' own, who may count it down
-        budget.reads_logits = self.pacing.reads_logits
+        budget.limits, budget.reads_logits = plan.draft_limits, self.pacing.reads_logits
         budget.stops = self.pacing.stops(seqs, granted)
         if overrides(self.pacing, "go_on"):
             budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)
@@ -233,7 +233,8 @@ class Stepper:
                 request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)
         report.drafts = self.drafter.take_steps()
         self.catchup.observe(report)
-        self.pacing.observe(report)
+        own = [step for step in report.sequences if step.draft != FORCED]  # what is never refused teaches nothing
+        self.pacing.observe(report if len(own) == len(report.sequences) else replace(report, sequences=own))
 
 
 def _report(done: Seq[Committed]) -> StepReport:
