@@ -160,6 +160,28 @@ def test_a_grammar_that_is_wrong_is_refused_before_anything_is_queued(llm: LLM) 
         llm.generate(["x", "y"], [SamplingParams(max_tokens=3), SamplingParams(regex="a(")], raw=True)
 
 
+def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
+    """Whatever pacing grants; it is counted by itself, and a request without drafts has none."""
+    steps: list[tuple[str, int, int]] = []
+    end = llm.listen(lambda report: steps.extend((s.draft, s.num_drafted, s.num_accepted) for s in report.sequences))
+    params = SamplingParams(json_schema=SCHEMA, json_whitespace="spaced", temperature=1.0, seed=4, max_tokens=90)
+    (plain,) = llm.generate("x", dataclasses.replace(params, draft="none"), raw=True)
+    assert {draft for draft, *_ in steps} == {"none"}
+    steps.clear()
+    for draft in ("forced", "lookup", "model"):
+        name = next(known for known in llm.drafters if known.startswith(draft))
+        (out,) = llm.generate("x", dataclasses.replace(params, draft=name), raw=True)
+        assert out.token_ids == plain.token_ids
+    end()
+    forced = [(drafted, accepted) for draft, drafted, accepted in steps if draft == "forced" and drafted]
+    assert len(forced) >= 9, "of three texts, three times"
+    assert max(drafted for drafted, _ in forced) >= len('{"name": "'), "all at once"
+    assert all(drafted == accepted for drafted, accepted in forced)
+    (short,) = llm.generate("x", dataclasses.replace(params, spec_length=3), raw=True)
+    assert short.token_ids == plain.token_ids
+    assert max(drafted for drafted, _ in short.report.rounds) == 3
+
+
 def test_min_tokens_beyond_a_text_that_must_end_ends_with_it(llm: LLM) -> None:
     (out,) = llm.generate("x", SamplingParams(choice=["abc"], min_tokens=20, max_tokens=30), raw=True)
     assert (out.text, out.finish_reason) == ("abc", "stop")

@@ -219,8 +219,6 @@ def test_what_is_no_grammar_is_refused_before_anything_is_compiled(fields, says)
         ({"json_schema": {"enum": list(range(5_000))}}, "^json_schema has 5,00. values"),
         ({"regex": "a" * 70_000}, "^regex has 70,000 characters"),
         ({"json_schema": '{"items": ' * 300 + "true" + "}" * 300}, "^json_schema cannot be honoured.*recursion"),
-        ({"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "^json_schema cannot be honoured"),
-        ({"regex": "(.*a.{18}b.*|.*c.{17}d.*)"}, "^regex cannot be honoured.*too many states"),
         ({"json_schema": {"$ref": "http://example.com/x.json"}}, "^json_schema cannot be honoured"),
     ],
     ids=lambda value: re.sub(r"\W+", "_", str(value))[:30],
