@@ -161,7 +161,7 @@ class SamplingParams:
     )
     min_tokens: int = option(
         0,
-        "no end of sequence and no stop id before this many tokens",
+        "no end of sequence, stop id or stop text before this many tokens",
         kind=INTEGER,
         unit="tokens",
         min=0,

@@ -46,3 +46,14 @@ def test_a_stop_text_that_the_end_of_the_output_completes(llm: LLM) -> None:
     assert (last.text, last.finish_reason) == ("", "stop")
     (whole,) = llm.generate("a", always(0xE2, max_tokens=1, stop=("x",)))
     assert (whole.text, whole.finish_reason) == ("\ufffd", "length")
+
+
+def test_a_stop_text_is_looked_for_behind_the_least_number_of_tokens(llm: LLM) -> None:
+    params = always(0x0A, max_tokens=20, min_tokens=3, stop=("\n",))
+    (out,) = llm.generate("a", params)
+    assert (out.text, len(out.token_ids), out.finish_reason) == ("\n\n\n", 4, "stop")
+    assert "".join(chunk.text for chunk in llm.stream("a", params)) == "\n\n\n"
+    (over,) = llm.generate("a", always(0x0A, max_tokens=20, min_tokens=3, stop=("\n\n",)))
+    assert (over.text, len(over.token_ids)) == ("\n\n", 4)  # it begins within them and ends behind
+    (short,) = llm.generate("a", always(0x0A, max_tokens=3, min_tokens=3, stop=("\n",)))
+    assert (short.text, short.finish_reason) == ("\n\n\n", "length")

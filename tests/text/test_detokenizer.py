@@ -145,6 +145,30 @@ def test_stop_strings_do_not_depend_on_rounds(name: str, data: st.DataObject) ->
         assert any(stop in whole_text(tokenizer, prompt, ids[:kept]) for stop in stops)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_stop_string_that_ends_in_the_first_tokens_stops_nothing(name: str, data: st.DataObject) -> None:
+    """Whatever the rounds; one that begins there and ends behind them does."""
+    prompt, ids, cuts = data.draw(case(name))
+    tokenizer, num_free = TOKENIZERS[name], data.draw(st.integers(0, 6))
+    text = whole_text(tokenizer, prompt, ids)
+    start = data.draw(st.integers(0, max(len(text) - 1, 0)))
+    stop = text[start : start + data.draw(st.integers(1, 4))]
+    one = Detokenizer(tokenizer, prompt, num_free=num_free)  # what is certain of the text behind each token
+    certain = [0]
+    for token in ids:
+        certain.append(certain[-1] + len(one.push([token]).text))
+    free = certain[num_free] if num_free <= len(ids) else len(text)
+    ends = [i + len(stop) for i in range(len(text)) if stop and text.startswith(stop, i)]
+    expected = min((end for end in ends if end > free), default=None)
+    detokenizer, out = Detokenizer(tokenizer, prompt, (stop,) if stop else (), num_free=num_free), ""
+    for part in rounds(ids, cuts):
+        out += detokenizer.push(part).text
+    out += detokenizer.finish()
+    assert out == (text if expected is None else text[: expected - len(stop)])
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("\n aé€😀日the"), max_size=12), cuts=cut_sizes, data=st.data())
 def test_byte_tokens_of_a_text_are_what_the_library_decodes(text: str, cuts: list[int], data: st.DataObject) -> None:

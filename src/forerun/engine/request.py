@@ -365,14 +365,17 @@ class Request:
         """A new reader of the output's text, None where there is no tokenizer."""
         seq = self.seq
         prompt = seq.tokens[: seq.num_prompt_tokens]
-        return None if self._tokenizer is None else Detokenizer(self._tokenizer, prompt, seq.params.stop)
+        if self._tokenizer is None:
+            return None
+        return Detokenizer(self._tokenizer, prompt, seq.params.stop, num_free=seq.params.min_tokens)
 
     def parts_reader(self) -> PartsReader | None:
         """A new reader of the output's parts, None where they are not told apart."""
         seq = self.seq
         if self.speaking is None or self._tokenizer is None:
             return None
-        return self.speaking.reader(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        return self.speaking.reader(self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens)
 
     @property
     def spoken(self) -> Spoken | None:

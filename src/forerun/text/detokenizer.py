@@ -44,6 +44,7 @@ class Detokenizer:
     Args:
         prompt_ids: the left context; none of it is emitted.
         stop: texts that end the output and are cut from it; none empty.
+        num_free: tokens that the output has at least: stop texts are looked for where they end behind these.
         skip_special_ids: ids that make no text; None = the tokenizer's special ids.
     """
 
@@ -53,10 +54,12 @@ class Detokenizer:
         prompt_ids: Seq[int],
         stop: Seq[str] = (),
         skip_special_ids: Collection[int] | None = None,
+        num_free: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_ids is None else frozenset(skip_special_ids)
-        self._stops = tuple(stop)
+        self._stops, self._num_free = tuple(stop), num_free
+        self._num_free_chars = 0  # of the text held back, from its beginning: of those tokens
         self._held = ""  # certain text that may still become part of a stop string
         self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
         text, self._done = tokenizer.decode_so_far(self._window)  # done: characters of the text that are behind us
@@ -72,6 +75,7 @@ class Detokenizer:
             if self.stop is not None:
                 break
             released += self._release(self._append([token]))
+            self._num_free = max(0, self._num_free - 1)
             if self.stop is not None:
                 return PushResult(released, self.stop, index)
         return PushResult(released)
@@ -141,13 +145,14 @@ class Detokenizer:
         if not self._stops:
             return new
         text = self._held + new
-        found = _first_stop(text, self._stops) if new else None
+        free = len(text) if self._num_free else self._num_free_chars
+        found = _first_stop(text, self._stops, free) if new else None
         if found is not None:
             start, self.stop = found
             self._held = ""
             return text[:start]
         keep = _open_tail(text, self._stops)
-        self._held = text[len(text) - keep :]
+        self._held, self._num_free_chars = text[len(text) - keep :], max(0, free - (len(text) - keep))
         return text[: len(text) - keep]
 
 
@@ -156,9 +161,10 @@ def _shared_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """(start, stop) of the occurrence that ends first, then starts first."""
-    hits = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, str] | None:
+    """(start, stop) of the occurrence that ends first, then starts first. They must end behind `free` characters."""
+    found = ((stop, text.find(stop, max(0, free + 1 - len(stop)))) for stop in stops)
+    hits = [(start + len(stop), start, stop) for stop, start in found if start >= 0]
     if not hits:
         return None
     _, start, stop = min(hits)

@@ -148,9 +148,9 @@ class Speaking:
         own = () if self.dialect is None else self.dialect.marks
         return frozenset((*own, *(mark.strip() for pair in self.speech.thoughts for mark in pair)))
 
-    def reader(self, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = ()) -> PartsReader:
+    def reader(self, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = (), num_free: int = 0) -> PartsReader:
         """What makes parts of one answer's ids."""
-        return PartsReader(self, tokenizer, prompt_ids, stop)
+        return PartsReader(self, tokenizer, prompt_ids, stop, num_free)
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
         """The parts of an answer. prompt: the end of its prompt."""
@@ -207,10 +207,17 @@ def _answer(rules: Rules, params: SamplingParams) -> str:
 class PartsReader:
     """The parts of one answer, from its token ids, as they come."""
 
-    def __init__(self, speaking: Speaking, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = ()) -> None:
+    def __init__(
+        self,
+        speaking: Speaking,
+        tokenizer: Tokenizer,
+        prompt_ids: Seq[int],
+        stop: Seq[str] = (),
+        num_free: int = 0,
+    ) -> None:
         names = {tokenizer.id_to_token.get(i): i for i in tokenizer.special_ids}
         skip = tokenizer.special_ids - {names[mark] for mark in speaking.marks if mark in names}
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
         self._parser = Parser(speaking, _tail(tokenizer, prompt_ids))
         self._may_think = bool(speaking.speech.thoughts) or speaking.speech.reads_always
 
