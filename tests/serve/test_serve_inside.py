@@ -547,7 +547,7 @@ _CONTRADICTORY = (
 
 
 def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
-    longest = {"/v1/responses": "max_output_tokens"}.get(operation.path, "max_tokens")
+    longest = {"/v1/responses": "max_output_tokens", "/completion": "n_predict"}.get(operation.path, "max_tokens")
     limit: dict[str, Any] = {longest: 2} if operation.path in APIS else {}
     if operation.path.startswith("/api/") and limit:
         limit = {"options": {"num_predict": 2}}

@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
-from forerun.errors import ForerunError, InternalError, shown
-from forerun.serve import messages, ollama, openai, openapi, responses
+from forerun.errors import ForerunError, InternalError, UserError, shown
+from forerun.serve import llama_server, messages, ollama, openai, openapi, responses
 from forerun.serve.absent import refusal
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
 from forerun.serve.bodies import Refused, named
@@ -63,6 +63,9 @@ APIS = {
     },
     responses.RESPONSES: Api(responses.FORM, responses.answer_body, responses.Stream, _plain_error),
     messages.MESSAGES: Api(messages.FORM, messages.answer_body, messages.Stream, messages.error_answer),
+    llama_server.COMPLETION: Api(
+        llama_server.FORM, llama_server.answer_body, llama_server.Stream, llama_server.error_answer
+    ),
     **{
         url: Api(ollama.FORMS[url], ollama.answer_body, ollama.Stream, ollama.error_answer, ollama.LINES, b"")
         for url in (ollama.CHAT, ollama.GENERATE)
@@ -93,6 +96,7 @@ def make_app(
     _add_counting(app, services, bodies)
     _add_models(app, services)
     _add_ollama(app, services)
+    _add_llama_server(app, services)
     _add_state(app, services, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
@@ -206,6 +210,22 @@ def _add_ollama(app: FastAPI, services: Services) -> None:
     @app.get(ollama.VERSION)
     async def version() -> JSONResponse:
         return JSONResponse(ollama.version(__version__))
+
+
+def _add_llama_server(app: FastAPI, services: Services) -> None:
+    """What its web page and health checks ask; of the first model."""
+    try:
+        template = services.first.llm.chat_template.text
+    except UserError:  # none, or none that can be read: whoever sends a conversation is told
+        template = ""
+
+    @app.get(llama_server.PROPS)
+    async def props() -> JSONResponse:
+        return JSONResponse(llama_server.props(services.first, template))
+
+    @app.get(llama_server.SLOTS)
+    async def slots() -> JSONResponse:
+        return JSONResponse(llama_server.slots(services.first))
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:

@@ -64,7 +64,7 @@ FORMS = {
         _INERT,
         {
             **_NEUTRAL,
-            "suffix": (("",), "text is continued here, and filled in by /v1/completions"),
+            "suffix": (("",), "text is continued, not filled in"),
             "images": (([],), "the model reads texts alone"),
             "template": (("",), "the model's own chat template is used; with raw the prompt goes as it is"),
             "context": (([],), "conversations are sent as messages to /api/chat"),
@@ -440,7 +440,7 @@ def show(service: Service, started_s: int) -> dict[str, Any]:
     template, capabilities = "", ["completion"]
     with suppress(NotFound):  # a base model has none
         source = llm.chat_template
-        template = "\n".join(one.source for one in source.templates.values())
+        template = source.text
         capabilities += ["tools"] if source.speech.dialect is not None else []
         capabilities += ["thinking"] if source.reads & THINKING else []
     named = {ours: theirs for theirs, ours in OPTIONS.items()}

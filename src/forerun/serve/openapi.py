@@ -11,7 +11,7 @@ from typing import Any
 from forerun import params
 from forerun.params import Kind, SamplingParams
 from forerun.registry import names as registered
-from forerun.serve import messages, ollama, openai, responses
+from forerun.serve import llama_server, messages, ollama, openai, responses
 from forerun.serve.bodies import (
     MAX_CHOICES,
     MOST_ENTRIES,
@@ -272,6 +272,12 @@ _OWN: dict[str, dict[str, Schema]] = {
         ),
         "tools": _TOOLS,
     },
+    llama_server.COMPLETION: {
+        "prompt": _either(_TEXT, _IDS),
+        "n_predict": _either({"const": -1}, _MOST_TOKENS),
+        "stop": _limited("stop", _STOPS),
+        "repeat_penalty": _FIELDS["repetition_penalty"],
+    },
     ollama.GENERATE: {**_OF_OLLAMA, "prompt": _TEXT, "system": _TEXT, "raw": _FLAG},
 }
 _REQUIRED = {
@@ -279,6 +285,7 @@ _REQUIRED = {
     openai.COMPLETIONS: ["prompt"],
     responses.RESPONSES: ["input"],
     messages.MESSAGES: ["messages", "max_tokens"],
+    llama_server.COMPLETION: ["prompt"],
     ollama.CHAT: [],
     ollama.GENERATE: [],
 }
@@ -286,6 +293,7 @@ _FORMS: dict[str, Form] = {
     **openai.FORMS,
     responses.RESPONSES: responses.FORM,
     messages.MESSAGES: messages.FORM,
+    llama_server.COMPLETION: llama_server.FORM,
     **{url: ollama.FORMS[url] for url in (ollama.CHAT, ollama.GENERATE)},
 }
 
@@ -319,8 +327,12 @@ def _bodies() -> dict[str, Schema]:
             "messages": _OWN[openai.CHAT]["messages"],
             "add_special_tokens": _FLAG,
             "return_token_strs": _FLAG,
+            "content": _TEXT,
+            "add_special": _FLAG,
+            "with_pieces": _FLAG,
+            "parse_special": {"description": "accepted, without effect"},
         },
-        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}, {"required": ["content"]}],
         "additionalProperties": False,
     }
     detokenize = _object(("tokens",), model=_TEXT, tokens=_list(_ID))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import NotFound, PromptTooLong, shown
-from forerun.serve import messages, ollama, openai, responses
+from forerun.serve import llama_server, messages, ollama, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
@@ -25,7 +25,14 @@ from forerun.types import SamplingParams
 
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-_TOKENIZE = Form(TOKENIZE, {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}, set(), {})
+# As vLLM names them; content, add_special and with_pieces are llama-server's.
+_OF_LLAMA_SERVER = {"content", "add_special", "with_pieces"}
+_TOKENIZE = Form(
+    TOKENIZE,
+    {"model", "prompt", "messages", "add_special_tokens", "return_token_strs", *_OF_LLAMA_SERVER},
+    {"parse_special"},
+    {},
+)
 _DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"}, set(), {})
 Counted = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
 # How the body of each API is read.
@@ -33,6 +40,7 @@ READERS: Mapping[str, Callable[..., Job]] = {
     **{url: partial(openai.read_body, url) for url in openai.URLS},
     responses.RESPONSES: responses.read_body,
     messages.MESSAGES: messages.read_body,
+    llama_server.COMPLETION: llama_server.read_body,
     **{url: partial(ollama.read_body, url) for url in (ollama.CHAT, ollama.GENERATE)},
 }
 
@@ -139,8 +147,13 @@ class Texts:
         return {"model": self.name}, ()
 
     def tokenize(self, body: Any) -> Counted:
-        """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them."""
+        """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them.
+
+        Or of {"content": a text}, in the form of llama-server, which adds no special tokens unless that is asked for.
+        """
         given = self._given(_TOKENIZE, body)
+        if "content" in given:
+            return self._tokenize_content(given), ()
         if ("prompt" in given) == ("messages" in given):
             raise Refused("the body must have a prompt or messages: give one of them", "prompt")
         if "messages" in given:
@@ -156,13 +169,25 @@ class Texts:
             made["token_strs"] = [self.tokenizer.id_to_token.get(i, "") for i in ids]
         return made, ()
 
+    def _tokenize_content(self, given: dict[str, Any]) -> dict[str, Any]:
+        if others := given.keys() & _TOKENIZE.own - _OF_LLAMA_SERVER - {"model"}:
+            raise Refused(f"content and {min(others)} are of two forms of this body: keep to one", "content")
+        if not isinstance(given["content"], str):
+            raise Refused(f"content={shown(given['content'])} is not possible: it must be a text", "content")
+        self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["content"],)))
+        ids = self.tokenizer.encode(given["content"], flag(given, "add_special"))
+        if flag(given, "with_pieces"):
+            return {"tokens": [{"id": i, "piece": self.tokenizer.own_text(i)} for i in ids]}
+        return {"tokens": ids}
+
     def detokenize(self, body: Any) -> Counted:
         """The text of {"tokens": ids}."""
         ids, num_ids = self._given(_DETOKENIZE, body).get("tokens"), self.tokenizer.num_ids
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_ids for token in ids):
             message = f"tokens={shown(ids)} is not possible: it must be a list of ids in 0 .. {num_ids - 1}"
             raise Refused(message, "tokens")
-        return {"prompt": self.tokenizer.decode(ids)}, ()
+        text = self.tokenizer.decode(ids)
+        return {"prompt": text, "content": text}, ()  # as vLLM calls it, and llama-server
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -60,11 +60,15 @@ class ChatTemplate:
         """The variables that the templates look up."""
         return frozenset().union(*(template.reads for template in self.templates.values()))
 
+    @property
+    def text(self) -> str:
+        """All templates, one below the other."""
+        return "\n".join(template.source for template in self.templates.values())
+
     @cached_property
     def speech(self) -> Speech:
         """The marks of reasoning and tool calls in answers of this model."""
-        source = "\n".join(template.source for template in self.templates.values())
-        return Speech.of_template(source, reads_tools="tools" in self.reads or TOOL_USE in self.templates)
+        return Speech.of_template(self.text, reads_tools="tools" in self.reads or TOOL_USE in self.templates)
 
     def render(
         self,

@@ -1,0 +1,177 @@
+"""Routes of llama-server, as far as its web page, health checks and older clients need: /completion, /props, /slots.
+
+Follows tools/server/README.md of llama.cpp. What it has beside these is in OpenAI's API, which it speaks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import ForerunError, shown
+from forerun.serve.bodies import (
+    Form,
+    Job,
+    Neutral,
+    Refused,
+    check,
+    flag,
+    params_of,
+    report_of,
+    status_of,
+    wants_report,
+)
+from forerun.serve.events import event
+
+if TYPE_CHECKING:
+    from forerun.engine.request import Chunk, RequestOutput
+    from forerun.serve.service import Service
+    from forerun.text.tokenizer import Tokenizer
+
+COMPLETION, PROPS, SLOTS = "/completion", "/props", "/slots"
+_CUT = "tokens are cut by top_k, top_p and min_p"
+_NEUTRAL: Mapping[str, Neutral] = {
+    "n_probs": ((0,), "/v1/completions has logprobs"),
+    "typical_p": ((1, 1.0), _CUT),
+    "top_n_sigma": ((-1, -1.0), _CUT),
+    "xtc_probability": ((0, 0.0), _CUT),
+    "mirostat": ((0,), _CUT),
+    "dynatemp_range": ((0, 0.0), "the temperature is one number"),
+    "dry_multiplier": ((0, 0.0), "repetition is held back by repeat_penalty"),
+    "repeat_last_n": ((-1,), "repeat_penalty counts the whole text"),
+    "lora": (([],), "no adapters are loaded here"),
+    "n_cmpl": ((1,), "this API gives one answer"),
+}
+# How it is computed and cached, and what says nothing where its neighbour is off.
+_INERT = frozenset(
+    (
+        *("cache_prompt", "id_slot", "n_keep", "n_discard", "samplers", "t_max_predict_ms", "timings_per_token"),
+        *("return_progress", "return_tokens", "response_fields", "post_sampling_probs", "min_keep", "xtc_threshold"),
+        *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+        *("dry_sequence_breakers", "penalize_nl", "n_indent", "backend_sampling"),
+    )
+)
+FORM = Form(COMPLETION, {"model", "prompt", "n_predict", "stop", "stream", "repeat_penalty"}, _INERT, _NEUTRAL)
+_NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
+
+
+def read_body(
+    body: object,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    served_names: Seq[str] = (),
+    *,
+    ignore_unsupported: bool = False,
+) -> Job:
+    """What a body of /completion asks for; see `openai.read_body`."""
+    read = check(FORM, body, served_names, ignore_unsupported=ignore_unsupported)
+    given = read.fields
+    prompt: Any = given.get("prompt")
+    is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+    if not is_ids and not isinstance(prompt, str):
+        raise Refused(f"prompt={shown(prompt)} is not possible: it must be a text, or a list of token ids", "prompt")
+    return Job(
+        COMPLETION,
+        model,
+        params_of(given, {"max_tokens": None, **(defaults or {})}, _NAMES, None),
+        prompts=(prompt,),
+        stream=flag(given, "stream"),
+        report=wants_report(given),
+        ignored=tuple(read.ignored or ()),
+    )
+
+
+def answer_body(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+) -> dict[str, Any]:
+    """The whole answer."""
+    return {**_ending(job, outputs), "content": outputs[0].text}
+
+
+class Stream:
+    """The events of one answer."""
+
+    def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
+        self._job = job
+
+    def begin(self) -> bytes:
+        """Nothing: the first event has the first text."""
+        return b""
+
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        """What a chunk adds; nothing where its text is held back."""
+        if not chunk.text:
+            return b""
+        return event({"index": index, "content": chunk.text, "tokens": chunk.token_ids, "stop": False})
+
+    def end(self, outputs: Seq[RequestOutput]) -> bytes:
+        """Why it ended, and the numbers."""
+        return event(_ending(self._job, outputs))
+
+    def fail(self, error: ForerunError) -> bytes:
+        """An error behind the first event."""
+        return event(error_answer(error)[1])
+
+
+def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the body of an answer that is an error."""
+    status = status_of(error)[0]
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"code": status, "message": str(error), "type": kind}}
+
+
+def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
+    output = outputs[0]
+    report, num, num_prompt = output.report, len(output.token_ids), len(output.prompt_ids)
+    begun_s = report.scheduled_at_s or report.arrived_at_s
+    first_s = report.first_token_at_s or begun_s
+    prompt_ms, predicted_ms = 1e3 * (first_s - begun_s), 1e3 * ((report.last_token_at_s or first_s) - first_s)
+    kind = "limit" if output.finish_reason == "length" else "word" if output.stop_text else "eos"
+    made = {
+        "index": output.index,
+        "content": "",
+        "tokens": [],
+        "id_slot": 0,
+        "stop": True,
+        "model": job.model,
+        "tokens_predicted": num,
+        "tokens_evaluated": num_prompt,
+        "tokens_cached": report.num_cached_tokens,
+        "stop_type": kind,
+        "stopping_word": output.stop_text or "",
+        "truncated": False,
+        "timings": {
+            "cache_n": report.num_cached_tokens,
+            "prompt_n": num_prompt - report.num_cached_tokens,
+            "prompt_ms": prompt_ms,
+            "predicted_n": num,
+            "predicted_ms": predicted_ms,
+            "predicted_per_second": 1e3 * (num - 1) / predicted_ms if predicted_ms > 0 else None,
+            "draft_n": report.num_drafted,
+            "draft_n_accepted": report.num_accepted,
+        },
+    }
+    return made | ({"forerun": report_of(outputs)} if job.report else {})
+
+
+def props(service: Service, template: str) -> dict[str, Any]:
+    """What its web page asks of a server first. template: of chats, '' where there is none."""
+    llm = service.llm
+    return {
+        "default_generation_settings": {"n_ctx": llm.engine.max_seq_len, "params": dict(llm.usual_fields)},
+        "total_slots": llm.config.max_batch_size,
+        "model_alias": service.name,
+        "model_path": service.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": template,
+        "build_info": "forerun",
+    }
+
+
+def slots(service: Service) -> list[dict[str, Any]]:
+    """The places of the batch; which request has which is not told."""
+    num_running, n_ctx = len(service.llm.engine.scheduler.running), service.llm.engine.max_seq_len
+    return [
+        {"id": i, "n_ctx": n_ctx, "speculative": service.llm.config.draft != "none", "is_processing": i < num_running}
+        for i in range(service.llm.config.max_batch_size)
+    ]

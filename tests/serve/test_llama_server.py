@@ -1,0 +1,68 @@
+"""Routes of llama-server that its web page, health checks and older clients ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.serve import llama_server
+from forerun.serve.bodies import Refused
+from serve.running import CODE, Running
+
+pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
+
+
+def test_a_completion_is_what_the_engine_says(server: Running) -> None:
+    (expected,) = LLM("shipped", draft="none").generate(CODE, SamplingParams(max_tokens=12, temperature=0), raw=True)
+    body = {"prompt": CODE, "n_predict": 12, "temperature": 0, "cache_prompt": True, "samplers": ["top_k"]}
+    whole = server.http.post("/completion", json=body).json()
+    assert (whole["content"], whole["stop"], whole["stop_type"]) == (expected.text, True, "limit")
+    assert (whole["tokens_predicted"], whole["tokens_evaluated"]) == (12, len(expected.prompt_ids))
+    lines = server.http.post("/completion", json={**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert "".join(event["content"] for event in events) == expected.text
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["timings"]["predicted_n"] == 12
+    ids = server.http.post("/completion", json={**body, "prompt": expected.prompt_ids}).json()
+    assert ids["content"] == expected.text
+    stopped = server.http.post("/completion", json={**body, "stop": [expected.text[1:4]]}).json()
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", expected.text[1:4])
+    assert stopped["content"] == expected.text[:1]
+
+
+def test_what_its_page_asks_first(server: Running) -> None:
+    props = server.http.get("/props").json()
+    assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (2048, 8)
+    assert (props["model_alias"], props["modalities"]["vision"]) == ("shipped", False)
+    slots = server.http.get("/slots").json()
+    assert [slot["id"] for slot in slots] == list(range(8))
+    assert not any(slot["is_processing"] for slot in slots)
+    assert server.http.get("/health").json() == {"status": "ok"}
+
+
+def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:
+    ids = server.http.post("/tokenize", json={"content": CODE}).json()["tokens"]
+    assert ids == server.http.post("/tokenize", json={"prompt": CODE, "add_special_tokens": False}).json()["tokens"]
+    pieces = server.http.post("/tokenize", json={"content": CODE, "with_pieces": True}).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == ids
+    assert server.http.post("/detokenize", json={"tokens": ids}).json()["content"] == CODE
+    refused = server.http.post("/tokenize", json={"content": CODE, "add_special_tokens": True})
+    assert (refused.status_code, "two forms" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt": ["a", 1]}, "it must be a text, or a list of token ids"),
+        ({"n_probs": 3}, "/v1/completions has logprobs"),
+        ({"mirostat": 2}, "tokens are cut by top_k"),
+        ({"n_predict": -7}, "n_predict=-7"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_is_not_built_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        llama_server.read_body({"prompt": CODE, **fields}, "small")
