@@ -199,7 +199,7 @@ void bind_ops(nb::module_& m) {
     m.attr("UNIT") = UNIT;
     m.attr("GIVE_BACK_BYTES") = GIVE_BACK_BYTES;
     m.def("allocated_bytes", &allocated_bytes, "num_bytes"_a,
-          "Counts the bytes that the system gives for a buffer: whole huge pages from the size of one on.");
+          "Counts the bytes that the system gives for a buffer: whole pages from the size of a huge one on.");
     m.def("packed_bytes", [](int num_out, int num_in, bool bfloat16, bool paired) {
         return packed_bytes(bfloat16 ? Type::bfloat16 : Type::float32, num_out, num_in, paired);
     }, "num_out"_a, "num_in"_a, "bfloat16"_a, "paired"_a = false, "Counts the bytes of a packed matrix, padding included; num_out: of all parts.");

@@ -55,12 +55,12 @@ class NativeSizes:
     ) -> list[MemoryPart]:
         """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
 
-        Then those of heads; a further part is what is lost at the ends of huge pages.
+        Then those of heads. What is lost at the ends of pages is counted with them.
         """
-        parts, rounded = [], 0
+        parts = []
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
-            matrices = list(packed_matrix_bytes(model, self.dtype, schemes))
+            matrices = map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes))
             table = sum(_looked_up(model, schemes)) * size
             num_bytes, plain = (
                 sum(matrices) + table + _vector_bytes(model),
@@ -71,19 +71,16 @@ class NativeSizes:
             if schemes:
                 how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
-            rounded += sum(allocated_bytes(n) - n for n in matrices)
         for name, own in beside.items():
             matrices = [
                 packed_bytes(*shape, self.dtype) if scheme is None else quantised_bytes([_of(shape, scheme)])
                 for shape, scheme in own.matrices
             ]
             others = own.num_looked_up * self.dtype.itemsize + own.num_floats * FLOAT_BYTES
-            num_bytes, num = sum(matrices) + others, own.num_weights
+            num_bytes, num = sum(map(allocated_bytes, matrices)) + others, own.num_weights
             how = f"{num:,} weights, packed: {8 * num_bytes / max(1, num):.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
-            rounded += sum(allocated_bytes(n) - n for n in matrices)
-        ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
-        return [*parts, *([ends] if rounded else [])]
+        return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the buffers of every model, the results of the largest pass, and what is kept of freed ones."""
@@ -203,7 +200,7 @@ def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
 
 
 def allocated_bytes(num_bytes: int) -> int:
-    """Return the bytes that the system allocates for a buffer: whole huge pages from the size of one huge page on."""
+    """Return the bytes that the system allocates for a buffer: whole pages from the size of a huge page on."""
     return int(native.extension().allocated_bytes(num_bytes))
 
 
