@@ -129,7 +129,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (respond, {"tools": [{"type": "function"}]}, "tools", "which has no name"),
     (respond, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
     (respond, {"tool_choice": {"type": "web_search"}}, "tool_choice", "it must be none, auto, required or"),
-    (respond, {"text": {"format": {"type": "json_object"}}}, "text", "grammar or schema"),
+    (respond, {"text": {"format": {"type": "xml"}}}, "response_format", "it must be"),
+    (respond, {"text": {"form": 1}}, "text", "an object with format"),
+    (respond, {"max_thinking_tokens": -1}, "max_thinking_tokens", "it must be in 0 .."),
     (respond, {"background": True}, "background", "when it is asked for"),
     (respond, {"include": ["file_search_call.results"]}, "include", "must be a list of"),
     (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
@@ -215,6 +217,17 @@ def test_results_of_tools_are_messages_of_their_own() -> None:
     assert (job.calls.parallel, job.thinks, job.ignored) == (False, True, ("tools[1]",))
     with pytest.raises(Refused, match="tool_choice='g' is not possible: the tools are f"):
         message(tools=[{"name": "f"}], tool_choice={"type": "tool", "name": "g"})
+
+
+def test_the_form_of_an_answer() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    wanted = SamplingParams(json_schema=schema).json_schema
+    job = respond(text={"format": form, "verbosity": "low"})
+    assert (job.params.json_schema, job.given["text"]["format"]) == (wanted, form)
+    assert respond(text={"format": {"type": "json_object"}}).params.json_object
+    assert message(output_config={"format": form}).params.json_schema == wanted
+    assert message(thinking={"type": "enabled", "budget_tokens": 64}).max_thinking_tokens == 64
 
 
 def test_the_document_has_the_limits_of_fields() -> None:

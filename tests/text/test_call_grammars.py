@@ -177,6 +177,38 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
     assert Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS)).held(plain, tokenizer, [0]) is plain
 
 
+def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
+    """Begun by the prompt or by the model; then anything may follow, or what the answer is held to."""
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
+    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
+    call = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"), 3)
+    channels = Speaking(Speech(dialect("harmony"), ()), max_thinking_tokens=3)
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    analysis = "<|channel|>analysis<|message|>"
+    closing = tokenizer.encode("</think>")[0]
+    for how, prompt, before, after in (
+        (plain, "<think>\n", "", " So <think>."),
+        (plain, "x", "<think>", "So."),
+        (call, "<think>", "", now),
+        (channels, "x", analysis, "<|start|>assistant<|channel|>final<|message|>So."),
+    ):
+        end = "<|end|>" if how is channels else "</think>"
+        for thought in ("", "abc"):
+            assert held(how, tokenizer, prompt).takes([], tokenizer.encode(before + thought + end + after)), prompt
+        assert not held(how, tokenizer, prompt).takes([], tokenizer.encode(before + "abcd"))
+        only = held(how, tokenizer, prompt).allowed(tokenizer.encode(before + "abc")).only
+        assert only == tokenizer.encode(end)[0]
+    assert held(plain, tokenizer).takes([], tokenizer.encode("No thought, <thin"))
+    for text in ("<|channel|>final<|message|>So.", "<|channel|>commentary to=functions.f<|message|>{}"):
+        assert held(channels, tokenizer).takes([], tokenizer.encode(text))
+    assert held(call, tokenizer).allowed([]).bits[closing] == 0
+    many = Speaking(Speech(None, (("<think>", "<|end of thought|>"),)), max_thinking_tokens=3)
+    with pytest.raises(BadOption, match="is no single token of this model"):
+        many.held(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
+    with pytest.raises(BadOption, match="max_thinking_tokens=3 and a grammar"):
+        plain.held(SamplingParams(grammar='start: "a"'), tokenizer, [0])
+
+
 def test_parameters_that_may_be_left_out() -> None:
     schema = {"properties": {"a": {}, "b": {}, "c": {}}, "required": ["b", "z"]}
     rules = Rules({})

@@ -45,7 +45,7 @@ from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
 from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer, needed
-from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolUse
+from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolUse, limit_of
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
@@ -272,6 +272,7 @@ class LLM:
         tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = AUTO,
         parallel_tool_calls: bool = True,
+        max_thinking_tokens: int | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
@@ -279,9 +280,10 @@ class LLM:
         tools: JSON schemas of functions that the model may call. What it calls is in `tool_calls` of an output, what it
         thought in `reasoning`, and the whole as a message to be appended to the conversation in `message`. tool_choice:
         auto; required, which holds the answer to calls with valid arguments; none; or the name of the one tool to call.
-        parallel_tool_calls: whether an answer may have more than one.
+        parallel_tool_calls: whether an answer may have more than one. max_thinking_tokens: of the reasoning, which is
+        closed behind them; None = no limit.
         """
-        speaking = self.speaking(tools, tool_choice, parallel_tool_calls)
+        speaking = self.speaking(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
         ids: list[Prompt] = []
         several = conversations(messages)
@@ -299,6 +301,7 @@ class LLM:
         tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = AUTO,
         parallel_tool_calls: bool = True,
+        max_thinking_tokens: int | None = None,
     ) -> Speaking | None:
         """What tells text, reasoning and calls of these tools apart in the model's answers; None = there are no marks.
 
@@ -309,7 +312,7 @@ class LLM:
         speech = self.chat_template.speech
         if use is not None and speech.dialect is None:
             raise BadOption(NO_TOOLS)
-        return speech.with_tools(use)
+        return speech.with_tools(use, limit_of(max_thinking_tokens))
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
         """A conversation as token ids, ready for `generate`, `stream` and `astream`.

@@ -104,6 +104,7 @@ class Job:
     given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
     calls: Calls | None = None  # the tools that the answer may call
     effort: str | None = None  # how long the model is to think, as a word
+    max_thinking_tokens: int | None = None  # of the reasoning
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
     items: list[Any] | None = None  # of /v1/responses: the input, where the response is kept
     context: int | None = None  # tokens of a conversation that the client counts on

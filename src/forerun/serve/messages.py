@@ -30,7 +30,8 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event
-from forerun.serve.tools import Calls, calls_of, effort_of, listed
+from forerun.serve.formats import params_of_format
+from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO, NONE, REQUIRED
 
@@ -97,16 +98,19 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
     goes_on = messages[-1]["role"] == "assistant"
     if goes_on and messages[-1].get("tool_calls"):
         raise Refused("the last message calls tools: send what they bring as tool_result, in a message of the user")
+    effort = _effort(given.get("output_config", {}), read)
+    held = params_of_format({"response_format": _format(given.get("output_config", {}))})
     return Job(
         MESSAGES,
         model,
-        params_of(given, {"max_tokens": None, **defaults}, names, None),
+        params_of({**given, **held}, {"max_tokens": None, **defaults}, names, None),
         messages=messages,
         variables=variables(given),
         continue_final_message=goes_on,
         calls=calls,
-        effort=_effort(given.get("output_config", {}), read),
+        effort=effort,
         thinks=_thinks(given.get("thinking", {})),
+        max_thinking_tokens=thinking_limit(given.get("thinking", {}).get("budget_tokens"), "thinking.budget_tokens"),
         stream=flag(given, "stream"),
         report=wants_report(given),
         ignored=tuple(ignored),
@@ -143,11 +147,19 @@ def _thinks(thinking: Any) -> bool | None:
     return kinds[kind]
 
 
+def _format(config: Mapping[str, Any]) -> Any:
+    """The form of the answer, as chats have it."""
+    given = config.get("format")
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+    return given
+
+
 def _effort(config: Any, read: Given) -> str | None:
     """How long the model is to think."""
     if not isinstance(config, Mapping):
         raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")
-    for name in config.keys() - {"effort"}:
+    for name in config.keys() - {"effort", "format"}:
         if config[name] is None:
             continue
         if read.ignored is None:

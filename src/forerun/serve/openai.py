@@ -32,7 +32,7 @@ from forerun.serve.bodies import (
 from forerun.serve.events import DONE, event
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
-from forerun.serve.tools import Calls, calls_of, effort_of, listed
+from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_id
 from forerun.text.tools import A_TOOL, AUTO
 from forerun.types import SamplingParams
@@ -63,7 +63,7 @@ _BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs"
 _OWN = {
     CHAT: {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning_effort", "continue_final_message", "add_generation_prompt"),
+        *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
     },
     COMPLETIONS: {"prompt", "best_of"},
 }
@@ -124,6 +124,7 @@ def read_body(
         add_generation_prompt=None if goes_on else flag(given, "add_generation_prompt", True),
         calls=_calls(read),
         effort=effort_of(given.get("reasoning_effort"), "reasoning_effort"),
+        max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         stream=stream,
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),

@@ -25,6 +25,7 @@ from forerun.serve.formats import GUIDED
 from forerun.serve.service import Services
 from forerun.serve.tools import EFFORTS
 from forerun.text.chat import ROLES as _ROLES
+from forerun.text.tools import MOST_THINKING_TOKENS
 
 Schema = dict[str, Any]
 
@@ -201,6 +202,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _FLAG,
         "reasoning_effort": _EFFORT,
+        "max_thinking_tokens": _integer(0, MOST_THINKING_TOKENS),
         "continue_final_message": _FLAG,
         "add_generation_prompt": _FLAG,
         "max_completion_tokens": _MOST_TOKENS,
@@ -241,6 +243,8 @@ _OWN: dict[str, dict[str, Schema]] = {
         "parallel_tool_calls": _FLAG,
         "max_tool_calls": _integer(1, _MOST),
         "reasoning": _object(effort=_or_null(_EFFORT), summary=_or_null(_TEXT), generate_summary=_or_null(_TEXT)),
+        "max_thinking_tokens": _integer(0, MOST_THINKING_TOKENS),
+        "text": _object(format=_or_null(_OBJECT), verbosity=_or_null(_TEXT)),
         "previous_response_id": _TEXT,
         "store": _FLAG,
         "max_output_tokens": _MOST_TOKENS,
@@ -254,7 +258,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "tools": _list(_object(("name", "input_schema"), name=_NAME, description=_TEXT, input_schema=_OBJECT)),
         "tool_choice": _object(("type",), type={"enum": ["auto", "any", "none"]}, disable_parallel_tool_use=_FLAG),
         "thinking": _object(("type",), type={"enum": ["enabled", "disabled", "adaptive"]}, budget_tokens=_MOST_TOKENS),
-        "output_config": _object(effort=_or_null(_EFFORT)),
+        "output_config": _object(effort=_or_null(_EFFORT), format=_or_null(_OBJECT)),
         "context_management": _OBJECT,
         "stop_sequences": _limited("stop", _list({"type": "string", "minLength": 1})),
     },

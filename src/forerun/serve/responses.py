@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
-    NO_GRAMMAR,
     ONE_ANSWER,
     Form,
     Job,
@@ -32,9 +31,10 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event
+from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import chat_logprobs
 from forerun.serve.openai import INERT
-from forerun.serve.tools import Calls, calls_of, effort_of, listed
+from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO
 
@@ -48,33 +48,32 @@ _KINDS = frozenset(("input_text", "output_text", "text"))
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def _is_plain_text(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(value) <= {"format", "verbosity"}
-        and value.get("format") in (None, {"type": "text"})
-        and value.get("verbosity") in (None, "medium")
-    )
-
-
 _NEUTRAL: Mapping[str, Neutral] = {
     "conversation": ((), "conversations are not kept here: send previous_response_id, or the whole as input"),
     "n": ((1,), ONE_ANSWER),
     "background": ((False,), "an answer is given when it is asked for"),
     "prompt": ((), "no prompts are kept here: send its text"),
     "truncation": (("disabled", "auto"), "a conversation is not shortened here"),
-    "text": (_is_plain_text, NO_GRAMMAR),
     "stream_options": (lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"),
 }
 # What an answer repeats of its body.
 _REPEATED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tools", "tool_choice", "reasoning"),
+    *(
+        "instructions",
+        "max_output_tokens",
+        "metadata",
+        "parallel_tool_calls",
+        "tools",
+        "tool_choice",
+        "reasoning",
+        "text",
+    ),
     *("prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
 _OWN = {
     *("model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"),
     *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "previous_response_id", "store", "max_tool_calls"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "max_thinking_tokens", "text"),
 }
 FORM = Form(RESPONSES, _OWN, INERT - {"store"}, _NEUTRAL)
 
@@ -91,7 +90,8 @@ def read_body(
     read = check(FORM, body, served_names, ignore_unsupported=ignore_unsupported)
     given = read.fields
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
-    params = params_of(given, {"max_tokens": None, **(defaults or {})}, names, _num_top_logprobs(given))
+    held = params_of_format({"response_format": _format(given.get("text", {}))})
+    params = params_of({**given, **held}, {"max_tokens": None, **(defaults or {})}, names, _num_top_logprobs(given))
     assert isinstance(body, Mapping)
     ignored = list(read.ignored or ())
     calls = _calls(given, ignored)
@@ -102,6 +102,7 @@ def read_body(
         messages=_messages(given.get("instructions"), given.get("input")),
         calls=calls,
         effort=_effort(given.get("reasoning", {})),
+        max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         items=_items(given.get("input")) if flag(given, "store", True) else None,
         variables=variables(given),
         stream=flag(given, "stream"),
@@ -147,6 +148,16 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
     if choice == AUTO and not functions:
         return None
     return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
+
+
+def _format(text: Any) -> Any:
+    """The form of the answer, as chats have it. How long it should be changes nothing here."""
+    if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
+        raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
+    given = text.get("format")
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+    return given
 
 
 def _effort(reasoning: Any) -> str | None:
@@ -451,7 +462,7 @@ def _response(job: Job, answer_id: str, created_s: int, status: str) -> dict[str
         "service_tier": "default",
         "store": job.items is not None,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **(given.get("text") or {})},
         "tool_choice": given.get("tool_choice") or AUTO,
         "tools": given.get("tools") or [],
         "top_logprobs": params.logprobs or 0,

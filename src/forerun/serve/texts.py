@@ -279,7 +279,7 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
         if found is None and (job.thinks or job.effort not in (None, "none")):
             ignored.append("reasoning_effort")
         variables = {**(found or {}), **variables}
-    speaking = speech.with_tools(None if calls is None else calls.use())
+    speaking = speech.with_tools(None if calls is None else calls.use(), job.max_thinking_tokens)
     return dataclasses.replace(job, variables=variables, calls=calls, ignored=tuple(ignored), speaking=speaking)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 from forerun.serve.bodies import Refused
-from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse
+from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse, limit_of
 
 MOST_TOOLS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -78,6 +78,14 @@ def effort_of(value: Any, name: str) -> str | None:
     if value not in EFFORTS:
         raise Refused(f"{name}={shown(value)} is not possible: it must be one of {', '.join(EFFORTS)}", name)
     return str(value)
+
+
+def thinking_limit(value: Any, name: str) -> int | None:
+    """How many tokens the model may think. Raises Refused for anything but a number."""
+    try:
+        return limit_of(value, name)
+    except BadOption as error:
+        raise Refused(str(error), name) from None
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.errors import BadOption
 from forerun.text.tools import Tools
 
 Schema = Mapping[str, Any]
@@ -29,11 +30,16 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass
 class Rules:
-    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template."""
+    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template.
+
+    limit: tokens of the reasoning at most. encode: the ids of a text.
+    """
 
     special: Mapping[str, int]
     template: str = ""
     rules: dict[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    encode: Callable[[str, bool], list[int]] = lambda _, __: []
 
     def add(self, body: str, about: str = "") -> str:
         """Add a rule, and return its name. about: options of the rule, such as lazy."""
@@ -52,6 +58,23 @@ class Rules:
             end = f"{literal(before)} {self.mark(mark)}" if before else self.mark(mark)
             return f"{limited} {end}"
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
+
+    def id_of(self, mark: str) -> int:
+        """The id of a mark. Raises BadOption where it is several tokens, between which nothing can be counted."""
+        ids = [self.special[mark]] if mark in self.special else self.encode(mark.strip(), False)
+        if len(ids) != 1:
+            raise BadOption(
+                f"max_thinking_tokens={self.limit} is not possible: {mark!r} is no single token of this model, so its "
+                "reasoning cannot be closed by one; leave it out"
+            )
+        return ids[0]
+
+    def thought(self, closing: str) -> str:
+        """The reasoning, and the mark that closes it: at the latest behind as many tokens as the limit says."""
+        if self.limit is None:
+            return self.up_to(closing)
+        end = self.id_of(closing)
+        return f"{self.add(f'<[^{end}]>')}{{0,{self.limit}}} <[{end}]>"
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
         """Any text that has none of the marks, and does not begin with one of the characters in `bare`."""

@@ -28,6 +28,8 @@ THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
+ANYTHING = "<[*]>*"  # as a rule: any tokens
+_PLAIN = SamplingParams()
 _TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
 
 
@@ -47,83 +49,78 @@ class Speech:
             found = dialect(USUAL)
         return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source), source)
 
-    def grammar(
-        self,
-        tokenizer: Tokenizer,
-        tools: Tools,
-        *,
-        parallel: bool = True,
-        may_say: bool = False,
-        thought: str | None = None,
-    ) -> str:
-        """What holds an answer to calls of these tools, whose arguments are valid.
-
-        parallel: whether several may stand in one answer. may_say: text may stand before them, or in their place.
-        thought: the mark that closes the reasoning which the prompt has begun.
-        """
-        assert self.dialect is not None
-        special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
-        rules = Rules(special, self.template, {"start": ""})
-        calls = rules.add(self.dialect.grammar(rules, tools, parallel=parallel, may_say=may_say))
-        before = _thinking(rules, self.thoughts, thought)
-        rules.rules["start"] = f"{before} {calls}"
-        return rules.text()
-
-    def behind_thoughts(self, params: SamplingParams, tokenizer: Tokenizer, begun: str | None) -> SamplingParams:
-        """Parameters whose grammar begins behind the reasoning, and in the channel of the answer where there are some.
-
-        begun: the mark that closes the reasoning which the prompt has begun. Those of a grammar in Lark's form or
-        llama.cpp's stay as they are.
-        """
-        asks_text = self.dialect is not None and self.dialect.says is not None
-        if params.constraint is None or params.grammar is not None or not (self.thoughts or asks_text):
-            return params
-        rules = Rules({tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}, self.template, {"start": ""})
-        answer = _answer(rules, params)
-        if self.dialect is not None and self.dialect.says is not None:
-            answer = self.dialect.around(rules, self.dialect.says(rules, answer))
-        rules.rules["start"] = f"{_thinking(rules, self.thoughts, begun)} {answer}"
-        plain: Any = {
-            name: SamplingParams.__dataclass_fields__[name].default for name in (*CONSTRAINTS, "json_whitespace")
-        }
-        return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
-
     @property
     def reads_always(self) -> bool:
         """Whether answers without tools have the dialect's marks, too."""
         return self.dialect is not None and self.dialect.reads_always
 
-    def with_tools(self, use: ToolUse | None) -> Speaking | None:
+    def with_tools(self, use: ToolUse | None, max_thinking_tokens: int | None = None) -> Speaking | None:
         """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
-        return Speaking(self, use) if has_calls or self.thoughts else None
+        return Speaking(self, use, max_thinking_tokens) if has_calls or self.thoughts else None
 
 
 @dataclass(frozen=True)
 class Speaking:
-    """What reads the answers to one request, and holds them to what it asks. use: of tools; None = it has none."""
+    """What reads the answers to one request, and holds them to what it asks. use: of tools; None = it has none.
+
+    max_thinking_tokens: of the reasoning, which is closed behind them; None = as many as the model likes.
+    """
 
     speech: Speech
     use: ToolUse | None = None
+    max_thinking_tokens: int | None = None
 
     def held(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
-        """The parameters, with a grammar where the answer must be a call, or calls must have valid arguments.
+        """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning has a limit.
 
-        A grammar that the parameters have begins behind the reasoning. Raises BadOption for both of them at once.
+        A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
+        some; one in Lark's form or llama.cpp's stays as it is. Raises BadOption for two grammars at once.
         """
-        use, speech = self.use, self.speech
-        begun = self.begun(_tail(tokenizer, prompt_ids))
+        special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
+        rules = Rules(special, self.speech.template, {"start": ""}, self.max_thinking_tokens, tokenizer.encode)
+        rest = self._rest(rules, params)
+        if rest is None:
+            return params
+        rules.rules["start"] = self._behind_thought(rules, rest, self.begun(_tail(tokenizer, prompt_ids)))
+        plain: Any = {name: getattr(_PLAIN, name) for name in (*CONSTRAINTS, "json_whitespace")}
+        return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
+
+    def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
+        """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
+        use, one, limit = self.use, self.dialect, self.max_thinking_tokens
+        says = None if one is None else one.says
         if params.constraint is not None:
             if use is not None and use.is_forced:
                 raise BadOption(f"tool_choice={shown(use.choice)} and a grammar for the answer: drop one of them")
-            return speech.behind_thoughts(params, tokenizer, begun)
-        if use is None or speech.dialect is None or not (use.is_forced or use.strict):
-            return params
-        tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
-        if not use.is_forced:
-            tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
-        grammar = speech.grammar(tokenizer, tools, parallel=use.parallel, may_say=not use.is_forced, thought=begun)
-        return dataclasses.replace(params, grammar=grammar)
+            if params.grammar is not None and limit is not None:
+                raise BadOption(f"max_thinking_tokens={limit} and a grammar for the answer: drop one of them")
+            if params.grammar is not None or not (self.speech.thoughts or says):
+                return None
+            answer = _answer(rules, params)
+            return answer if one is None or says is None else one.around(rules, says(rules, answer))
+        if use is not None and one is not None and (use.is_forced or use.strict):
+            tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
+            if not use.is_forced:
+                tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
+            return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=not use.is_forced))
+        if limit is None:
+            return None
+        return ANYTHING if one is None or one.free is None else one.free(rules)
+
+    def _behind_thought(self, rules: Rules, rest: str, begun: str | None) -> str:
+        """The rest behind the reasoning: what is left of one that was begun, or one that may be left out."""
+        if begun == "" or not self.speech.thoughts:
+            return rest
+        space = "" if rest == ANYTHING else "/[ \\n]{0,4}/"
+        if begun is not None:
+            return f"{rules.thought(begun)} {space} {rest}"
+        opening, closing = self.speech.thoughts[0]
+        thought = f"{rules.mark(opening)} {rules.thought(closing)}"
+        if rest != ANYTHING:
+            return f"({thought} {space})? {rest}"
+        first = rules.id_of(opening)
+        return f"<[{first}]> {rules.thought(closing)} {rest} | <[^{first}]> {rest}"
 
     def begun(self, prompt: str) -> str | None:
         """The mark that closes the reasoning which a prompt has begun at its end.
@@ -180,16 +177,6 @@ class Speaking:
 def _tail(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
     """The end of a prompt, with its special tokens."""
     return tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]))
-
-
-def _thinking(rules: Rules, thoughts: Seq[tuple[str, str]], begun: str | None) -> str:
-    """The reasoning before calls: the rest of one that was begun, or one that may be left out. begun: as Speaking's."""
-    if begun == "":
-        return ""
-    if begun is not None:
-        return f"{rules.up_to(begun)} /[ \\n]{{0,4}}/"
-    ways = [f"({rules.mark(opening)} {rules.up_to(closing)})" for opening, closing in thoughts[:1]]
-    return f"({' | '.join(ways)} /[ \\n]{{0,4}}/)?" if ways else ""
 
 
 def _answer(rules: Rules, params: SamplingParams) -> str:

@@ -51,6 +51,7 @@ class Tools:
         return frozenset(_types(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
 
+MOST_THINKING_TOKENS = 1 << 16
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 NO_TOOLS = (
     "this model's chat template does not know tools, so the model cannot be told of them: leave out tools, or take a "
@@ -90,6 +91,13 @@ class ToolUse:
     def is_forced(self) -> bool:
         """Whether the answer must be a call."""
         return self.choice != AUTO
+
+
+def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
+    """A limit of the tokens of reasoning. Raises BadOption for anything but a number of at least 0, or None."""
+    if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
+        return value
+    raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or None")
 
 
 def _types(schema: Any) -> Iterator[str]:

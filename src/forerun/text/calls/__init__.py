@@ -30,7 +30,7 @@ class Dialect:
 
     call, around, between: grammars of one call, of all of them together, and the text between two. opening: what a call
     begins with; bare: characters with which one without marks does. says: the grammar of text in a call's place, where
-    that has marks, too.
+    that has marks, too; free: that of any answer, where the dialect has its own reasoning.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Dialect:
     opening: tuple[str, ...] = ()
     bare: str = ""
     says: Callable[..., str] | None = None
+    free: Callable[[Rules], str] | None = None
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool) -> str:
         """One call of these tools, or several, as a rule. may_say: text may stand before them, or in their place."""
@@ -79,6 +80,7 @@ def dialect(name: str) -> Dialect:
         getattr(module, "OPENING", module.MARKS[:1]),
         getattr(module, "BARE", ""),
         getattr(module, "says", None),
+        getattr(module, "free", None),
     )
 
 

@@ -70,10 +70,16 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 def around(rules: Rules, calls: str) -> str:
     """What may stand before the call: the analysis."""
-    thought = f'{rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)} {TEXT} {rules.mark(ENDS[0])}'
+    thought = f'{rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)} {rules.thought(ENDS[0])}'
     return f'({thought} {rules.mark(START)} "assistant")? {calls}'
 
 
 def says(rules: Rules, text: str = TEXT) -> str:
     """A text in the place of a call."""
     return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'
+
+
+def free(rules: Rules) -> str:
+    """Anything, but an analysis within the limit of the rules."""
+    thought = f'"analysis" {rules.mark(MESSAGE)} {rules.thought(ENDS[0])}'
+    return f"{rules.mark(CHANNEL)} ({thought} <[*]>* | /[^a](?s:.*)/ <[*]>*)"
