@@ -119,11 +119,22 @@ class Texts:
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         if job.context is not None and job.context > options.max_seq_len:
             job = dataclasses.replace(job, ignored=(*job.ignored, f"options.{ollama.CONTEXT}"))
+        job = self._with_budget(job)
         prompts = self.encode(job)
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
         # Prompts and messages are ids now.
         return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
+
+    def _with_budget(self, job: Job) -> Job:
+        """A job without the budget of messages, a wish there, where the reasoning cannot be closed behind it."""
+        speaking = job.speaking
+        if job.url != messages.MESSAGES or speaking is None or speaking.max_thinking_tokens is None:
+            return job
+        if speaking.can_limit(self.tokenizer):
+            return job
+        unlimited = dataclasses.replace(speaking, max_thinking_tokens=None)
+        return dataclasses.replace(job, speaking=unlimited, ignored=(*job.ignored, "thinking.budget_tokens"))
 
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Raises UserError."""

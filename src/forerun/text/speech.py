@@ -86,6 +86,10 @@ class Speaking:
         plain: Any = {name: getattr(_PLAIN, name) for name in (*CONSTRAINTS, "json_whitespace")}
         return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
 
+    def can_limit(self, tokenizer: Tokenizer) -> bool:
+        """Whether the reasoning can be closed behind a limit: a single token does so, or there is none."""
+        return all(len(tokenizer.encode(closing, False)) == 1 for _, closing in self.speech.thoughts[:1])
+
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
         """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
         use, one, limit = self.use, self.dialect, self.max_thinking_tokens
