@@ -9,6 +9,7 @@ the arguments of calls become what the template takes.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.registry import unknown
+from forerun.text.declared import KEY, Declared
+from forerun.text.json_files import read_json_if_there
 from forerun.text.messages import call_forms, copy_documents, copy_messages, copy_tools, plain, with_texts
 from forerun.text.speech import Speech
-from forerun.text.template_files import DEFAULT, find_sources, special_tokens
+from forerun.text.template_files import CONFIG, DEFAULT, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.text.sandbox import CompiledTemplate
 
+LOG = logging.getLogger(__name__)
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")  # which any template may print
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where there are several
 MARK = "FORERUN_END_OF_MESSAGE "  # appended to a message to find its end in the text; the space shows who trims
@@ -36,6 +40,7 @@ class ChatTemplate:
 
     templates: Mapping[str, CompiledTemplate]
     special_tokens: Mapping[str, str]
+    response_template: Any = None  # of tokenizer_config.json: how answers are to be read (declared.py)
 
     @classmethod
     def load(cls, folder: str | Path, file: str | Path | None = None) -> ChatTemplate:
@@ -48,7 +53,8 @@ class ChatTemplate:
         folder = Path(folder)
         sources = find_sources(folder, None if file is None else Path(file))
         templates = {name: compile_template(source.text, source.where) for name, source in sources.items()}
-        return cls(templates, special_tokens(folder))
+        response = None if file is not None else read_json_if_there(folder / CONFIG).get(KEY)
+        return cls(templates, special_tokens(folder), response)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,7 +74,14 @@ class ChatTemplate:
     @cached_property
     def speech(self) -> Speech:
         """The marks of reasoning and tool calls in answers of this model."""
-        return Speech.of_template(self.text, reads_tools="tools" in self.reads or TOOL_USE in self.templates)
+        found: Declared | None = None
+        if self.response_template is not None:
+            try:
+                found = Declared.of(self.response_template)
+            except UnsupportedModel as error:  # the marks of the template are known, too
+                LOG.warning("%s; answers are read by the marks in the chat template", error)
+        reads_tools = "tools" in self.reads or TOOL_USE in self.templates
+        return Speech.of_template(self.text, reads_tools, found)
 
     def render(
         self,

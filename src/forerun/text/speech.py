@@ -13,6 +13,7 @@ from forerun.errors import BadOption, shown
 from forerun.params import CONSTRAINTS
 from forerun.text.call_grammars import ANY, WRITTEN, Rules, literal
 from forerun.text.calls import USUAL, Dialect, dialect, of_template
+from forerun.text.declared import Declared
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Scanner, Spoken, Steps, Text
 from forerun.text.tokenizer import Tokenizer
@@ -35,19 +36,23 @@ _TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
 
 @dataclass(frozen=True)
 class Speech:
-    """The marks of one model's answers. dialect: of its calls. thoughts: what its reasoning stands between."""
+    """The marks of one model's answers. dialect: of its calls. thoughts: what its reasoning stands between.
+
+    declared: how the model itself says that its answers are to be read, which goes before both.
+    """
 
     dialect: Dialect | None
     thoughts: tuple[tuple[str, str], ...]
     template: str = field(default="", repr=False)
+    declared: Declared | None = None
 
     @classmethod
-    def of_template(cls, source: str, reads_tools: bool) -> Speech:
-        """As a chat template says. reads_tools: whether it tells the model of tools."""
+    def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> Speech:
+        """As a chat template says, and what the model declares. reads_tools: whether it tells the model of tools."""
         found = of_template(source)
         if found is None and reads_tools:
             found = dialect(USUAL)
-        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source), source)
+        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source), source, declared)
 
     @property
     def reads_always(self) -> bool:
@@ -57,7 +62,7 @@ class Speech:
     def with_tools(self, use: ToolUse | None, max_thinking_tokens: int | None = None) -> Speaking | None:
         """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
-        return Speaking(self, use, max_thinking_tokens) if has_calls or self.thoughts else None
+        return Speaking(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,9 @@ class Speaking:
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
         """The parts of an answer. prompt: the end of its prompt."""
+        if (declared := self.speech.declared) is not None:
+            yield from declared.read(scan, Tools({}) if self.use is None else self.use.tools, prompt)
+            return
         yield from self._thought(scan, prompt)
         if self.dialect is not None:
             yield from self.dialect.read(scan, Tools({}) if self.use is None else self.use.tools)
@@ -207,10 +215,13 @@ class PartsReader:
         num_free: int = 0,
     ) -> None:
         names = {tokenizer.id_to_token.get(i): i for i in tokenizer.special_ids}
-        skip = tokenizer.special_ids - {names[mark] for mark in speaking.marks if mark in names}
+        declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
+        marks = {*speaking.marks, *(name for name in names if name is not None and name in declared)}
+        skip = tokenizer.special_ids - {names[mark] for mark in marks if mark in names}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
         self._parser = Parser(speaking, _tail(tokenizer, prompt_ids))
-        self._may_think = bool(speaking.speech.thoughts) or speaking.speech.reads_always
+        speech = speaking.speech
+        self._may_think = bool(speech.thoughts) or speech.reads_always or speech.declared is not None
 
     def push(self, ids: Seq[int]) -> list[Part]:
         """What the next tokens make certain."""

@@ -1,0 +1,295 @@
+"""The parts of an answer by the `response_template` of tokenizer_config.json, where a model carries one.
+
+That is transformers' declarative form (utils/chat_parsing): fields of the message, each with what it begins and ends
+with, how its text is read, and what is made of it. A field without a beginning takes what no other does. Read here are
+the fields content, reasoning_content (or thinking, reasoning) and tool_calls; what others take is left out.
+
+Texts are given as they come. A call is given when it is whole: what it is made of may stand anywhere in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.errors import UnsupportedModel, shown
+from forerun.text.calling import begin
+from forerun.text.messages import REASONING
+from forerun.text.parts import CallArguments, CallEnd, Reasoning, Scanner, Steps, Text
+from forerun.text.tools import Tools, inside, json_of
+
+KEY = "response_template"  # of tokenizer_config.json
+MOST_HEAD_CHARS = 256  # of the beginning of a field
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_NAMES = re.compile(r"(?<=[{,])(\w+):")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What a field begins or ends with. heads: texts of which one stands at its beginning. pattern: all of it."""
+
+    heads: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
+        """From NAME, a text or several, or NAME_pattern, an expression. Raises UnsupportedModel for another."""
+        texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
+        if pattern is not None:
+            return cls((_head(pattern),), re.compile(pattern.removeprefix(r"\s*"), re.DOTALL))
+        if texts is None:
+            return None
+        several = (texts,) if isinstance(texts, str) else tuple(texts)
+        return cls(several, re.compile("|".join(map(re.escape, sorted(several, key=len, reverse=True)))))
+
+
+NEVER = Anchor((), re.compile(r"(?!)"))
+
+
+def _head(pattern: str) -> str:
+    """The text that an expression begins with, behind white space. Raises UnsupportedModel where there is none."""
+    found = ""
+    for op, value in re._parser.parse(pattern.removeprefix(r"\s*")):  # type: ignore[attr-defined]
+        if str(op) != "LITERAL":
+            break
+        found += chr(value)
+    if not found:
+        raise UnsupportedModel(f"{KEY}: the expression {shown(pattern)} begins with no text that can be looked for")
+    return found
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field. spec: as the template has it."""
+
+    name: str
+    opening: Anchor  # of the field without one, what is never found
+    closing: Anchor | None
+    spec: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def part(self) -> type[Text] | type[Reasoning] | None:
+        """The parts that its text is given as; None for calls, and for what is left out."""
+        return Text if self.name == "content" else Reasoning if self.name in REASONING else None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A response template. start: texts behind which an answer begins, for what its prompt has begun."""
+
+    fields: tuple[Field, ...]
+    implicit: Field | None
+    start: re.Pattern[str] | None
+    text: str = field(repr=False)  # all of it, for the marks in it
+
+    @classmethod
+    def of(cls, spec: object) -> Declared:
+        """From the value of KEY. Raises UnsupportedModel for one that cannot be read."""
+        fields = spec.get("fields") if isinstance(spec, Mapping) else None
+        if not isinstance(spec, Mapping) or not isinstance(fields, Mapping) or spec.get("version", 1) != 1:
+            raise UnsupportedModel(f"{KEY}={shown(spec)} is not possible: it must be an object with fields")
+        try:
+            made = [
+                Field(name, Anchor.of(one, "open") or NEVER, Anchor.of(one, "close") if _opens(one) else None, one)
+                for name, one in fields.items()
+            ]
+            start = Anchor.of({"open": spec["start_anchor"]}, "open") if "start_anchor" in spec else None
+        except (TypeError, ValueError, AttributeError, re.error) as error:
+            raise UnsupportedModel(f"{KEY} cannot be read ({error})") from error
+        implicit = next((one for one in made if one.opening is NEVER), None)
+        return cls(
+            tuple(one for one in made if one.opening is not NEVER),
+            implicit,
+            None if start is None else start.pattern,
+            json.dumps(spec, ensure_ascii=False),
+        )
+
+    def begun(self, prompt: str) -> tuple[Field, dict[str, str]] | None:
+        """The field that a prompt has begun of its answer and left open, with what its beginning has named."""
+        ends = [match.end() for match in self.start.finditer(prompt)] if self.start is not None else []
+        at = ends[-1] if ends else len(prompt)
+        while True:
+            found = [
+                (match.start(), -match.end(), i)
+                for i, one in enumerate(self.fields)
+                if (match := one.opening.pattern.search(prompt, at)) is not None
+            ]
+            if not found:
+                return None
+            one = self.fields[min(found)[2]]
+            match = one.opening.pattern.search(prompt, at)
+            assert match is not None
+            closed = None if one.closing is None else one.closing.pattern.search(prompt, match.end())
+            if closed is None:
+                return one, _named(match)
+            at = closed.end()
+
+    def read(self, scan: Scanner, tools: Tools, prompt: str) -> Steps:
+        """The parts of an answer. prompt: its end, which may have opened a field."""
+        if (begun := self.begun(prompt)) is not None:
+            yield from self._inside(scan, tools, *begun)
+        part = Text if self.implicit is None or self.implicit.part is None else self.implicit.part
+        heads = [head for one in self.fields for head in one.opening.heads]
+        while (head := (yield from scan.until(heads, part))) is not None:
+            scan.rest = head + scan.rest
+            opened = yield from self._opened(scan)
+            if opened is None:
+                yield part(scan.take(len(head)))  # it looked like the beginning of a field
+            else:
+                yield from self._inside(scan, tools, *opened)
+
+    def _opened(self, scan: Scanner) -> Any:
+        """Consume the beginning of a field, and return it with what that has named; None where it is none."""
+        while True:
+            found = [(match, one) for one in self.fields if (match := one.opening.pattern.match(scan.rest)) is not None]
+            if found:
+                match, one = max(found, key=lambda pair: pair[0].end())
+                if match.end() < len(scan.rest) or "open" in one.spec or scan.is_closed:
+                    scan.take(match.end())
+                    return one, _named(match)
+            if scan.is_closed or len(scan.rest) > MOST_HEAD_CHARS:
+                return None
+            yield None
+
+    def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
+        """The text of a field up to its end, as parts."""
+        if one.part is not None:
+            yield from self._text(scan, one, one.part)
+            return
+        text = ""
+        while True:
+            match = None if one.closing is None else one.closing.pattern.search(scan.rest)
+            if match is not None:
+                text = scan.take(match.start())
+                scan.take(match.end() - match.start())
+                break
+            if scan.is_closed:
+                text = scan.take(len(scan.rest))
+                break
+            yield None
+        if one.name == "tool_calls":
+            for name, arguments in _calls(text, one.spec, captures, tools):
+                started, index = begin(scan, name)
+                yield started
+                yield CallArguments(index, arguments)
+                yield CallEnd(index)
+
+    def _text(self, scan: Scanner, one: Field, part: type[Text] | type[Reasoning]) -> Steps:
+        heads = () if one.closing is None else one.closing.heads
+        while (head := (yield from scan.until(heads, part))) is not None:
+            assert one.closing is not None
+            scan.rest = head + scan.rest
+            while (match := one.closing.pattern.match(scan.rest)) is None and not scan.is_closed:
+                yield None
+            if match is not None:
+                scan.take(match.end())
+                return
+            yield part(scan.take(len(head)))
+
+
+def _named(match: re.Match[str]) -> dict[str, str]:
+    """What the groups of an expression have found, by name."""
+    return {key: value for key, value in match.groupdict().items() if value is not None}
+
+
+def _opens(spec: Mapping[str, Any]) -> bool:
+    return "open" in spec or "open_pattern" in spec
+
+
+def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tools: Tools) -> Iterator[tuple[str, str]]:
+    """The names and arguments in the text of a field; none where it cannot be read."""
+    try:
+        content = _content(text, spec.get("content", "text"), spec.get("content_args") or {})
+        transform = spec.get("transform")
+        if transform is None:
+            made = content
+        elif spec.get("transform_each"):
+            made = [_transformed(transform, {**captures, **item}) for item in content]
+        else:
+            made = _transformed(transform, {**captures, "content": content})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return
+    for call in made if isinstance(made, list) else [made]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        function = function if isinstance(function, dict) else {}
+        name, given = function.get("name"), function.get("arguments", {})
+        if isinstance(name, str) and name:
+            if isinstance(given, dict):
+                pairs = (f'"{inside(key)}": {_json(value, tools.types(name, key))}' for key, value in given.items())
+                given = "{" + ", ".join(pairs) + "}"
+            yield name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _json(value: Any, types: frozenset[str]) -> str:
+    """A value as JSON; a text becomes what its schema says."""
+    if isinstance(value, str) and types:
+        return json_of(value, types)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
+    """The text of a field, read as the template says. Raises ValueError for one that is not of that kind."""
+    if kind == "json":
+        return _lax_json(text, args)
+    if kind == "xml-inline":
+        found: dict[str, Any] = {}
+        for match in re.finditer(args["tag_pattern"], text, re.DOTALL):
+            value = _inner(match["value"], args)
+            if match["key"] in found and args.get("merge_duplicates"):
+                before = found[match["key"]]
+                value = [*(before if isinstance(before, list) else [before]), value]
+            found[match["key"]] = value
+        return found
+    if kind == "kv-lines":
+        pairs = (line.partition(args.get("kv_sep", ":")) for line in text.split(args.get("line_sep", "\n")))
+        return {key.strip(): _inner(value.strip(), args) for key, sep, value in pairs if sep}
+    word = text.strip() if args.get("strip", True) else text
+    if kind in ("int", "float"):
+        return int(word) if kind == "int" else float(word)
+    return word.lower() in ("true", "1") if kind == "bool" else word
+
+
+def _inner(text: str, args: Mapping[str, Any]) -> Any:
+    """A value in a field, read as the template says of values; a text where it says nothing."""
+    parser = args.get("value_parser")
+    return text if parser is None else _content(text, parser.get("name", "text"), parser.get("args") or {})
+
+
+def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
+    """JSON whose keys may have no quotes, and whose texts may stand between other marks."""
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        kept.append(match[1])
+        return f"\x01{len(kept) - 1}\x02"
+
+    work = text
+    for opening, closing in args.get("string_delims", []):
+        work = re.sub(f"{re.escape(opening)}(.*?){re.escape(closing)}", keep, work, flags=re.DOTALL)
+    if args.get("unquoted_keys"):
+        work = _NAMES.sub(r'"\1":', work)
+    work = re.sub("\x01(\\d+)\x02", lambda match: json.dumps(kept[int(match[1])]), work)
+    try:
+        return json.loads(work)
+    except ValueError:
+        if args.get("allow_non_json"):
+            return text.strip()
+        raise
+
+
+def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
+    """A template of a value, with what its placeholders name."""
+    if isinstance(transform, dict):
+        return {key: _transformed(value, scope) for key, value in transform.items()}
+    if isinstance(transform, list):
+        return [_transformed(value, scope) for value in transform]
+    match = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if match is None:
+        return transform
+    value: Any = scope
+    for key in match[1].split("."):
+        value = value[key]
+    return value
