@@ -363,6 +363,31 @@ def test_special_tokens_are_not_lost_between_ids_and_parts(name: str, tmp_path: 
             assert said_in(reader.spoken) == said
 
 
+def test_a_mark_that_begins_with_a_special_token_is_read(tmp_path: Path) -> None:
+    """As Gemma's channel of thought: the token says channel, and the text behind it which one."""
+    tokenizer = tokenizer_of(tmp_path, ["<|channel>", "<channel|>"])
+    for how in (Speaking(Speech(dialect("gemma"), THOUGHTS)), Speaking(Speech(None, THOUGHTS))):
+        reader = PartsReader(how, tokenizer, [0])
+        reader.push(tokenizer.encode("<|channel>thought\nHm.<channel|>Yes."))
+        reader.finish()
+        assert (reader.spoken.reasoning, reader.spoken.text) == ("Hm.", "Yes.")
+
+
+def test_a_call_in_reasoning_that_is_not_closed() -> None:
+    """It ends the reasoning where models leave the mark out, but for a mark without a call, or under a grammar."""
+    call = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    how = Speaking(Speech(dialect("qwen3_coder"), THOUGHTS), ToolUse(TOOLS))
+    for text, reasoning, calls in (
+        (f"Hm.\n{call}", "Hm.", ["now"]),
+        (f"A <tool_call> or <function=>.</think>{call}", "A <tool_call> or <function=>.", ["now"]),
+    ):
+        whole, spoken = parts_of(how, text, prompt="<think>\n")
+        assert (spoken.reasoning, [one.name for one in spoken.calls], spoken.text) == (reasoning, calls, "")
+        assert parts_of(how, *text, prompt="<think>\n")[0] == whole
+    held = Speaking(how.speech, ToolUse(TOOLS, "required"))
+    assert parts_of(held, f"Hm.\n{call}</think>{call}", prompt="<think>")[1].reasoning == f"Hm.\n{call}"
+
+
 def test_tokens_of_reasoning_are_counted(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
     reader = PartsReader(Speaking(Speech(None, THOUGHTS), None), tokenizer, [0])

@@ -48,8 +48,14 @@ class Rules:
         return name
 
     def mark(self, text: str) -> str:
-        """A mark: the special token of that name, or the text."""
-        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+        """A mark: the text, with the special token that it is or begins with."""
+        token = self._begins(text)
+        rest = [literal(text[len(token) :])] if text != token else []
+        return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
+
+    def _begins(self, mark: str) -> str:
+        """The longest special token with which a mark begins; '' where there is none."""
+        return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
         """Any text, and the mark that ends it. before: what is a part of the end, too. schema: of the text."""
@@ -60,8 +66,12 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def id_of(self, mark: str) -> int:
-        """The id of a mark. Raises BadOption where it is several tokens, between which nothing can be counted."""
-        ids = [self.special[mark]] if mark in self.special else self.encode(mark.strip(), False)
+        """The id of a mark, or of the special token that it begins with.
+
+        Raises BadOption where it is several tokens, between which nothing can be counted.
+        """
+        token = self._begins(mark)
+        ids = [self.special[token]] if token else self.encode(mark.strip(), False)
         if len(ids) != 1:
             raise BadOption(
                 f"max_thinking_tokens={self.limit} is not possible: {mark!r} is no single token of this model, so its "

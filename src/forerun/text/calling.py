@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import partial
 
 from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps, Text
-from forerun.text.tools import Tools, inside, json_of
+from forerun.text.tools import Tools, inside, json_of, no_number
 
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function"), ("arguments", "parameters")
 FENCES = ("```json", "```")
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")
+_PADDED = re.compile(r"-?0\d+")
+_NAME = re.compile(r"[\w.:/-]+")
 
 
 def begin(scan: Scanner, name: str) -> tuple[CallBegin, int]:
@@ -84,9 +86,9 @@ def _text_of(value: str | None) -> str | None:
 
 
 def _object_of(value: str | None) -> str:
-    """Arguments that were written as a JSON text in a JSON text, or as null."""
+    """Arguments that were written as an object in a JSON text, as null, or as nothing."""
     inner = _text_of(value)
-    found = value if inner is None else inner
+    found = value if inner is None or inner.strip()[:1] not in ("", "{") else inner.strip()
     return "{}" if found in (None, "null", "") else str(found)
 
 
@@ -109,6 +111,15 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
             return found
         found = True
         scan.begin()
+
+
+def arguments(scan: Scanner, index: int, closing: tuple[str, ...]) -> Steps:
+    """The arguments of a call as one JSON object, none where it is over at once. Returns whether they are whole."""
+    yield from scan.space()
+    if (yield from scan.starts(*closing)):
+        yield CallArguments(index, "{}")
+        return True
+    return (yield from scan.json(partial(CallArguments, index))) is not None
 
 
 def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]) -> Steps:
@@ -135,7 +146,10 @@ def value_until(scan: Scanner, index: int, closing: tuple[str, ...], types: froz
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """A list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether its first call was one, as `json_calls`."""
+    """A list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether its first call was one, as `json_calls`.
+
+    Returns None where a call breaks off in the midst of it.
+    """
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -146,16 +160,20 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
             return found
         yield from scan.skip(",")
         yield from scan.space()
-        if not (yield from python_call(scan, tools)):
-            if found:
+        is_call = yield from python_call(scan, tools)
+        if not is_call:
+            if found and is_call is False:
                 yield Text(scan.log)
-            return found
+            return found if is_call is False else None
         found = True
         scan.begin()
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """One call such as f(city="Paris"). Returns whether it was one, of these tools where they are given."""
+    """One call such as f(city="Paris"). Returns whether it was one, of these tools where they are given.
+
+    Returns None where it breaks off.
+    """
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False
@@ -173,18 +191,27 @@ def python_call(scan: Scanner, tools: Tools | None) -> Steps:
         key = yield from word(scan)
         yield from scan.space()
         if not key or not (yield from scan.skip("=")):
-            return True
+            return None
         raw = yield from _python_value(scan)
-        if raw is None:
-            return True
-        yield CallArguments(index, f"{before}{json.dumps(key)}: {_json_of_python(raw)}")
+        value = None if raw is None else _json_of_python(raw)
+        if value is None:
+            return None
+        yield CallArguments(index, f"{before}{json.dumps(key)}: {value}")
         before = ", "
 
 
-def word(scan: Scanner) -> Steps:
+def tool_name(scan: Scanner) -> Steps:
+    """The name of a tool, and the white space around it; '' where there is none."""
+    yield from scan.space()
+    name = yield from word(scan, _NAME)
+    yield from scan.space()
+    return name
+
+
+def word(scan: Scanner, pattern: re.Pattern[str] = _WORD) -> Steps:
     """A name, which may have dots; '' where there is none."""
     while True:
-        found = _WORD.match(scan.rest)
+        found = pattern.match(scan.rest)
         if found is None and (scan.rest or scan.is_closed):
             return ""
         if found is not None and (found.end() < len(scan.rest) or scan.is_closed):
@@ -228,15 +255,29 @@ def _end_of_python(text: str) -> int | None:
     return None
 
 
-def _json_of_python(raw: str) -> str:
-    """A Python literal as JSON; what is none is a text. What is JSON already stays as it is."""
+def _json_of_python(raw: str) -> str | None:
+    """A Python literal as JSON, a set as a list; what is none is a text. What is JSON already stays as it is.
+
+    None for what begins with a quote and is no text: one of its quotes is not escaped, and it goes on somewhere.
+    Models break lines within quotes, and write numbers as dates have them: both are understood.
+    """
+    word = raw.strip()
     try:
-        json.loads(raw)
+        json.loads(word, parse_constant=no_number)
     except ValueError:
         pass
     else:
-        return raw.strip()
+        return word
+    if _PADDED.fullmatch(word):
+        return str(int(word))
     try:
-        return json.dumps(ast.literal_eval(raw.strip()), ensure_ascii=False, allow_nan=False)
+        value = ast.literal_eval(word.replace("\n", "\\n").replace("\0", "\\0") if word[:1] in "'\"" else word)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_listed)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return json_of(raw.strip(), frozenset())
+        return None if word[:1] in ("'", '"') else json_of(word, frozenset())
+
+
+def _listed(value: object) -> list[object]:
+    if isinstance(value, set):
+        return sorted(value, key=repr)
+    raise TypeError(value)

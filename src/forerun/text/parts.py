@@ -251,7 +251,10 @@ class Scanner:
 
 
 class _JsonValue:
-    """Finds the end of a JSON value by its brackets and quotes; what is between them is not looked at."""
+    """Finds the end of a JSON value by its brackets and quotes; what is between them is not looked at.
+
+    Where a mark begins outside of texts, the value is over, whole or not.
+    """
 
     def __init__(self) -> None:
         self._closers: list[str] = []
@@ -274,6 +277,8 @@ class _JsonValue:
                     return self._end(i, is_wrong=bool(self._closers))
                 self._closers.pop()
                 ends = not self._closers
+            elif char == "<":
+                return self._end(i, is_wrong=bool(self._closers))
             elif not self._closers and (char in ",:" or char.isspace()):
                 return self._end(i)
             elif char in '"{[':

@@ -25,7 +25,7 @@ THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought\n", "<channel|>"),
+    ("<|channel>thought", "<channel|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
@@ -143,6 +143,11 @@ class Speaking:
         return None
 
     @property
+    def tools(self) -> Tools:
+        """Those that an answer may call."""
+        return Tools({}) if self.use is None else self.use.tools
+
+    @property
     def dialect(self) -> Dialect | None:
         """That of the calls which are looked for."""
         found = self.speech.dialect
@@ -161,15 +166,18 @@ class Speaking:
     def steps(self, scan: Scanner, prompt: str) -> Steps:
         """The parts of an answer. prompt: the end of its prompt."""
         if (declared := self.speech.declared) is not None:
-            yield from declared.read(scan, Tools({}) if self.use is None else self.use.tools, prompt)
+            yield from declared.read(scan, self.tools, prompt)
             return
         yield from self._thought(scan, prompt)
         if self.dialect is not None:
-            yield from self.dialect.read(scan, Tools({}) if self.use is None else self.use.tools)
+            yield from self.dialect.read(scan, self.tools)
         yield from scan.until((), Text)
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
-        """The reasoning that an answer begins with, or that its prompt has begun."""
+        """The reasoning that an answer begins with, or that its prompt has begun.
+
+        In some dialects a call ends it, too, where no grammar asks for its mark.
+        """
         thoughts = dict(self.speech.thoughts)
         if not thoughts:
             return
@@ -178,12 +186,43 @@ class Speaking:
             return
         if closing is None:
             before = yield from scan.space()
-            opening = yield from scan.skip(*thoughts)
-            if opening is None:
+            mark = yield from scan.skip(*thoughts, *thoughts.values())
+            if mark is None:
                 yield Text(before)
+            if mark not in thoughts:
                 return
-            closing = thoughts[opening]
-        yield from scan.until((closing,), Reasoning)
+            closing = thoughts[mark]
+        opening = self.dialect.opening if self.dialect is not None and self.dialect.ends_thought else ()
+        if self.max_thinking_tokens is not None or (self.use is not None and (self.use.is_forced or self.use.strict)):
+            opening = ()  # a grammar asks for the mark
+        while (mark := (yield from scan.until((closing, *opening), Reasoning))) not in (None, closing):
+            if (yield from self._is_call(scan, mark)):
+                scan.rest = mark + scan.rest
+                return
+            yield Reasoning(mark)
+
+    def _is_call(self, scan: Scanner, mark: str) -> Steps:
+        """Whether a call begins with a mark that was consumed. The text behind it is read ahead, not consumed."""
+        assert self.dialect is not None
+        ahead, num_read = Scanner(), 0
+        ahead.rest = mark
+        for part in self.dialect.read(ahead, self.tools):
+            if part is not None:
+                if isinstance(part, CallBegin):
+                    return True
+                if isinstance(part, Text | Reasoning) and part.text:
+                    return False
+                continue
+            if num_read == len(scan.rest) and not scan.is_closed:
+                yield None
+            ahead.rest += scan.rest[num_read:]
+            num_read, ahead.is_closed = len(scan.rest), scan.is_closed
+        return False
+
+
+def _begins(token: str, marks: Iterable[str]) -> bool:
+    """Whether a mark begins with the text of a special token."""
+    return bool(token) and any(mark.startswith(token) for mark in marks)
 
 
 def _tail(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
@@ -214,10 +253,9 @@ class PartsReader:
         stop: Seq[str] = (),
         num_free: int = 0,
     ) -> None:
-        names = {tokenizer.id_to_token.get(i): i for i in tokenizer.special_ids}
         declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
-        marks = {*speaking.marks, *(name for name in names if name is not None and name in declared)}
-        skip = tokenizer.special_ids - {names[mark] for mark in marks if mark in names}
+        names = {i: tokenizer.id_to_token.get(i) or "" for i in tokenizer.special_ids}
+        skip = {i for i, name in names.items() if not (_begins(name, speaking.marks) or (name and name in declared))}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
         self._parser = Parser(speaking, _tail(tokenizer, prompt_ids))
         speech = speaking.speech

@@ -121,12 +121,17 @@ def json_of(raw: str, types: frozenset[str]) -> str:
         word = raw.strip()
         word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
         try:
-            value = json.loads(word)
+            value = json.loads(word, parse_constant=no_number)
         except ValueError:
             value = raw
         if not isinstance(value, str) and not (types and types <= {"string", "null"} and value is not None):
             return word
     return json.dumps(raw, ensure_ascii=False)
+
+
+def no_number(name: str) -> None:
+    """Infinity and NaN, which Python reads and JSON has not."""
+    raise ValueError(name)
 
 
 def inside(text: str) -> str:

@@ -30,7 +30,8 @@ class Dialect:
 
     call, around, between: grammars of one call, of all of them together, and the text between two. opening: what a call
     begins with; bare: characters with which one without marks does. says: the grammar of text in a call's place, where
-    that has marks, too; free: that of any answer, where the dialect has its own reasoning.
+    that has marks, too; free: that of any answer, where the dialect has its own reasoning. ends_thought: whether a call
+    ends the reasoning, as models of it leave its mark out.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Dialect:
     bare: str = ""
     says: Callable[..., str] | None = None
     free: Callable[[Rules], str] | None = None
+    ends_thought: bool = False
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool) -> str:
         """One call of these tools, or several, as a rule. may_say: text may stand before them, or in their place."""
@@ -81,6 +83,7 @@ def dialect(name: str) -> Dialect:
         getattr(module, "BARE", ""),
         getattr(module, "says", None),
         getattr(module, "free", None),
+        getattr(module, "ENDS_THOUGHT", False),
     )
 
 

@@ -11,11 +11,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import FENCES, begin
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.calling import FENCES, arguments, begin
+from forerun.text.parts import CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "deepseek"
@@ -45,9 +43,8 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         yield started
         yield from scan.space()
         fence = yield from scan.skip(*FENCES)
-        if (yield from scan.json(partial(CallArguments, index))) is None:
-            continue
-        yield CallEnd(index)
+        if (yield from arguments(scan, index, (*MARKS, FENCES[-1]))):
+            yield CallEnd(index)
         yield from scan.space()
         if fence:
             yield from scan.skip(FENCES[-1])

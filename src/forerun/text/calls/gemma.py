@@ -10,7 +10,7 @@ import json
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal
 from forerun.text.calling import begin
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.parts import CallArguments, CallEnd, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside, json_of
 
 NAME = "gemma"
@@ -18,12 +18,19 @@ SIGNS = (("<|tool_call>", "call:"), ("<start_function_call>", "call:"))
 OPENING = ("<|tool_call>", "<start_function_call>")
 CLOSING = ("<tool_call|>", "<end_function_call>")
 QUOTES = ('<|"|>', "<escape>")
-MARKS = (*OPENING, *CLOSING, *QUOTES)
+CHANNEL = ("<|channel>", "<channel|>")  # of reasoning, which may stand behind the answer, too, mostly empty
+MARKS = (*OPENING, *CLOSING, *QUOTES, *CHANNEL)
+READS_ALWAYS = True  # for the channels
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
-    while (mark := (yield from scan.until(OPENING, Text))) is not None:
+    opening = OPENING if tools.schemas else ()
+    while (mark := (yield from scan.until((*opening, *CHANNEL), Text))) is not None:
+        if mark in CHANNEL:
+            if mark == CHANNEL[0]:
+                yield from _thought(scan)
+            continue
         space = yield from scan.space()
         name, end = yield from scan.collect(("{",))
         if end is None or not name.startswith("call:"):
@@ -36,6 +43,13 @@ def read(scan: Scanner, tools: Tools) -> Steps:
             yield CallEnd(index)
         yield from scan.space()
         yield from scan.skip(*CLOSING)
+
+
+def _thought(scan: Scanner) -> Steps:
+    """The rest of a channel: another may begin in it, which is not seen."""
+    yield from scan.skip("thought\n", "thought")
+    while (yield from scan.until(CHANNEL, Reasoning)) == CHANNEL[0]:
+        yield from scan.skip("thought\n", "thought")
 
 
 def _value(scan: Scanner, index: int) -> Steps:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
-from forerun.text.calling import begin, value_until
+from forerun.text.calling import begin, tool_name, value_until
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
 
@@ -17,16 +17,19 @@ NAME = "glm"
 SIGNS = (("<tool_call>", "<arg_key>", "<arg_value>"),)
 KEY, VALUE = ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
 MARKS = ("<tool_call>", "</tool_call>", *KEY, *VALUE)
+ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
-        name, mark = yield from scan.collect((KEY[0], MARKS[1]))
-        if mark is None:
-            yield Text(MARKS[0] + name)
-            return
-        started, index = begin(scan, name.strip())
+        scan.begin()
+        name = yield from tool_name(scan)
+        mark = yield from scan.skip(KEY[0], MARKS[1])
+        if not name or mark is None:
+            yield Text(MARKS[0] + scan.log)
+            continue
+        started, index = begin(scan, name)
         yield started
         before = "{"
         while mark == KEY[0]:

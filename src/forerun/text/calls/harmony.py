@@ -35,27 +35,42 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         header, mark = yield from scan.collect((MESSAGE,))
         if mark is None:
             return
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        channels, recipient = _CHANNEL.findall(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             started, index = begin(scan, recipient[1])
             yield started
-            yield from _body(scan, partial(CallArguments, index), index)
-        elif channel is not None and channel[1] == "analysis":
+            yield from _arguments(scan, index)
+        elif channels[-1:] == ["analysis"]:
             yield from _body(scan, Reasoning)
         else:
             yield from _body(scan, Text)
 
 
-def _body(scan: Scanner, part: type[Part] | partial[CallArguments], index: int | None = None) -> Steps:
-    if index is not None:
-        value = yield from scan.json(part)
-        if value is not None:
+def _body(scan: Scanner, part: type[Part]) -> Steps:
+    _put_back(scan, (yield from scan.until((*ENDS, START), part)))
+
+
+def _arguments(scan: Scanner, index: int) -> Steps:
+    """A JSON object, or the code of a tool that takes code."""
+    piece = partial(CallArguments, index)
+    yield from scan.space()
+    if (yield from scan.next()) == "{":
+        if (yield from scan.json(piece)) is not None:
             yield CallEnd(index)
-        mark = yield from scan.collect((*ENDS, START))
-        mark = mark[1]
+        _, mark = yield from scan.collect((*ENDS, START))
+    elif (yield from scan.starts(*ENDS, START)):
+        yield CallArguments(index, "{}")
+        yield CallEnd(index)
+        _, mark = yield from scan.collect((*ENDS, START))
     else:
-        mark = yield from scan.until((*ENDS, START), part)
-    if mark == START:
+        mark = yield from scan.until((*ENDS, START), piece)
+        if mark is not None:
+            yield CallEnd(index)
+    _put_back(scan, mark)
+
+
+def _put_back(scan: Scanner, mark: str | None) -> None:
+    if mark == START:  # it begins the next message
         scan.rest = mark + scan.rest
 
 

@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import begin
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.calling import arguments, begin
+from forerun.text.parts import CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "kimi"
@@ -19,6 +17,7 @@ SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 MARKS = (*SECTION, BEGIN, ARGUMENTS, END)
 OPENING = (SECTION[0], BEGIN)
+ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -30,9 +29,13 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         if end is None:
             yield Text(mark + name)
             return
-        started, index = begin(scan, name.strip().removeprefix("functions.").rpartition(":")[0] or name.strip())
+        name = name.strip().removeprefix("functions.")
+        name = name.rpartition(":")[0] or name
+        if name.isdecimal() and len(tools.schemas) == 1:  # its number alone
+            (name,) = tools
+        started, index = begin(scan, name)
         yield started
-        if (yield from scan.json(partial(CallArguments, index))) is not None:
+        if (yield from arguments(scan, index, MARKS)):
             yield CallEnd(index)
         yield from scan.space()
         yield from scan.skip(END)

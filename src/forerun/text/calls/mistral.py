@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import begin, json_calls
+from forerun.text.calling import begin, json_calls, tool_name
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -21,25 +21,24 @@ MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
     while (mark := (yield from scan.until(MARKS[:1], Text))) is not None:
-        yield from scan.space()
+        mark += yield from scan.space()
         if (yield from scan.next()) in ("[", "{"):
             if not (yield from json_calls(scan)):
                 yield Text(mark + scan.log)
         else:
-            yield from _call(scan)
+            yield from _call(scan, mark)
 
 
-def _call(scan: Scanner) -> Steps:
+def _call(scan: Scanner, mark: str) -> Steps:
     """A name and its arguments. The id is left out: calls get their own here."""
-    name, mark = yield from scan.collect((*MARKS[1:], "{"))
-    if mark == MARKS[1]:
-        _, mark = yield from scan.collect((MARKS[2], "{"))
-    if mark is None:
-        yield Text(MARKS[0] + name)
+    scan.begin()
+    name = yield from tool_name(scan)
+    if (yield from scan.skip(MARKS[1])):
+        yield from tool_name(scan)
+    if not name or not ((yield from scan.skip(MARKS[2])) or (yield from scan.next()) == "{"):
+        yield Text(mark + scan.log)
         return
-    if mark == "{":
-        scan.rest = mark + scan.rest
-    started, index = begin(scan, name.strip())
+    started, index = begin(scan, name)
     yield started
     if (yield from scan.json(partial(CallArguments, index))) is not None:
         yield CallEnd(index)

@@ -1,4 +1,10 @@
-"""Calls as JSON between <|tool_call|> and <|/tool_call|>, one or a list, as Phi 4 mini writes them."""
+"""Calls as JSON between <|tool_call|> and <|/tool_call|>, one or a list, as Phi 4 mini writes them.
+
+<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
+functools[{"name": "weather", "arguments": {"city": "Paris"}}]
+
+It writes the second where its template does not say how.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,16 @@ from forerun.text.tools import Tools
 NAME = "phi"
 SIGNS = (("<|tool_call|>", "<|/tool_call|>"), ("<|tool|>", "<|/tool|>"))
 MARKS = ("<|tool_call|>", "<|/tool_call|>")
+SPELLED = "functools["
+OPENING = (MARKS[0], SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
-    while (mark := (yield from scan.until(MARKS[:1], Text))) is not None:
+    while (mark := (yield from scan.until(OPENING, Text))) is not None:
+        if mark == SPELLED:
+            mark = mark[:-1]
+            scan.rest = SPELLED[-1] + scan.rest
         if not (yield from json_calls(scan)):
             yield Text(mark + scan.log)
             continue

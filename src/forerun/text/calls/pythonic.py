@@ -13,7 +13,7 @@ from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "pythonic"
-SIGNS = (("[func_name1(",), ("<|tool_call_start|>",), ("<|tool_list_start|>",))
+SIGNS = (("[func_name1(",), ("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [", "<|im_start|>"))
 MARKS = ("<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "<|python_end|>")
 OPENING, CLOSING = MARKS[::2], MARKS[1::2]
 BARE = "["
@@ -24,12 +24,16 @@ def read(scan: Scanner, tools: Tools) -> Steps:
     before = yield from scan.space()
     if (yield from scan.next()) == "[":
         found = yield from python_calls(scan, tools)
-        yield Text("" if found else before + scan.log)
+        yield Text(before + scan.log if found is False else "")
     else:
         yield Text(before)
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         yield from scan.space()
-        if not (yield from python_calls(scan, tools)):
+        found = yield from python_calls(scan, None)
+        if found is None:  # a call that breaks off: the rest of the list is none either
+            yield from scan.collect(CLOSING)
+            continue
+        if not found and "".join(scan.log.split()) != "[]":
             yield Text(mark + scan.log)
             continue
         yield from scan.space()

@@ -12,7 +12,7 @@ Paris
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
-from forerun.text.calling import begin, value_until
+from forerun.text.calling import begin, tool_name, value_until
 from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
 
@@ -21,6 +21,7 @@ SIGNS = (("<tool_call>", "<function=", "<parameter="),)
 MARKS = ("<tool_call>", "</tool_call>")
 FUNCTION, PARAMETER = ("<function=", "</function>"), ("<parameter=", "</parameter>")
 OPENING = (MARKS[0], FUNCTION[0])
+ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -37,11 +38,12 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    name, end = yield from scan.collect((">",))
-    if end is None:
-        yield Text(FUNCTION[0] + name)
+    scan.begin()
+    name = yield from tool_name(scan)
+    if not name or not (yield from scan.skip(">")):
+        yield Text(FUNCTION[0] + scan.log)
         return
-    started, index = begin(scan, name.strip())
+    started, index = begin(scan, name)
     yield started
     before = "{"
     while True:
