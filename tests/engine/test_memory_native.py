@@ -93,7 +93,7 @@ def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_ends_of_pages(dtype: torch.dtype) -> None:
-    """A matrix of 2 MiB and more begins with a huge page and ends with a small one; smaller ones take what they need."""
+    """A matrix of 2 MiB and more begins with a huge page and ends with a small one; others take what they need."""
     options = EngineConfig(draft="none", ops="native")
     config = resized(SMALL, vocab_size=2000, num_layers=1, hidden_size=1048, ffn_size=1040)
     parts = bytes_by_name(memory_plan(config, None, options, dtype=dtype))

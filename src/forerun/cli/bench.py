@@ -30,6 +30,7 @@ app = App(
                 "replicas",
                 "serving",
                 "throughput",
+                "tools",
             )
         },
         "tune": "tune_grid",
