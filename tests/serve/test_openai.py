@@ -221,7 +221,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"messages": HELLO}, "messages", "a field of /v1/chat/completions"),
     (COMPLETIONS, {"echo": True}, "echo", "does not repeat its prompt"),
     (COMPLETIONS, {"echo": 0}, "echo", "does not repeat its prompt"),
-    (COMPLETIONS, {"suffix": "x"}, "suffix", "not filled in"),
+    (COMPLETIONS, {"prompt": ["a", "b"], "suffix": "x"}, "suffix", "it must be a text, with one text as prompt"),
     (COMPLETIONS, {"best_of": 2}, "best_of", "use n"),
     (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
     (COMPLETIONS, {"user": None, "functions": []}, "functions", "a field of /v1/chat/completions"),

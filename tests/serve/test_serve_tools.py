@@ -68,6 +68,7 @@ def test_a_chat_calls_a_tool_and_takes_its_result(client: openai.OpenAI) -> None
     (call,) = whole.choices[0].message.tool_calls or ()
     assert (whole.choices[0].finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
     checked(call.function.arguments)
+    assert whole.system_fingerprint
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(messages=ASKED, stream=True, **given)]
     deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
     assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
@@ -99,6 +100,22 @@ def test_a_chat_must_call_some_tool_or_several(client: openai.OpenAI) -> None:
         messages=ASKED, n=2, **{**CHAT, "tool_choice": "required", "max_tokens": 80}
     )
     assert all(choice.message.tool_calls for choice in several.choices)
+
+
+def test_what_a_template_fails_with_says_no_places_of_files(tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{{ messages[0].content + 3 }}", encoding="utf-8")
+    with serving("--chat-template", str(tmp_path / "broken.jinja")) as running:
+        answer = running.http.post("/v1/chat/completions", json={"messages": ASKED})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        message = answer.json()["error"]["message"]
+        assert "fails on these messages" in message
+        assert str(tmp_path) not in message
+        assert "--chat-template" not in message
+        assert str(tmp_path) in running.log, "whoever serves it is told"
+        refused = running.http.post("/v1/chat/completions", json={"messages": ASKED, "modalities": ["audio"]})
+        assert "--ignore-unsupported" in refused.json()["error"]["message"]
+        answer = running.http.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
+        assert "no tokens for filling in" in answer.json()["error"]["message"]
 
 
 def test_choices_that_contradict(client: openai.OpenAI) -> None:

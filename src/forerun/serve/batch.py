@@ -26,6 +26,7 @@ from forerun.serve.openai import answer_body, error_answer, read_body
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
 from forerun.serve.texts import form_of, spoken
+from forerun.text.filling import filling_ids
 from forerun.text.terminal import note, visible
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ class Requests:
         if job.stream:
             raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
+        if job.suffix:
+            prompts = [filling_ids(self.llm.tokenizer, str(job.prompts[0]), job.suffix)]
         if job.messages is not None:
             job = spoken(job, lambda: self.llm.chat_template)
             prompts = [self.llm.apply_chat_template(job.messages or [], **form_of(job))]

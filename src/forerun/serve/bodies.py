@@ -92,6 +92,7 @@ class Job:
     model: str  # as the answer names it
     params: SamplingParams
     prompts: tuple[Prompt, ...] = ()
+    suffix: str = ""  # what stands behind the text that is to be filled in
     messages: list[Message] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     continue_final_message: bool = False  # the last message is the beginning of the answer

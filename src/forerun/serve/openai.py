@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from forerun import __version__
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     NO_CALLS,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, COMPLETIONS)
+FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answers
 # What the API says where a body says nothing: a chat's answer goes as far as the context, a completion has 16 tokens.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
 
@@ -65,7 +67,7 @@ _OWN = {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
         *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
     },
-    COMPLETIONS: {"prompt", "best_of"},
+    COMPLETIONS: {"prompt", "suffix", "best_of"},
 }
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
@@ -75,7 +77,6 @@ _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     },
     COMPLETIONS: {
         "echo": ((False,), "an answer does not repeat its prompt"),
-        "suffix": (("",), "text is continued, not filled in"),
     },
 }
 
@@ -118,6 +119,7 @@ def read_body(
         model,
         params,
         prompts=_prompts(given.get("prompt")) if url == COMPLETIONS else (),
+        suffix=_suffix(given),
         messages=_messages(given.get("messages")) if url == CHAT else None,
         variables=variables(given),
         continue_final_message=goes_on,
@@ -211,6 +213,14 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         message = f"prompt={shown(prompt)} is not possible: it must be a text, a list of token ids, or a list of either"
         raise Refused(message, "prompt")
     return tuple(several)
+
+
+def _suffix(given: Body) -> str:
+    """The text behind the one that is to be filled in; '' where nothing is."""
+    suffix, prompt = given.get("suffix", ""), given.get("prompt")
+    if not isinstance(suffix, str) or (suffix and not isinstance(prompt, str)):
+        raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
+    return suffix
 
 
 def _are_ids(prompt: Any) -> bool:
@@ -365,6 +375,7 @@ def _head(job: Job, answer_id: str, created_s: int, chat_object: str) -> dict[st
         "object": chat_object if is_chat else "text_completion",
         "created": created_s,
         "model": job.model,
+        "system_fingerprint": FINGERPRINT,
     }
 
 

@@ -213,6 +213,7 @@ _OWN: dict[str, dict[str, Schema]] = {
     openai.COMPLETIONS: {
         **_FORMATS,
         "prompt": _either(_TEXT, _IDS, _list(_TEXT, 1), _list(_IDS, 1)),
+        "suffix": _TEXT,
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FIELDS["logprobs"],
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound, PromptTooLong, shown
+from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.serve import llama_server, messages, ollama, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
+from forerun.text.filling import filling_ids
+from forerun.text.template_files import ANOTHER
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import NO_TOOLS
 from forerun.types import SamplingParams
 
+LOG = logging.getLogger(__name__)
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 # As vLLM names them; content, add_special and with_pieces are llama-server's.
@@ -108,7 +112,7 @@ class Texts:
         """The job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
         options = self.options
         ignore = options.ignore_unsupported
-        job = READERS[url](body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
+        job = self._read(READERS[url], body)
         if job.num_choices > options.capacity:
             raise Refused(
                 f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
@@ -126,6 +130,18 @@ class Texts:
         # Prompts and messages are ids now.
         return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
 
+    def _read(self, reader: Callable[..., Job], body: Any) -> Job:
+        """The job of a body. A refusal of what may be ignored says how."""
+        options, ignore = self.options, self.options.ignore_unsupported
+        try:
+            job: Job = reader(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
+        except Refused as error:
+            if error.code != "unsupported_parameter":
+                raise
+            more = "; or start the server with --ignore-unsupported, which serves such requests without it"
+            raise Refused(f"{error}{more}", error.param, code=error.code, status=error.status) from None
+        return job
+
     def _with_budget(self, job: Job) -> Job:
         """A job without the budget of messages, a wish there, where the reasoning cannot be closed behind it."""
         speaking = job.speaking
@@ -141,9 +157,21 @@ class Texts:
         self._check_size(job)
         if job.messages is not None and not job.messages:
             return []
+        if job.suffix:
+            return [filling_ids(self.tokenizer, str(job.prompts[0]), job.suffix)]
         if job.messages is None:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
-        return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
+        try:
+            return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
+        except UnsupportedModel as error:  # its words are for whoever has the files
+            LOG.warning("%s", error)
+            raise Refused(self._for_clients(str(error)), "messages") from None
+
+    def _for_clients(self, message: str) -> str:
+        """What a chat template fails with, without the places of files and what only they can do who serve it."""
+        for folder in filter(None, (self.options.folder, self.options.chat_template)):
+            message = message.replace(f"{folder}/", "").replace(str(folder), "the chat template")
+        return message.replace(f", or {ANOTHER}", "").replace(f": {ANOTHER}", "")
 
     def count(self, body: Any) -> Counted:
         """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
@@ -232,7 +260,7 @@ class Texts:
                 f"the conversation has {num_parts:,} messages and parts of messages, and max_seq_len is {most} tokens: "
                 "shorten it"
             )
-        texts = job.prompts if job.messages is None else contents
+        texts = (*job.prompts, job.suffix) if job.messages is None else contents
         num_chars = max(map(_num_chars, texts), default=0)
         if job.messages is not None:
             num_chars = sum(map(_num_chars, texts))

@@ -1,0 +1,30 @@
+"""Fill in the middle: how models of code are told what stands before and behind the text that they are to write."""
+
+from __future__ import annotations
+
+from forerun.errors import BadOption
+from forerun.text.tokenizer import Tokenizer
+
+# Of each family, its marks in the order of the prompt; "prefix" and "suffix" stand for the texts.
+FORMS: tuple[tuple[str, ...], ...] = (
+    ("<|fim_prefix|>", "prefix", "<|fim_suffix|>", "suffix", "<|fim_middle|>"),  # Qwen Coder, Codegemma
+    ("<fim_prefix>", "prefix", "<fim_suffix>", "suffix", "<fim_middle>"),  # StarCoder 2, Granite
+    ("<fim-prefix>", "prefix", "<fim-suffix>", "suffix", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "prefix", "<｜fim▁hole｜>", "suffix", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "prefix", "▁<SUF>", "suffix", "▁<MID>"),  # Code Llama
+    ("[SUFFIX]", "suffix", "[PREFIX]", "prefix"),  # Codestral
+)
+_TEXTS = ("prefix", "suffix")
+
+
+def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
+    """The prompt of a text between two others. Raises BadOption where the model has no marks for it."""
+    ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
+    form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
+    if form is None:
+        raise BadOption("this model has no tokens for filling in a text, so suffix is not possible: leave it out")
+    texts = {"prefix": prefix, "suffix": suffix}
+    made = tokenizer.encode("")  # what every text of the model begins with
+    for mark in form:
+        made += tokenizer.encode(texts[mark], add_special_tokens=False) if mark in texts else [ids[mark]]
+    return made
