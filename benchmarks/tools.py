@@ -14,9 +14,9 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import typer
 from rich.console import Console
 
@@ -26,10 +26,7 @@ from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, Ratio, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
-from forerun.engine.router import Router
-from forerun.errors import BadOption
 from forerun.text.terminal import make_console
-from forerun.text.tools import Tools
 from forerun.types import FORCED, SamplingParams
 
 PLAIN = "none"
@@ -73,20 +70,11 @@ COLUMNS = (
 )
 
 
-def params_of(llm: LLM, question: Question, way: str, max_tokens: int) -> SamplingParams:
-    """Return how a question is answered: greedily, by a call of one of its tools."""
-    speech = llm.chat_template.speech
-    if speech.dialect is None:
-        raise BadOption("this model's chat template knows no tools: name another target")
-    rules = speech.grammar(llm.tokenizer, Tools.of(TOOLS[question.tools]), parallel=False)
-    return SamplingParams(max_tokens=max_tokens, temperature=0, grammar=rules, draft=None if way == "both" else way)
-
-
 def answer(llm: LLM, number: int, question: Question, way: str, max_tokens: int) -> Answer:
     """Ask, and look at what was called."""
     tools = TOOLS[question.tools]
     messages = [{"role": "user", "content": question.text}]
-    params = params_of(llm, question, way, max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, draft=None if way == "both" else way)
     steps = 0
 
     def count(_: Any) -> None:
@@ -95,7 +83,7 @@ def answer(llm: LLM, number: int, question: Question, way: str, max_tokens: int)
 
     end = llm.listen(count)
     began = time.perf_counter()
-    (out,) = llm.chat(messages, params, tools=tools)
+    (out,) = llm.chat(messages, params, tools=tools, tool_choice="required", parallel_tool_calls=False)
     seconds = time.perf_counter() - began
     end()
     function = None
@@ -136,9 +124,9 @@ def tools(
     drafter = "lookup" if draft is None else "model"
     drafts = {PLAIN: PLAIN, FORCED: FORCED, drafter: draft or drafter, "both": draft or drafter}
     llms = {way: LLM(target, draft=own, max_seq_len=4096, max_batch_size=1) for way, own in drafts.items()}
-    del cast(Router, llms[drafter].engine.drafter).members[FORCED]  # else it goes before, by default
+    del llms[drafter].engine.drafter.members[FORCED]  # else it goes before, by default
     ways = tuple(llms)
-    ceiling = print_ceiling(llms[PLAIN].engine.runner.model, console)
+    ceiling = print_ceiling(llms[PLAIN].checkpoint.model, console)
     answers: dict[tuple[int, str], Answer] = {}
     for i, question in enumerate(QUESTIONS[:num]):
         for way in ways:  # prompts into the caches

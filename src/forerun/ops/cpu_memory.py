@@ -60,7 +60,7 @@ class NativeSizes:
         parts = []
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
-            matrices = map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes))
+            matrices = list(map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes)))
             table = sum(_looked_up(model, schemes)) * size
             num_bytes, plain = (
                 sum(matrices) + table + _vector_bytes(model),
