@@ -50,10 +50,10 @@ def test_equal_blocks_behind_different_ones_are_kept_apart() -> None:
 
 def test_salts_do_not_see_each_other() -> None:
     d = driven()
-    for slot, salt in enumerate((None, "", "0")):
+    for slot, salt in enumerate((None, "", "0", "\ud800")):  # the last is half a surrogate pair
         assert d.start(slot, PROMPT[:9], salt) == 0
-    for slot, salt in enumerate((None, "", "0", "1", "None")):
-        assert d.open(10 + slot, PROMPT[:9], salt) == (8 if slot < 3 else 0)
+    for slot, salt in enumerate((None, "", "0", "\ud800", "\udfff", "1", "None")):
+        assert d.open(10 + slot, PROMPT[:9], salt) == (8 if slot < 4 else 0)
     d.check()
 
 

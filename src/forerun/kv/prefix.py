@@ -23,7 +23,7 @@ Key = bytes
 
 def root(salt: str | None) -> Key:
     """Return what stands before the first block of a sequence; None = no salt, which is not the empty one."""
-    return b"" if salt is None else sha256(b"salt" + salt.encode()).digest()
+    return b"" if salt is None else sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def extended(before: Key, tokens: Seq[int]) -> Key:
