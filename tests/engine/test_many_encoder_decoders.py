@@ -201,3 +201,23 @@ def test_no_neighbour_and_no_preemption_moves_a_bit(small: tuple[Path, Path], mo
     assert sum(num > 0 for num in preempted) > 10, "of texts that had begun"
     by_draft = {name: sum(out.report.num_accepted for out in outs[i :: len(drafts)]) for i, name in enumerate(drafts)}
     assert all(num > 0 for name, num in by_draft.items() if name != "none"), by_draft
+
+
+def test_a_text_that_copies_its_source_does_not_take_its_rows(kind: Kind) -> None:
+    """A preempted text looks for its rows among those of the same salt, which are not the source's."""
+    engine, told = kind[2].engine, []
+    params = kind[2].params(
+        max_tokens=40, temperature=0, draft="none", logit_bias={70: 1e3}, logprobs=0, ignore_eos=True
+    )
+    start = engine.make([70], params)[0].seq.tokens[0]
+    for is_preempted in (False, True):
+        (request,) = engine.make([start, *[70] * 40], params)
+        engine.queue([request])
+        while request.seq.finish_reason is None:
+            engine.step()
+            if is_preempted and len(request.seq.tokens) == 36 and not request.report.num_preemptions:
+                engine.scheduler._preempt(request)
+        assert request.seq.tokens[:40] == [start, *[70] * 39]  # some have an end that is forced
+        assert request.report.num_preemptions == is_preempted
+        told.append([logprob.logprob for logprob in request.seq.logprobs[:39]])
+    assert told[1] == pytest.approx(told[0], abs=1e-4)

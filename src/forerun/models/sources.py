@@ -2,8 +2,9 @@
 
 A source has a slot of its own, whose rows the blocks that read an encoder have for keys and values. They are written
 once, all of them, and never cut. Every row depends on the whole source, so the rows of one are shared by sequences
-whose sources are equal, and are found again under a salt that names all of it. Rows are filled up to whole blocks,
-because full blocks alone can be found; the last ones hold nothing, and no run reads them.
+whose sources are equal, and are found again under a salt that names all of it, which no text has: one that copies its
+source would be taken for it. Rows are filled up to whole blocks, because full blocks alone can be found; the last ones
+hold nothing, and no run reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Sources:
         """Begin a sequence's source, with the rows of an equal one that was run before, if they are there still."""
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
-        own = self._known[slot] = _Known(ids, salt_of(ids, salt))
+        own = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
         padded = self._padded(own)
         found = self._cache.open(_slot(slot), [*padded, 0], own.salt)
         own.is_run = found == len(padded)
