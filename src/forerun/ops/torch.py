@@ -387,7 +387,7 @@ class TorchLayerInputs:
     def run(self, ops: ReferenceOps, tokens: Tensor, x: Tensor) -> Tensor:
         """Tokens [T] and their embeddings x [T, H] -> [T, layers, size]."""
         projected = self.projection.apply(ops, x)[0] * x.shape[-1] ** -0.5
-        projected = normed(self.norm, ops, projected.view(len(x), -1, self.spec.size))
+        projected = normed(self.norm, ops, projected.unflatten(-1, (-1, self.spec.size)))
         found = F.embedding(tokens, self.table)
         found = found * torch.tensor(math.sqrt(self.spec.size), dtype=found.dtype)
         return (projected + found.view(projected.shape)) * 2**-0.5
