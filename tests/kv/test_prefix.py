@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import CapacityError
+from forerun.kv import tables
 from forerun.kv.cache import BlockCache
 from kv.prefix_cases import BLOCK, PROMPT, SHAPE, Driven, driven, pool
 
@@ -265,6 +266,20 @@ def test_the_end_of_a_copy_is_no_use_of_what_took_the_place_of_its_equal() -> No
     d.check()
 
 
+def test_a_long_text_does_not_take_the_ends_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SPARE_TOKENS", 0)
+    d, long = driven(8, windows=(3,)), list(range(200, 260))
+    d.start(0, PROMPT[:9])
+    d.release(0)
+    d.open(1)
+    for end in range(BLOCK, len(long) + 1, BLOCK):  # what it has passed makes room for it
+        d.feed(1, long[end - BLOCK : end])
+        d.cache.publish(1, long[:end])
+        d.check()
+    assert d.found([*long, 1]) == 60
+    assert d.found(PROMPT[:9]) == 8
+
+
 def test_a_sequence_begins_where_every_window_has_its_blocks() -> None:
     """Windows of 5 and 3, of which one lacks block 2 and the other block 3: each allows what the other does not."""
     d = driven(8, windows=(None, 5, 3))
@@ -272,9 +287,9 @@ def test_a_sequence_begins_where_every_window_has_its_blocks() -> None:
     blocks = [list(kind.table(0)) for kind in d.cache.kinds]
     d.release(0)
     for kind, lost in ((1, 2), (2, 3)):
-        tables = d.cache.kinds[kind]
-        tables._prefixes.wake(blocks[kind][lost])
-        tables._prefixes.remove(blocks[kind][lost])
-        tables._free.append(blocks[kind][lost])
+        own = d.cache.kinds[kind]
+        own._prefixes.wake(blocks[kind][lost])
+        own._prefixes.remove(blocks[kind][lost])
+        own._free.append(blocks[kind][lost])
     assert d.found([*PROMPT, 2]) == 8
     d.check()

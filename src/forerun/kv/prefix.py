@@ -6,7 +6,9 @@ blocks before, and two chains with one key are not to be found. Caches of severa
 index each, and look for the same keys.
 
 A published block that no sequence uses is *evictable*: it can be found until its rows are needed. The longest unused
-block is evicted first, and of one sequence's blocks the deepest first.
+block is evicted first, and of one sequence's blocks the deepest first. Those that a window has passed wait in a queue
+of their own, and the longer queue loses its first: else one long text would take the ends of all others, of which a
+few blocks are enough to go on with a text of any length.
 """
 
 from __future__ import annotations
@@ -49,11 +51,12 @@ class PrefixIndex:
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._passed: OrderedDict[int, None] = OrderedDict()  # evictable, too: sequences went on without them
 
     @property
     def num_evictable(self) -> int:
         """Published blocks that no sequence uses."""
-        return len(self._evictable)
+        return len(self._evictable) + len(self._passed)
 
     def holds(self, block: int) -> bool:
         """Return whether the block is published."""
@@ -76,16 +79,20 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------------------------------------ use and eviction
 
-    def rest(self, block: int) -> bool:
-        """Make a block without users evictable, as the last of all. Returns False where it is not published."""
+    def rest(self, block: int, *, is_passed: bool = False) -> bool:
+        """Make a block without users evictable, as the last of its queue. Returns False where it is not published.
+
+        is_passed: whether its last user goes on without it.
+        """
         if block not in self._key_of:
             return False
-        self._evictable[block] = None
+        (self._passed if is_passed else self._evictable)[block] = None
         return True
 
     def wake(self, block: int) -> None:
         """Take a block that has a user again out of the evictable ones."""
         self._evictable.pop(block, None)
+        self._passed.pop(block, None)
 
     def touch(self, key: Key) -> None:
         """Count the block of a key as used just now, where it is evictable.
@@ -93,24 +100,26 @@ class PrefixIndex:
         A sequence calls it at its end for the tokens that it held in an equal block of its own.
         """
         block = self._block_of.get(key, -1)
-        if block in self._evictable:
-            self._evictable.move_to_end(block)
+        if block in self._evictable or block in self._passed:
+            self.wake(block)
+            self._evictable[block] = None
 
     def evict(self) -> int:
-        """Withdraw the longest unused block and return it. There must be one."""
-        block, _ = self._evictable.popitem(last=False)
+        """Withdraw the longest unused block of the longer queue and return it. There must be one."""
+        queue = self._passed if len(self._passed) > len(self._evictable) else self._evictable
+        block, _ = queue.popitem(last=False)
         self.remove(block)
         return block
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def evictable(self) -> list[int]:
-        """Return the evictable blocks in the order in which they will be evicted."""
-        return list(self._evictable)
+        """Return the evictable blocks, those of each queue in the order in which they will be evicted."""
+        return [*self._evictable, *self._passed]
 
     def check_integrity(self) -> None:
         """Raise InternalError where the two directories disagree, or an evictable block is not published."""
-        if len(self._block_of) != len(self._key_of) or any(b not in self._key_of for b in self._evictable):
+        if len(self._block_of) != len(self._key_of) or any(b not in self._key_of for b in self.evictable()):
             raise InternalError("the prefix index lost a published block")
         for block, key in self._key_of.items():
             if self._block_of.get(key) != block:

@@ -272,7 +272,7 @@ class BlockTables:
         first = self._first_seen(own.length, SPARE_TOKENS)
         if first > own.first:
             for block in own.table[own.first : first]:
-                self._drop(block)
+                self._drop(block, is_passed=True)
             own.table[:first] = own.table[first : first + 1] * first
             own.first = first
 
@@ -331,10 +331,13 @@ class BlockTables:
         self._num_users[block] = 1
         return block
 
-    def _drop(self, block: int) -> None:
-        """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free."""
+    def _drop(self, block: int, *, is_passed: bool = False) -> None:
+        """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free.
+
+        is_passed: whether the user goes on without it.
+        """
         self._num_users[block] -= 1
-        if self._num_users[block] == 0 and not self._prefixes.rest(block):
+        if self._num_users[block] == 0 and not self._prefixes.rest(block, is_passed=is_passed):
             self._free.append(block)
 
     # --------------------------------------------------------------------------------------------------- one forward
