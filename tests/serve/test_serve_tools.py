@@ -12,6 +12,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption
+from serve.agents import CLAUDE_CODE, CODEX
 from serve.running import Running, serving
 
 if TYPE_CHECKING:
@@ -209,6 +210,24 @@ def test_messages_use_a_tool_and_take_its_result(claude: anthropic.Anthropic) ->
         model="shipped", max_tokens=8, messages=ASKED, thinking=thinking, extra_body={"temperature": 0}
     )
     assert [one.type for one in thought.content] == ["thinking"]
+
+
+def test_agents_need_no_flag(server: Running) -> None:
+    """Where the model's template knows tools, their bodies are served as they are."""
+    answer = server.http.post("/v1/responses", json={**CODEX, "max_output_tokens": 8, "temperature": 0})
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "tools[1]")
+    assert "response.incomplete" in answer.text
+    assert "response.reasoning_text.delta" in answer.text, "an effort lets this model think"
+    forced = {**CODEX, "tool_choice": "required", "reasoning": {"effort": "none"}, "temperature": 0}
+    assert '"name":"shell"' in server.http.post("/v1/responses", json={**forced, "max_output_tokens": 80}).text
+    answer = server.http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "max_tokens": 8})
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "context_management")
+    assert answer.text.rstrip().endswith('{"type":"message_stop"}')
+    body = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools")}
+    counted = server.http.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    assert (
+        counted > server.http.post("/v1/messages/count_tokens", json={**body, "tools": []}).json()["input_tokens"] + 20
+    )
 
 
 def test_from_python() -> None:
