@@ -228,6 +228,82 @@ def test_what_cannot_be_honoured_is_refused_when_it_is_compiled(tokenizer, field
         vocabulary(tokenizer).compiled(SamplingParams(**fields))
 
 
+def hostile() -> list[dict]:
+    """200 grammars that are meant to take long, to take much, or to break what reads them."""
+    deep = '{"type": "array", "items": ' * 2000 + "true" + "}" * 2000
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40))
+    text = {"type": "string"}
+    found: list[dict] = [
+        {"json_schema": deep},
+        {"json_schema": {"$ref": "#"}},
+        {"json_schema": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        {"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+        {"json_schema": {"type": "array", "minItems": 10**9, "items": text}},
+        {"json_schema": {"type": "string", "minLength": 10**9}},
+        {"json_schema": {"type": "string", "minLength": -1}},
+        {"json_schema": {"type": "integer", "multipleOf": 999_999_937}},
+        {"json_schema": {"type": "integer", "multipleOf": 0}},
+        {"json_schema": {"type": "number", "minimum": 5, "maximum": 4}},
+        {"json_schema": {"type": "number", "minimum": -1e300, "maximum": 1.23456789e300}},
+        {"json_schema": {"allOf": [{"multipleOf": n, "type": "integer"} for n in (7, 11, 13, 17, 19, 23)]}},
+        {"json_schema": {"anyOf": [{"type": "object", "properties": {f"p{i}": text}} for i in range(500)]}},
+        {"json_schema": {"type": "object", "properties": {f"p{i}": text for i in range(1500)}}},
+        {"json_schema": {"not": text}},
+        {"json_schema": {"$ref": "file:///etc/passwd"}},
+        {"json_schema": {"$id": "http://127.0.0.1:1/x", "$ref": "y"}},
+        {"json_schema": {"type": ["string", "no type"]}},
+        {"json_schema": {"properties": []}},
+        {"json_schema": {"x-guidance": {"whitespace_flexible": "maybe"}}},
+        {"grammar": "start: a\na: a a a | a a | " + '"a" | ""'},
+        {"grammar": f'start: r0\n{rules}\nr40: "a"'},
+        {"grammar": "start: /(?s:.*)/ /(?s:.*)/ /(?s:.*)/ " + '"x"'},
+        {"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
+        {"grammar": "root ::= " + " ".join(['"a"'] * 16_000)},
+        {"grammar": "root ::= root"},
+        {"grammar": "start: %json {"},
+        {"grammar": "\x00"},
+        {"choice": [f"value number {i * 7919}" for i in range(3000)]},
+        {"choice": ["a" * n for n in range(1, 300)]},
+    ]
+    parts = (
+        "(a+)+",
+        "(a|a|aa)*",
+        "(.*)*",
+        "[a-z]{1000}",
+        "(a{1,99}){1,99}",
+        "x?" * 50,
+        r"\p{L}{1,500}",
+        ".{0,999}",
+        "(?i:ß)",
+        "[^a]*",
+    )
+    found += [{"regex": one + other} for one in parts for other in parts]
+    found += [
+        {"json_schema": {"type": "string", "pattern": f"^{one}b{other}$"}} for one in parts for other in parts[:7]
+    ]
+    return found
+
+
+def test_hostile_grammars_are_refused_or_served(tokenizer):
+    """None raises anything else, however it is made, and rows have ids or say why they have none."""
+    cases, served, refusals = hostile(), 0, list[str]()
+    assert len(cases) == 200
+    for fields in cases:
+        try:
+            own = walk(tokenizer, **fields)
+            path: list[int] = []
+            while len(path) < 8 and not own.is_over([]):
+                ids = np.flatnonzero(own.allowed([], path).bits).tolist()
+                path.append(ids[-1])
+                if ids[-1] == END:
+                    break
+            served += 1
+        except BadOption as refusal:
+            refusals.append(str(refusal))
+    assert [said for said in refusals if "\n" in said or len(said) > 500] == []
+    assert served > 100
+
+
 def test_a_grammar_is_compiled_once_and_few_are_kept(tokenizer):
     known = vocabulary(tokenizer)
     first = known.compiled(SamplingParams(regex="only once"))

@@ -28,6 +28,7 @@ app = App(
                 "quality",
                 "random_file",
                 "replicas",
+                "schemas",
                 "serving",
                 "throughput",
                 "tools",

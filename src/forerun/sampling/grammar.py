@@ -12,6 +12,7 @@ tokenizer would begin that text, and no other spelling of it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -32,6 +33,7 @@ Bits = npt.NDArray[np.bool_]
 
 # Of a grammar's text, of a schema's, and values of a schema at all depths: what compiles within about a second.
 MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
+MOST_REMAINDERS = 100_000  # of all multipleOf of a schema together
 MOST_KEPT, MOST_KEPT_CHARS = 64, 1 << 20  # compiled grammars that are kept for the next request, and their texts
 MOST_MASKS = 256  # of the paths of one step
 _END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
@@ -152,6 +154,7 @@ class Grammar:
 
         self.kind, text = key
         self.vocabulary = vocabulary
+        _refuse_multiples(self._name, text)
         most = MOST_SCHEMA_CHARS if self._name == "json_schema" else MOST_CHARS
         if len(text) > most:
             raise BadOption(f"{self._name} has {len(text):,} characters: it must have at most {most:,}")
@@ -308,6 +311,18 @@ def _refuse_large(name: str, schema: Any) -> None:
         waiting.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
     if num > MOST_VALUES:
         raise BadOption(f"{name} has {num:,} values: it must have at most {MOST_VALUES:,}")
+
+
+def _refuse_multiples(name: str, text: str) -> None:
+    """Raise BadOption for multipleOf where compiling takes minutes: an automaton counts remainders of the product."""
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
+    product = 1
+    for digits in set(re.findall(r'"multipleOf"\s*:\s*[+-]?([0-9.]+)', plain)):
+        product *= int(digits.replace(".", "") or 1) or 1
+        if product > MOST_REMAINDERS:
+            raise BadOption(
+                f"{name} has multipleOf whose product is above {MOST_REMAINDERS:,}: ask for smaller numbers"
+            )
 
 
 def _without_anchors(text: str) -> str:
