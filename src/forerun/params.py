@@ -320,6 +320,16 @@ class SamplingParams:
         beams="an output has its score and the sum of its log-probabilities",
         python="per token: its log-probability and this many alternatives, 0 to 20; None = none",
     )
+    prompt_logprobs: int | None = option(
+        None,
+        "with --json: the same of the prompt's tokens, behind the first",
+        kind=INTEGER,
+        unit="ids",
+        min=0,
+        max=20,
+        beams="an output has its score and the sum of its log-probabilities",
+        python="the same of the prompt's tokens, all but the first; the prompt is then not looked for in the cache",
+    )
     n: int = option(
         1,
         "outputs for each prompt, with seeds of their own",

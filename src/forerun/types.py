@@ -164,6 +164,8 @@ class Sequence:
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # By place in the prompt, where they are asked for; the first token has none.
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
     source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's

@@ -252,6 +252,8 @@ def test_prompts_become_conversations_or_stay_as_they_are() -> None:
     assert job.messages == [{"role": "system", "content": "be short"}, {"role": "user", "content": CODE}]
     raw = read(ollama.GENERATE, raw=True, context=[], images=[])
     assert (raw.messages, raw.prompts) == (None, (CODE,))
+    filled = read(ollama.GENERATE, suffix="return x", system="unused")
+    assert (filled.messages, filled.prompts, filled.suffix) == (None, (CODE,), "return x")
     assert read(ollama.CHAT, messages=[*HELLO, {"role": "assistant", "content": "x"}]).continue_final_message
 
 
@@ -289,6 +291,7 @@ def test_messages_have_the_form_of_templates() -> None:
         (ollama.GENERATE, {"context": [1, 2]}, "as messages to /api/chat"),
         (ollama.GENERATE, {"images": ["aGk="]}, "the model reads texts alone"),
         (ollama.GENERATE, {"prompt": 3}, "prompt=3"),
+        (ollama.GENERATE, {"suffix": 3}, "suffix=3"),
     ],
 )
 def test_what_changes_the_text_and_is_not_built_is_refused(url: str, body: dict[str, Any], sentence: str) -> None:

@@ -80,7 +80,7 @@ def test_fields_become_sampling_params(url: str, body: dict[str, Any], fields: d
 
 def test_every_field_of_sampling_params_can_be_said() -> None:
     """A field that is added to SamplingParams is a field of a body, unless the table of fields says otherwise."""
-    for name in SamplingParams.__dataclass_fields__.keys() - {"logprobs"}:
+    for name in SamplingParams.__dataclass_fields__.keys() - {"logprobs", "prompt_logprobs"}:
         assert read(COMPLETIONS, **{name: None}).params == SamplingParams(max_tokens=16)
 
 
@@ -219,8 +219,11 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a text"),
     (COMPLETIONS, {"prompt": None}, "prompt", "must be a text"),
     (COMPLETIONS, {"messages": HELLO}, "messages", "a field of /v1/chat/completions"),
-    (COMPLETIONS, {"echo": True}, "echo", "does not repeat its prompt"),
-    (COMPLETIONS, {"echo": 0}, "echo", "does not repeat its prompt"),
+    (COMPLETIONS, {"echo": 0}, "echo", "it must be true or false"),
+    (COMPLETIONS, {"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
+    (COMPLETIONS, {"echo": True, "suffix": "x"}, "echo", "exclude one another"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs"),
     (COMPLETIONS, {"prompt": ["a", "b"], "suffix": "x"}, "suffix", "it must be a text, with one text as prompt"),
     (COMPLETIONS, {"best_of": 2}, "best_of", "use n"),
     (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),

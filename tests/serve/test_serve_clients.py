@@ -63,6 +63,29 @@ def test_what_is_served_is_what_the_engine_says(client: openai.OpenAI, plain: LL
         assert "".join(chunk.choices[0].text for chunk in stream) == want.text
 
 
+def test_a_prompt_is_repeated_with_its_log_probabilities(client: openai.OpenAI, plain: LLM) -> None:
+    """As harnesses that score texts ask for them: with an answer of one token, or of none."""
+    ids = plain.tokenizer.encode(CODE)
+    want = plain.generate([ids], SamplingParams(max_tokens=1, temperature=0, logprobs=2, prompt_logprobs=2))[0]
+    scores = [None, *(place.logprob for place in (want.prompt_logprobs or [])[1:] if place is not None)]
+    for prompt in (CODE, ids):
+        for num in (1, 0):
+            given = {"prompt": prompt, "max_tokens": num, "temperature": 0, "echo": True}
+            whole = client.completions.create(model="shipped", logprobs=2, **given)
+            own = (want.logprobs or [])[:num]
+            assert whole.choices[0].text == CODE + want.text * num
+            logprobs = whole.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.token_logprobs == [*scores, *(place.logprob for place in own)]
+            assert "".join(logprobs.tokens or []) == CODE + want.text * num
+            assert (logprobs.top_logprobs or [0])[0] is None
+            assert all(len(top) in (2, 3) for top in (logprobs.top_logprobs or [])[1:])
+            tokens, offsets = logprobs.tokens or [], logprobs.text_offset or []
+            assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+            stream = client.completions.create(model="shipped", stream=True, **given)
+            assert "".join(chunk.choices[0].text for chunk in stream) == CODE + want.text * num
+
+
 def test_a_chat_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
     want = plain.chat(HELLO, SamplingParams(**GREEDY))[0]
     whole = client.chat.completions.create(model="shipped", messages=HELLO, **GREEDY)
@@ -397,7 +420,7 @@ def test_errors_of_messages(claude: anthropic.Anthropic) -> None:
 def test_tokenize_and_back(server: Running, plain: LLM) -> None:
     ids = plain.tokenizer.encode(CODE)
     assert server.http.post("/tokenize", json={"prompt": CODE}).json()["tokens"] == ids
-    assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": CODE}
+    assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == CODE
     chat = server.http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
     assert chat["tokens"] == plain.apply_chat_template(HELLO)
     assert len(chat["token_strs"]) == chat["count"] == len(chat["tokens"])

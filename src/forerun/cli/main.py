@@ -144,8 +144,9 @@ def generate(
 
         params = flags.sampling_params(sampling, usual_fields(config))
         requests = read_requests(prompts or [], prompt_file, params)
-        if not as_json and any(params.logprobs is not None for _, params in requests):
-            raise BadOption("logprobs are printed with --json only: add it")
+        for name in ("logprobs", "prompt_logprobs"):
+            if not as_json and any(getattr(params, name) is not None for _, params in requests):
+                raise BadOption(f"{name} are printed with --json only: add it")
         if rounds and any(params.searches for _, params in requests):
             raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
         requests = _with_messages(requests, config, chat)
@@ -310,6 +311,9 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed", "index")}
     if output.logprobs is not None:
         fields["logprobs"] = [dataclasses.asdict(position) for position in output.logprobs]
+    if output.prompt_logprobs is not None:
+        places = output.prompt_logprobs
+        fields["prompt_logprobs"] = [None if place is None else dataclasses.asdict(place) for place in places]
     if output.score is not None:
         fields |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
         numbers["rows_per_pass"] = report.rows_per_pass

@@ -156,6 +156,12 @@ class Engine:
         ids, source_ids = list(prompt_ids), tuple[int, ...]()
         if self.start_ids:
             ids, source_ids = [*self.start_ids, *self._decoder_prompt_ids(params)], tuple(prompt_ids)
+        wants_scores = params.prompt_logprobs is not None
+        if wants_scores and source_ids:
+            raise BadOption(
+                f"prompt_logprobs={params.prompt_logprobs} is not possible: the prompt of an encoder-decoder is a "
+                "source, which has no probability"
+            )
         seq = Sequence(
             id=next(self._ids),
             tokens=ids,
@@ -167,6 +173,7 @@ class Engine:
             bad_word_ids=bad_word_ids,
             prediction_ids=prediction_ids,
             source_ids=source_ids,
+            prompt_logprobs=[None] * len(ids) if wants_scores else [],
         )
         if grammar is not None:
             seq.grammar = grammar.start(seq.end_ids, seq.num_prompt_tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forerun import verify
 from forerun.errors import ForerunError
 from forerun.registry import with_fields
-from forerun.sampling import takes_the_best
+from forerun.sampling import logprobs_of, takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import Part, Spoken, ToolCall
 from forerun.text.speech import PartsReader, Speaking
@@ -32,6 +32,8 @@ from forerun.types import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forerun.kv import Held
     from forerun.models.runner import Run, Scores
     from forerun.verify import Ruling
@@ -168,6 +170,11 @@ class RequestOutput:
     )
     spoken: Spoken | None = field(
         default=None, metadata={"help": "of a chat: the same in its parts, where the model has marks for them"}
+    )
+
+    prompt_logprobs: list[TokenLogprob | None] | None = field(
+        default=None,
+        metadata={"help": "of the prompt's tokens, where SamplingParams.prompt_logprobs asked for them; first None"},
     )
 
     @property
@@ -422,6 +429,19 @@ class Request:
         leader = self._leader
         return leader is not None and leader.seq.finish_reason is None and leader.report.num_steps == 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt still lack their log-probabilities, and are to have them."""
+        return self._leader is None and None in self.seq.prompt_logprobs[1:]
+
+    def score_prompt(self, start: int, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens behind place `start`. logits [n, V]: of that place on."""
+        seq, most = self.seq, self.seq.params.prompt_logprobs
+        assert most is not None
+        for place, row in enumerate(logits, start + 1):
+            if place < seq.num_prompt_tokens:  # behind it come tokens of the output, of a request that was preempted
+                seq.prompt_logprobs[place] = logprobs_of(row, seq.tokens[place], most)
+
     def mark(self) -> Mark:
         """How far it has come."""
         return Mark(self.seq.num_output_tokens, self._num_readable, self.seq.finish_reason)
@@ -444,6 +464,7 @@ class Request:
             self.score,
             self.cumulative_logprob,
             self.spoken,
+            (self._leader or self).seq.prompt_logprobs or None,
         )
 
     def _has_stop_text(self) -> bool:

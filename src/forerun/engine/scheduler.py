@@ -26,6 +26,9 @@ from forerun.types import Sequence
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
 
 
+MOST_SCORED_TOKENS = 32  # of a prompt in one step, where a row of logits is wanted for each: they are large
+
+
 @dataclass(frozen=True)
 class Plan:
     """One step: prompt chunks (request, tokens), the requests that decode, and the draft nodes that each may have.
@@ -88,7 +91,8 @@ class Scheduler:
         for request, room in stands if len(decode) < len(stands) else ():
             take = min(len(request.seq.tokens) - 1 - room.length, budget)
             if take > 0:
-                take = min(take, self._fits(room, blocks))
+                most = MOST_SCORED_TOKENS if request.scores_prompt else take
+                take = min(take, most, self._fits(room, blocks))
                 blocks -= self.cache.missing_blocks(request.seq.id, take)
             if take > 0:
                 budget -= take
@@ -180,7 +184,8 @@ class Scheduler:
         found = self.cache.open(seq.id, seq.tokens, seq.salt)
         if self.sources is not None:
             self.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
-        if (least := self.drafter.resumes_from(seq, found)) < found:
+        least = 0 if request.scores_prompt else self.drafter.resumes_from(seq, found)
+        if least < found:
             found = self.cache.truncate_to(seq.id, least)
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()

@@ -160,7 +160,8 @@ class Stepper:
             runs.append(request.run(draft, b, best_only))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
-            runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
+            wanted = "all" if request.scores_prompt else "none"
+            runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], wanted))
         return self.runner.forward(runs)
 
     # ---------------------------------------------------------------------------------------------------------- judge
@@ -195,6 +196,9 @@ class Stepper:
         """Append what was decided, keep the cache rows of it, and show the pass to the drafters."""
         num_context_tokens = sum([len(request.seq.tokens) - 1 for request in plan.decode])
         done = [request.commit(draft, b, scores, verdict) for b, request in enumerate(plan.decode)]
+        for i, (request, _) in enumerate(plan.prefill, len(plan.decode)):
+            if request.scores_prompt:
+                request.score_prompt(self.runner.cache.length(request.seq.id), scores.logits[i])
         kept = [own.kept for own in done] + [range(take) for _, take in plan.prefill]
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
         held = {seq.id: own.held for seq, own in zip(seqs, done, strict=False) if own.held is not None}

@@ -50,7 +50,7 @@ ABSENT = {
     "/api/copy": _FIXED,
     "/api/delete": _FIXED,
     "/api/blobs/": _FIXED,
-    "/infill": "texts are continued here, not filled in: see /v1/completions",
+    "/infill": "texts are filled in by /v1/completions with a suffix",
     "/lora-adapters": "no adapters are loaded here: merge one into its model, and serve that",
     "/v1/load_lora_adapter": "no adapters are loaded here: merge one into its model, and serve that",
 }

@@ -41,7 +41,7 @@ NO_CALLS = "tools are described by `tools`, and chosen by `tool_choice`"
 NO_GRAMMAR = "output cannot be held to a grammar or schema"
 ONE_ANSWER = "this API gives one answer"
 # Honoured by every API, under these names.
-PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "n", "max_tokens", "stop"}
+PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_logprobs", "n", "max_tokens", "stop"}
 SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`
 # What a chat template's variables cannot be called: they have a meaning of their own in LLM.apply_chat_template.
 _NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
@@ -108,6 +108,8 @@ class Job:
     max_thinking_tokens: int | None = None  # of the reasoning
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
     items: list[Any] | None = None  # of /v1/responses: the input, where the response is kept
+    echo: bool = False  # whether the answer repeats the prompt
+    only_prompt: bool = False  # and has nothing else
     context: int | None = None  # tokens of a conversation that the client counts on
     speaking: Speaking | None = None  # what tells the parts of the answer apart
 

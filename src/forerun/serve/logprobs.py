@@ -36,6 +36,14 @@ class CompletionLogprobs:
         self._left, self._tokenizer, self._offset = left, tokenizer, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def from_the_first(self, positions: Seq[TokenLogprob]) -> dict[str, Any]:
+        """The same with an entry before them for the token on the left: a text's first, which has no probability."""
+        raw = self._tokenizer.own_text(self._left)
+        self._offset = len(raw)
+        made = self.piece(positions)
+        first = {"tokens": raw, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [first[name], *made[name]] for name in made}
+
     def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
         """Four lists with one entry per token. text_offset: where it begins in the choice's text, in characters.
 

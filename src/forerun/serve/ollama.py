@@ -60,11 +60,10 @@ FORMS = {
     CHAT: Form(CHAT, {*_BOTH, "messages", "tools"}, _INERT, _NEUTRAL),
     GENERATE: Form(
         GENERATE,
-        {*_BOTH, "prompt", "system", "raw"},
+        {*_BOTH, "prompt", "suffix", "system", "raw"},
         _INERT,
         {
             **_NEUTRAL,
-            "suffix": (("",), "text is continued, not filled in"),
             "images": (([],), "the model reads texts alone"),
             "template": (("",), "the model's own chat template is used; with raw the prompt goes as it is"),
             "context": (([],), "conversations are sent as messages to /api/chat"),
@@ -131,6 +130,7 @@ def read_body(
         model,
         params_of({**given, **options, **_format(given.get("format"))}, defaults or {}, OPTIONS, None),
         prompts=prompts,
+        suffix=given.get("suffix", "") if prompts else "",
         messages=None if prompts else messages,
         variables=variables(given),
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
@@ -244,14 +244,14 @@ def _calls(given: Mapping[str, Any]) -> Calls | None:
 
 
 def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """The conversation of a prompt, or with raw the prompt as it is."""
-    prompt, system = given.get("prompt", ""), given.get("system", "")
-    for name, text in (("prompt", prompt), ("system", system)):
+    """The conversation of a prompt, or with raw or a suffix the prompt as it is."""
+    prompt, system, suffix = (given.get(name, "") for name in ("prompt", "system", "suffix"))
+    for name, text in (("prompt", prompt), ("system", system), ("suffix", suffix)):
         if not isinstance(text, str):
             raise Refused(f"{name}={shown(text)} is not possible: it must be a text", name)
     if not prompt:
         return [], ()
-    if flag(given, "raw"):
+    if flag(given, "raw") or suffix:
         return [], (prompt,)
     begun: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*begun, {"role": "user", "content": prompt}], ()

@@ -7,6 +7,7 @@ batch` and `forerun serve` read bodies here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forerun import __version__
@@ -67,7 +68,7 @@ _OWN = {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
         *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
     },
-    COMPLETIONS: {"prompt", "suffix", "best_of"},
+    COMPLETIONS: {"prompt", "suffix", "best_of", "echo"},
 }
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
@@ -75,9 +76,7 @@ _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
         "function_call": (("none", "auto"), NO_CALLS),
         "modalities": ((["text"],), "answers are texts"),
     },
-    COMPLETIONS: {
-        "echo": ((False,), "an answer does not repeat its prompt"),
-    },
+    COMPLETIONS: {},
 }
 
 
@@ -108,6 +107,7 @@ def read_body(
     """
     read = check(FORMS[url], body, served_names, ignore_unsupported=ignore_unsupported)
     given = read.fields
+    echo, only_prompt = _echo(given, given.get("stream") is True)
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
@@ -132,7 +132,23 @@ def read_body(
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
         ignored=tuple(read.ignored or ()),
+        echo=echo,
+        only_prompt=only_prompt,
     )
+
+
+def _echo(given: dict[str, Any], stream: bool) -> tuple[bool, bool]:
+    """Whether the answer repeats the prompt, and has nothing else: that is a limit of 0 tokens, which becomes 1."""
+    echo = flag(given, "echo")
+    limits = [name for name in ("max_tokens", "max_completion_tokens") if given.get(name) == 0]
+    if echo and stream and given.get("logprobs") is not None:
+        raise Refused("echo with logprobs cannot be streamed: leave out one of echo, logprobs and stream", "echo")
+    if echo and given.get("suffix"):
+        raise Refused("echo and suffix exclude one another: leave out one of them", "echo")
+    if not echo or any(type(given[name]) is not int for name in limits):
+        return echo, False
+    given |= dict.fromkeys(limits, 1)
+    return echo, bool(limits)
 
 
 def _calls(read: Given) -> Calls | None:
@@ -170,7 +186,9 @@ def _name(tool: Any) -> Any:
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
     names = {"n": "n", "stop": "stop", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
     logprobs = given.get("logprobs") if url == COMPLETIONS else _num_top_logprobs(given)
-    return params_of({**given, **params_of_format(given)}, defaults, {**names, **GUIDED}, logprobs)
+    fields = {**given, **params_of_format(given)}
+    params = params_of(fields, defaults, {**names, **GUIDED}, logprobs)
+    return replace(params, prompt_logprobs=params.logprobs) if given.get("echo") else params
 
 
 def _num_top_logprobs(given: Body) -> int | None:
@@ -260,10 +278,13 @@ def answer_body(
 
     What the API has no word for is under "forerun" (see `report_of`), if with_report.
     """
-    choice = _chat_choice if job.url == CHAT else _text_choice
+    if job.url == CHAT:
+        choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
+    else:
+        choices = [_text_choice(i, output, tokenizer, job) for i, output in enumerate(outputs)]
     made = {
         **_head(job, answer_id, created_s, "chat.completion"),
-        "choices": [choice(i, output, tokenizer) for i, output in enumerate(outputs)],
+        "choices": choices,
         "usage": _usage(Usage.of(outputs, job.params)),
     }
     return made | ({"forerun": report_of(outputs)} if with_report else {})
@@ -289,11 +310,14 @@ class Stream:
         self._lefts = lasts[:]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
         self._have_calls: set[int] = set()  # choices
+        echoed = prompts if job.echo else ()
+        self._echoes = [tokenizer.decode(prompt) for prompt in echoed for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Of a chat, the role of each choice."""
+        """Of a chat, the role of each choice; of a completion with echo, its prompt."""
         if self._job.url != CHAT:
-            return b""
+            chosen = enumerate(self._echoes)
+            return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in chosen)
         delta = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(
             self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -304,7 +328,9 @@ class Stream:
         """What a chunk of a choice adds; nothing where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
-        if chunk.parts is None:
+        if self._job.only_prompt:
+            deltas = []
+        elif chunk.parts is None:
             deltas = [{"content": chunk.text}] if chunk.text else []
         else:
             deltas = [delta for part in chunk.parts if (delta := self._delta(index, part))]
@@ -407,8 +433,17 @@ def finish_reason(reason: str | None, has_calls: bool) -> str | None:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: Job) -> dict[str, Any]:
+    text = "" if job.only_prompt else output.text
     logprobs = None
     if output.logprobs is not None:
-        logprobs = CompletionLogprobs(output.prompt_ids[-1], tokenizer).piece(output.logprobs, len(output.text))
-    return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        own = [] if job.only_prompt else output.logprobs
+        if job.echo and output.prompt_logprobs:
+            reader = CompletionLogprobs(output.prompt_ids[0], tokenizer)
+            known = [place for place in output.prompt_logprobs if place is not None]
+            logprobs = reader.from_the_first([*known, *own])
+        else:
+            logprobs = CompletionLogprobs(output.prompt_ids[-1], tokenizer).piece(own, len(text))
+    if job.echo:
+        text = tokenizer.decode(output.prompt_ids) + text
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}

@@ -218,6 +218,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "logprobs": _FIELDS["logprobs"],
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
         "best_of": _FIELDS["n"],
+        "echo": _FLAG,
     },
     responses.RESPONSES: {
         "input": _either(
@@ -283,7 +284,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "stop": _limited("stop", _STOPS),
         "repeat_penalty": _FIELDS["repetition_penalty"],
     },
-    ollama.GENERATE: {**_OF_OLLAMA, "prompt": _TEXT, "system": _TEXT, "raw": _FLAG},
+    ollama.GENERATE: {**_OF_OLLAMA, "prompt": _TEXT, "suffix": _TEXT, "system": _TEXT, "raw": _FLAG},
 }
 _REQUIRED = {
     openai.CHAT: ["messages"],
