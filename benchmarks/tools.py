@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import typer
 from rich.console import Console
 
