@@ -48,7 +48,16 @@ WEATHER = {
     "required": ["days", "unit"],
     **CLOSED,
 }
-OPTIONAL = {"type": "object", "properties": {"x": {"type": "boolean"}, "y": {"type": ["integer", "null"]}}, **CLOSED}
+OPTIONAL = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "boolean"},
+        "y": {"type": ["integer", "null"]},
+        "z": {"anyOf": [{"type": "string", "pattern": "^[ab]{2}$"}, {"type": "null"}]},
+        "either": {"enum": ["a", "b", 3]},
+    },
+    **CLOSED,
+}
 NOTHING = {"type": "object", "properties": {}, **CLOSED}
 SCHEMAS = {"weather": WEATHER, "opt": OPTIONAL, "now": NOTHING}
 TOOLS = Tools.of([{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import BadOption
-from forerun.text.tools import Tools
+from forerun.text.tools import Tools, kinds
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
@@ -172,12 +172,18 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """A value between tags, and the tag that closes it: a text as it is, anything else as JSON."""
+    """A value between tags, and the tag that closes it: a text as it is, anything else as JSON.
+
+    What may be a text or null is written as a text, what may be a number, too, as JSON.
+    """
     types = tools.types(tool, parameter)
     end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)
-    if types == {"string"}:
-        choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-        if choices:
-            return f"({' | '.join(literal(str(one)) for one in choices)}) {end}"
-        return rules.up_to(closing, before, schema)
-    return f"{rules.json(schema)} {end}"
+    if "string" not in types or types - {"string", "null"}:
+        return f"{rules.json(schema)} {end}"
+    ways = (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ()), schema)
+    text = next(one for one in ways if "string" in kinds(one))
+    choices = text.get("enum") or ([text["const"]] if "const" in text else [])
+    written = f"({' | '.join(literal(str(one)) for one in choices)}) {end}" if choices else ""
+    written = written or rules.up_to(closing, before, text)
+    may_be_null = "null" in types and (bool(choices) or text_of(text) != TEXT)
+    return f'({written} | "null" {end})' if may_be_null else written

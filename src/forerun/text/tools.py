@@ -48,7 +48,7 @@ class Tools:
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter may have; none where the schema does not say."""
         properties = self.schemas.get(name, {}).get("properties")
-        return frozenset(_types(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
+        return frozenset(kinds(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
 
 MOST_THINKING_TOKENS = 1 << 16
@@ -100,7 +100,8 @@ def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or None")
 
 
-def _types(schema: Any) -> Iterator[str]:
+def kinds(schema: Any) -> Iterator[str]:
+    """The JSON types that a schema states, itself or in its alternatives; "other" is that of a choice."""
     if not isinstance(schema, Mapping):
         return
     kind = schema.get("type")
@@ -109,13 +110,14 @@ def _types(schema: Any) -> Iterator[str]:
         yield "string" if isinstance(one, str) else "other"
     for name in ("anyOf", "oneOf"):
         for choice in schema.get(name) or ():
-            yield from _types(choice)
+            yield from kinds(choice)
 
 
 def json_of(raw: str, types: frozenset[str]) -> str:
     """The JSON text of a value that a model wrote without quotes, by the types that it may have.
 
-    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON.
+    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON; in quotes it is JSON
+    where numbers and their likes are allowed, too.
     """
     if types != {"string"}:
         word = raw.strip()
@@ -123,8 +125,10 @@ def json_of(raw: str, types: frozenset[str]) -> str:
         try:
             value = json.loads(word, parse_constant=no_number)
         except ValueError:
-            value = raw
-        if not isinstance(value, str) and not (types and types <= {"string", "null"} and value is not None):
+            return json.dumps(raw, ensure_ascii=False)
+        if isinstance(value, str):
+            return word if not types <= {"string", "null"} or not types else json.dumps(raw, ensure_ascii=False)
+        if not (types and types <= {"string", "null"} and value is not None):
             return word
     return json.dumps(raw, ensure_ascii=False)
 

@@ -4,6 +4,8 @@
 <arg_key>city</arg_key>
 <arg_value>Paris</arg_value>
 </tool_call>
+
+Since GLM 4.7 without the breaks of lines.
 """
 
 from __future__ import annotations
@@ -53,8 +55,14 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
     def one(key: str, own: Schema) -> str:
         value = tag_value(rules, own, tools, name, key, VALUE[1], "")
-        named = f'{rules.mark(KEY[0])} {literal(key)} {rules.mark(KEY[1])} "\\n"'
-        return f'{named} {rules.mark(VALUE[0])} {value} "\\n"'
+        named = f"{rules.mark(KEY[0])} {literal(key)} {rules.mark(KEY[1])} {line}"
+        return f"{named} {rules.mark(VALUE[0])} {value} {line}"
 
-    head = literal(f"{name}\n")
+    line = literal(between(rules))
+    head = f"{literal(name)} {line}"
     return f"{rules.mark(MARKS[0])} {head} {in_turn(rules, schema, one, '')} {rules.mark(MARKS[1])}"
+
+
+def between(rules: Rules) -> str:
+    """What stands between tags and calls: a new line, and nothing since GLM 4.7."""
+    return "" if f"}}{KEY[0]}" in rules.template else "\n"

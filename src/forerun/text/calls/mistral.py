@@ -47,7 +47,9 @@ def _call(scan: Scanner, mark: str) -> Steps:
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """One call, as a grammar."""
     if _is_new(rules):
-        return f"{rules.mark(MARKS[0])} {literal(name)} {rules.mark(MARKS[2])} {rules.json(schema)}"
+        has_id = MARKS[1] in rules.special or MARKS[1] in rules.template
+        numbered = f"({rules.mark(MARKS[1])} /[A-Za-z0-9]{{9}}/)?" if has_id else ""
+        return f"{rules.mark(MARKS[0])} {literal(name)} {numbered} {rules.mark(MARKS[2])} {rules.json(schema)}"
     return rules.json_call(name, schema)
 
 

@@ -54,6 +54,6 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 def around(rules: Rules, calls: str) -> str:
     """What stands around the calls."""
-    if MARKS[0] in rules.template:
+    if MARKS[0] in rules.template or MARKS[0] in rules.special:
         return f'{rules.mark(MARKS[0])} "[" {calls} "]" {rules.mark(MARKS[1])}'
     return f'"[" {calls} "]"'
