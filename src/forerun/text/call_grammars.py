@@ -99,10 +99,10 @@ class Rules:
         text = json.dumps({**_without_words(schema), "x-guidance": written}, ensure_ascii=False)
         return self.add(f"%json {text}")
 
-    def json_call(self, name: str, schema: Schema, arguments: str = "arguments") -> str:
-        """A call as one JSON object."""
+    def json_call(self, name: str, schema: Schema, arguments: str = "arguments", end: str = "") -> str:
+        """A call as one JSON object. end: a rule for what may stand behind the arguments."""
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
-        return f'{head} {self.json(schema)} "}}"'
+        return f'{head} {self.json(schema)} {end} "}}"'
 
     def text(self) -> str:
         """All of it, from `start` on. What grammars in llama.cpp's form are known by does not stand in it."""

@@ -121,7 +121,9 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
     """A value, by the types of its schema; one of no known type is a text."""
     ways = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
     choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    kind = schema.get("type", "string")
+    kind = schema.get("type")
+    if not ways and not choices and kind is None:
+        return _any(rules, quote, "value")
     if ways:
         return f"({' | '.join(_written(rules, one, quote) for one in ways)})"
     if choices:
@@ -130,6 +132,8 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
         return f"({' | '.join([*texts, *others])})"
     if isinstance(kind, list):
         return f"({' | '.join(_written(rules, {**schema, 'type': one}, quote) for one in kind)})"
+    if kind == "object" and not schema.get("properties") and schema.get("additionalProperties") is not False:
+        return _any(rules, quote, "object")
     if kind == "object":
         return _object(rules, schema, quote)
     if kind == "array":
@@ -142,3 +146,17 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
     if kind == "string":
         return f"{rules.mark(quote)} {rules.up_to(quote, schema=schema)}"
     return rules.json(schema)
+
+
+def _any(rules: Rules, quote: str, kind: str) -> str:
+    """Any value, object, array or text."""
+    if "any_value" not in rules.rules:
+        number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
+        rules.rules |= {
+            "any_value": f'any_object | any_array | any_text | {number} | "true" | "false" | "null"',
+            "any_text": f"{rules.mark(quote)} {rules.up_to(quote)}",
+            "any_object": '"{" (any_pair ("," any_pair)*)? "}"',
+            "any_pair": '/[A-Za-z_][A-Za-z0-9_]*/ ":" any_value',
+            "any_array": '"[" (any_value ("," any_value)*)? "]"',
+        }
+    return f"any_{kind}"

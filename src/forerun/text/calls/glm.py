@@ -65,4 +65,4 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 def between(rules: Rules) -> str:
     """What stands between tags and calls: a new line, and nothing since GLM 4.7."""
-    return "" if f"}}{KEY[0]}" in rules.template else "\n"
+    return "\n" if any(f"{line}{KEY[0]}" in rules.template for line in ("\n", "\\n")) else ""

@@ -79,8 +79,10 @@ MOST_CALLS = 1  # the call ends the answer
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """One call, as a grammar."""
-    head = f"{rules.mark(CHANNEL)} {literal(f'commentary to=functions.{name} ')} {rules.mark('<|constrain|>')}"
-    return f'{head} "json" {rules.mark(MESSAGE)} {rules.json(schema)}'
+    to, channel = literal(f"to=functions.{name}"), rules.mark(CHANNEL)
+    heads = f'({channel} "commentary " {to} | " " {to} {channel} ("commentary" | "analysis"))'
+    kind = f'(" " {rules.mark("<|constrain|>")} "json")?'
+    return f"{heads} {kind} {rules.mark(MESSAGE)} {rules.json(schema)}"
 
 
 def around(rules: Rules, calls: str) -> str:

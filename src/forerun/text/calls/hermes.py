@@ -52,4 +52,6 @@ def _untagged(scan: Scanner, tools: Tools) -> Steps:
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """One call, as a grammar."""
-    return f'{rules.mark(MARKS[0])} "\\n" {rules.json_call(name, schema)} "\\n" {rules.mark(MARKS[1])}'
+    has_line = any(f"{line}{MARKS[1]}" in rules.template for line in ("\n", "\\n"))
+    line = '"\\n"' if has_line else '"\\n"?'
+    return f'{rules.mark(MARKS[0])} "\\n" {rules.json_call(name, schema)} {line} {rules.mark(MARKS[1])}'

@@ -50,7 +50,8 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
         has_id = MARKS[1] in rules.special or MARKS[1] in rules.template
         numbered = f"({rules.mark(MARKS[1])} /[A-Za-z0-9]{{9}}/)?" if has_id else ""
         return f"{rules.mark(MARKS[0])} {literal(name)} {numbered} {rules.mark(MARKS[2])} {rules.json(schema)}"
-    return rules.json_call(name, schema)
+    before, after = literal(', "id": "'), literal('"')
+    return rules.json_call(name, schema, end=f"({before} /[A-Za-z0-9]{{9}}/ {after})?")
 
 
 def around(rules: Rules, calls: str) -> str:

@@ -17,6 +17,7 @@ SIGNS = (("[func_name1(",), ("<|tool_call_start|>",), ("<|tool_list_start|>",), 
 MARKS = ("<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "<|python_end|>")
 OPENING, CLOSING = MARKS[::2], MARKS[1::2]
 BARE = "["
+PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -44,12 +45,19 @@ BETWEEN = ", "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar. Values are JSON, which is Python but for true, false and null."""
+    """One call, as a grammar. Values are JSON, which is Python but for true, false and null: those may be either."""
 
     def one(key: str, own: Schema) -> str:
-        return f"{literal(f'{key}=')} {rules.json(own)}"
+        names = [name for kind, name in PYTHON if kind in _types(own)]
+        return f"{literal(f'{key}=')} ({' | '.join([rules.json(own), *map(literal, names)])})"
 
     return f"{literal(f'{name}(')} {in_turn(rules, schema, one, ', ')} {literal(')')}"
+
+
+def _types(schema: Schema) -> tuple[str, ...]:
+    """The types that a schema allows all values of."""
+    kind = () if "enum" in schema or "const" in schema else schema.get("type", ())
+    return (kind,) if isinstance(kind, str) else tuple(kind)
 
 
 def around(rules: Rules, calls: str) -> str:
