@@ -21,7 +21,7 @@ def test_every_answer_matches_its_schema() -> None:
     for line in lines:
         assert (line.num_invalid, line.num_wrongly_cut, line.num_failed) == (0, 0, 0)
         assert line.num_valid + line.num_cut == 9
-        assert line.num_valid > 4
+        assert line.num_valid > 2
         assert line.accepted > 0.3, "it drafts"
 
 
@@ -42,7 +42,8 @@ def test_schemas_are_schemas_of_every_kind() -> None:
         ("3.5", {"type": "integer"}, False),
         ("{", {}, False),
         ('"x"', {"pattern": "^y"}, False),
-        ('"2026-02-30"', {"format": "date"}, False),
+        ('"1.2.3.456"', {"format": "ipv4"}, False),
+        ("0.9999999999999999999999", {"exclusiveMaximum": 1}, True),
     ],
 )
 def test_what_is_valid(text: str, schema: dict[str, Any], valid: bool) -> None:

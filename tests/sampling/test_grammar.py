@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -82,6 +83,20 @@ def test_each_kind_allows_its_texts_and_no_others(tokenizer, fields, right, wron
     own = walk(tokenizer, **fields)
     assert [text for text in right if not takes(tokenizer, own, text)] == []
     assert [text for text in wrong if takes(tokenizer, own, text)] == []
+
+
+@pytest.mark.parametrize("low", [-22, -21.25, -21, -0.5, 0, 0.5, 20.5])
+@pytest.mark.parametrize("high", [-21, -20.75, -0.25, 0, 21, 21.5, 100])
+def test_no_number_beyond_its_bounds_is_allowed(tokenizer, low, high):
+    """Bounds may be refused, and never be read wrongly."""
+    for lowest, highest in itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        try:
+            own = walk(tokenizer, json_schema={"type": "number", lowest: low, highest: high})
+        except BadOption:
+            continue
+        beyond = [low - 0.25, high + 0.25, *[low] * (lowest != "minimum"), *[high] * (highest != "maximum")]
+        for text in {spelled for value in beyond for spelled in (f"{value:g}", f"{float(value)}", f"{value:.2f}")}:
+            assert not takes(tokenizer, own, text), (lowest, highest, text)
 
 
 def test_an_end_may_come_where_the_grammar_may_end_and_nowhere_else(tokenizer):
@@ -219,6 +234,9 @@ def test_what_is_no_grammar_is_refused_before_anything_is_compiled(fields, says)
         ({"json_schema": {"enum": list(range(5_000))}}, "^json_schema has 5,00. values"),
         ({"regex": "a" * 70_000}, "^regex has 70,000 characters"),
         ({"json_schema": '{"items": ' * 300 + "true" + "}" * 300}, "^json_schema cannot be honoured.*recursion"),
+        ({"json_schema": {"items": {"minimum": -4.5, "exclusiveMaximum": -4.0}}}, "^json_schema asks for numbers"),
+        ({"json_schema": {"type": "integer", "multipleOf": 999_983}}, "^json_schema has multipleOf"),
+        ({"grammar": 'start: %json {"multiple\\u004ff": 999983}'}, "^grammar has multipleOf"),
         ({"json_schema": {"$ref": "http://example.com/x.json"}}, "^json_schema cannot be honoured"),
     ],
     ids=lambda value: re.sub(r"\W+", "_", str(value))[:30],

@@ -16,7 +16,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -291,7 +291,7 @@ def _source(kind: str, text: str) -> str:
 
     name, _, whitespace = kind.partition(":")
     if name in ("json_schema", "json_object"):
-        _refuse_large(name, json.loads(text))
+        _refuse_values(name, json.loads(text))
         schema = text if text.lstrip().startswith("{") else '{"anyOf": [' + text + "]}"
         return LLMatcher.grammar_from_json_schema(schema, overrides=_SEPARATORS[whitespace])  # type: ignore[arg-type]
     if name == "regex":
@@ -302,15 +302,30 @@ def _source(kind: str, text: str) -> str:
     return LLMatcher.grammar_from_lark(_lark(text))
 
 
-def _refuse_large(name: str, schema: Any) -> None:
-    """Raise BadOption for a schema of too many values, before anything is compiled."""
+def _refuse_values(name: str, schema: Any) -> None:
+    """Raise BadOption for a schema of too many values, and for one that llguidance would read wrongly."""
     num, waiting = 0, [schema]
     while waiting:
         one = waiting.pop()
         num += 1
         waiting.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        if isinstance(one, dict):
+            _refuse_bounds(name, one)
     if num > MOST_VALUES:
         raise BadOption(f"{name} has {num:,} values: it must have at most {MOST_VALUES:,}")
+
+
+def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:
+    """Raise BadOption for -4.5 <= x < -4 and its likes: llguidance 1.9.1 lets such an x be -4."""
+    below = schema.get("exclusiveMaximum")
+    if not isinstance(below, int | float) or below >= 0 or below != int(below):
+        return
+    for least in (schema.get("minimum"), schema.get("exclusiveMinimum")):
+        if isinstance(least, int | float) and below - 1 < least < below:
+            raise BadOption(
+                f"{name} asks for numbers from {least} to below {below}, which is not possible: give maximum in the "
+                "place of exclusiveMaximum, or a smaller minimum"
+            )
 
 
 def _refuse_multiples(name: str, text: str) -> None:
