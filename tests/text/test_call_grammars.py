@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -21,7 +22,7 @@ from forerun.text.speech import THOUGHTS, PartsReader, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import Tools, ToolUse
 from forerun.types import SamplingParams
-from text.test_calls import CASES, SIGNS, tokenizer_of
+from text.test_calls import CASES, SIGNS, parts_of, tokenizer_of
 
 pytestmark = pytest.mark.once("texts alone")
 CLOSED = {"additionalProperties": False}
@@ -216,6 +217,28 @@ def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
         many.held(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
     with pytest.raises(BadOption, match="max_thinking_tokens=3 and a grammar"):
         plain.held(SamplingParams(grammar='start: "a"'), tokenizer, [0])
+
+
+KEYS = ("type", "enum", "required", "anyOf", "items", "minLength", "pattern", "properties", "additionalProperties")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schemas_that_are_none_are_refused_or_taken(name: str, tmp_path: Path) -> None:
+    """Nothing but BadOption is raised, and an answer can be read by them."""
+    tokenizer, num = tokenizer_of(tmp_path, list(dialect(name).marks)), 0
+    for key, value in itertools.product(KEYS, (3, "x", None, [3], {"a": 3}, [{}], ["string", 3])):
+        inner: Any = {"type": "string", key: value}
+        for schema in ({"properties": {"a": inner}}, {key: value}, {"properties": {"a": {"type": "array", **inner}}}):
+            use = ToolUse(Tools.of([{"name": "f", "parameters": schema}]), "f")
+            speaking = Speaking(Speech(dialect(name), (), SIGNS[name]), use)
+            try:
+                held(speaking, tokenizer)
+                num += 1
+            except BadOption:
+                pass
+            for text, _ in CASES[name]:
+                parts_of(speaking, text.replace("weather", "f").replace("city", "a"))
+    assert num > 20
 
 
 def test_parameters_that_may_be_left_out() -> None:

@@ -93,7 +93,11 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
     given, ignored = read.fields, list(read.ignored or ())
     messages = _messages(given.get("system"), given.get("messages"))
     calls = _calls(given, ignored)
-    if (given.get("context_management") or {}).get("edits"):
+    management = given.get("context_management", {})
+    if not isinstance(management, Mapping):
+        message = f"context_management={shown(management)} is not possible: it must be an object"
+        raise Refused(message, "context_management")
+    if management.get("edits"):
         ignored.append("context_management")  # the conversation is sent as it is, and nothing of it is left out
     goes_on = messages[-1]["role"] == "assistant"
     if goes_on and messages[-1].get("tool_calls"):
@@ -140,8 +144,8 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
 def _thinks(thinking: Any) -> bool | None:
     """Whether the model thinks; None = as it usually does."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
-    kind = thinking.get("type") if isinstance(thinking, Mapping) else thinking
-    if not isinstance(thinking, Mapping) or kind not in kinds:
+    kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+    if not isinstance(thinking, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
         message = f"thinking={shown(thinking)} is not possible: its type must be enabled, disabled or adaptive"
         raise Refused(message, "thinking")
     return kinds[kind]
@@ -193,7 +197,7 @@ def _messages(system: Any, given: Any) -> list[Message]:
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
     """The messages that one message stands for: results of tools, and then the rest. names: by ids, of calls so far."""
-    if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") in _KINDS for b in content):
+    if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") == "text" for b in content):
         return [{"role": role, "content": texts_of(content, where, _KINDS)}]
     results, texts, own = list[dict[str, Any]](), list[Any](), dict[str, Any]()
     for i, block in enumerate(content):

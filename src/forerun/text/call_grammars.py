@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import BadOption
-from forerun.text.tools import Tools, kinds
+from forerun.text.tools import Tools, choices_of, kinds, several
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
@@ -145,7 +145,7 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """Of each parameter its name, its schema and whether it is required; those that are come first."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
-    required = [name for name in schema.get("required") or () if isinstance(name, str)]
+    required = [name for name in several(schema.get("required")) if isinstance(name, str)]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
     def whole(one: Any) -> Schema:
@@ -180,9 +180,9 @@ def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: 
     end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)
     if "string" not in types or types - {"string", "null"}:
         return f"{rules.json(schema)} {end}"
-    ways = (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ()), schema)
+    ways = (*several(schema.get("anyOf")), *several(schema.get("oneOf")), schema)
     text = next(one for one in ways if "string" in kinds(one))
-    choices = text.get("enum") or ([text["const"]] if "const" in text else [])
+    choices = choices_of(text)
     written = f"({' | '.join(literal(str(one)) for one in choices)}) {end}" if choices else ""
     written = written or rules.up_to(closing, before, text)
     may_be_null = "null" in types and (bool(choices) or text_of(text) != TEXT)

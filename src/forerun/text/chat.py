@@ -180,7 +180,8 @@ def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
     """The arguments of calls that are mappings and would be seen to be Python's where they are printed so."""
     for message in messages:
         for call in message.get("tool_calls") or ():
-            given = call.get("function", call).get("arguments")
+            function = call.get("function", call)
+            given = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(given, dict) and repr(given) != json.dumps(given, ensure_ascii=False):
                 yield given
 

@@ -84,7 +84,10 @@ class Speaking:
         """
         special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
         rules = Rules(special, self.speech.template, {"start": ""}, self.max_thinking_tokens, tokenizer.encode)
-        rest = self._rest(rules, params)
+        try:
+            rest = self._rest(rules, params)
+        except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+            raise BadOption(f"the schema of a tool or of the answer cannot be read ({error}): mend it") from error
         if rest is None:
             return params
         rules.rules["start"] = self._behind_thought(rules, rest, self.begun(_tail(tokenizer, prompt_ids)))

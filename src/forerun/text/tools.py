@@ -100,16 +100,26 @@ def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or None")
 
 
+def several(value: Any) -> list[Any]:
+    """A list in a schema; an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, if it does."""
+    return several(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+
+
 def kinds(schema: Any) -> Iterator[str]:
     """The JSON types that a schema states, itself or in its alternatives; "other" is that of a choice."""
     if not isinstance(schema, Mapping):
         return
     kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ()
-    for one in schema.get("enum") or [schema["const"]] if "const" in schema else schema.get("enum") or ():
+    yield from (one for one in ([kind] if isinstance(kind, str) else several(kind)) if isinstance(one, str))
+    for one in choices_of(schema):
         yield "string" if isinstance(one, str) else "other"
     for name in ("anyOf", "oneOf"):
-        for choice in schema.get(name) or ():
+        for choice in several(schema.get(name)):
             yield from kinds(choice)
 
 

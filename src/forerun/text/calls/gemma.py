@@ -11,7 +11,7 @@ import json
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal
 from forerun.text.calling import begin
 from forerun.text.parts import CallArguments, CallEnd, Reasoning, Scanner, Steps, Text
-from forerun.text.tools import Tools, inside, json_of
+from forerun.text.tools import Tools, choices_of, inside, json_of, several
 
 NAME = "gemma"
 SIGNS = (("<|tool_call>", "call:"), ("<start_function_call>", "call:"))
@@ -119,8 +119,8 @@ def _object(rules: Rules, schema: Schema, quote: str) -> str:
 
 def _written(rules: Rules, schema: Schema, quote: str) -> str:
     """A value, by the types of its schema; one of no known type is a text."""
-    ways = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    ways = [*several(schema.get("anyOf")), *several(schema.get("oneOf"))]
+    choices = choices_of(schema)
     kind = schema.get("type")
     if not ways and not choices and kind is None:
         return _any(rules, quote, "value")

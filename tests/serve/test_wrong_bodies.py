@@ -1,0 +1,140 @@
+"""Bodies with any value in any place are read or refused by name: nothing else is raised, which would be status 500."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun.errors import UserError
+from forerun.serve import messages, openai, responses
+from forerun.serve.texts import TextOptions, Texts
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+from serve.agents import CLAUDE_CODE, CODEX
+
+pytestmark = pytest.mark.once("no engine runs: bodies alone")
+FUNCTION = {
+    "name": "f",
+    "description": "d",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+FORM = {"type": "json_schema", "schema": {}}
+BODIES: dict[str, dict[str, Any]] = {
+    openai.CHAT: {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "a", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": True,
+        "reasoning_effort": "low",
+        "max_thinking_tokens": 5,
+        "chat_template_kwargs": {"enable_thinking": True},
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+    },
+    openai.COMPLETIONS: {"prompt": "a", "suffix": "b", "max_tokens": 3},
+    responses.RESPONSES: {
+        **CODEX,
+        "text": {"format": FORM},
+        "tool_choice": {"type": "function", "name": "shell"},
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}], "content": []},
+            {"type": "function_call", "call_id": "a", "name": "shell", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "x"},
+        ],
+    },
+    messages.MESSAGES: {
+        **CLAUDE_CODE,
+        "tool_choice": {"type": "tool", "name": "Bash", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+        "output_config": {"effort": "low", "format": FORM},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": "s"},
+                    {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+        ],
+    },
+}
+GONE = object()
+VALUES: list[Any] = [
+    GONE,
+    None,
+    True,
+    -1,
+    3.5,
+    "",
+    "x",
+    [],
+    {},
+    [1],
+    ["x"],
+    {"a": 1},
+    [{}],
+    {"type": "text"},
+    "auto",
+    10**30,
+]
+VALUES += ["\ud800", [None], 10**30]
+GROUPS = ((), ("text", "output_config"), ("tools", "tool_choice"))  # fields left out: two grammars are refused early
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    folder = Path(forerun.__file__).parent / "data" / "target"
+    template = ChatTemplate.load(folder, Path(__file__).parent / "tools.jinja")
+    return Texts(TextOptions(folder, ("shipped",), 2048, 64), Tokenizer.load(folder), lambda: template)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+def changed(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    made = copy.deepcopy(body)
+    place: Any = made
+    for key in path[:-1]:
+        place = place[key]
+    if value is not GONE:
+        place[path[-1]] = value
+    else:
+        del place[path[-1]]
+    return made
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_any_value_in_any_place(url: str, texts: Texts) -> None:
+    num_read = num_refused = 0
+    for left_out in GROUPS:
+        base = {key: value for key, value in BODIES[url].items() if key not in left_out}
+        for path, value in itertools.product(places(base), VALUES):
+            try:
+                texts.read(url, changed(base, path, value) if path else value)
+            except UserError:
+                num_refused += 1
+            else:
+                num_read += 1
+    assert num_read > 5
+    assert num_refused > 5
