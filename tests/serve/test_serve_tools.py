@@ -119,6 +119,16 @@ def test_what_a_template_fails_with_says_no_places_of_files(tmp_path: Path) -> N
         assert "no tokens for filling in" in answer.json()["error"]["message"]
 
 
+def test_long_bodies_are_read_aside(client: openai.OpenAI) -> None:
+    """By the process for them: what reads the answer comes back from there."""
+    long = [*ASKED, {"role": "user", "content": " " * 9000}]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = client.chat.completions.create(**{**CHAT, "messages": long, "tool_choice": choice, "max_tokens": 64})
+    (call, *_) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "weather"
+
+
 def test_choices_that_contradict(client: openai.OpenAI) -> None:
     import openai
 
