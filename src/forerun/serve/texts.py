@@ -310,7 +310,7 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
         if variables.get(name) is False and name not in reads:
             del variables[name]  # it does not think
     if calls is not None and speech.dialect is None:
-        if not ignore_unsupported:
+        if not ignore_unsupported or calls.is_forced:
             raise Refused(NO_TOOLS, "tools", code="unsupported_parameter")
         calls, ignored = None, [*ignored, "tools"]
     if job.effort is not None or job.thinks is not None:

@@ -30,6 +30,11 @@ class Calls:
     parallel: bool = True
     strict: frozenset[str] = frozenset()
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice != AUTO
+
     def use(self) -> ToolUse:
         """How the answer may call them."""
         return ToolUse(Tools.of(self.tools), self.choice, self.parallel, self.strict)
