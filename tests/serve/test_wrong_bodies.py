@@ -143,9 +143,7 @@ def test_any_value_in_any_place(url: str, texts: Texts) -> None:
 def test_tools_of_a_template_that_knows_none() -> None:
     """They may be left out where unsupported fields are ignored, but for a call that must be."""
     folder = Path(forerun.__file__).parent / "data" / "target"
-    body = {
-        key: value for key, value in BODIES[openai.CHAT].items() if key not in ("tool_choice", "chat_template_kwargs")
-    }
+    body = {**BODIES[openai.CHAT], "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {}}
     for ignore in (False, True):
         own = Texts(TextOptions(folder, ("shipped",), 2048, 64, {}, ignore))
         for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
