@@ -264,7 +264,7 @@ def test_parameters_can_be_set(talker: Path) -> None:
         "temprature 1": "there is no parameter 'temprature' (did you mean 'temperature'?)",
         "temperature": "there is no value for temperature",
         "temperature warm": "temperature='warm' is not possible",
-        "draft model": "there is no drafter in this engine 'model': it must be one of lookup, none, prediction; start ",
+        "draft model": "there is no drafter in this engine 'model': it must be one of forced, lookup, none, prediction; start ",
     }.items():
         with pytest.raises(BadOption, match=re.escape(sentence)):
             chat.set(words)
