@@ -264,12 +264,12 @@ def test_parameters_can_be_set(talker: Path) -> None:
         "temprature 1": "there is no parameter 'temprature' (did you mean 'temperature'?)",
         "temperature": "there is no value for temperature",
         "temperature warm": "temperature='warm' is not possible",
-        "draft model": "there is no drafter in this engine 'model': it must be one of forced, lookup, none, prediction; start ",
+        "draft model": "there is no drafter in this engine 'model': it must be one of forced, lookup, none, ",
     }.items():
         with pytest.raises(BadOption, match=re.escape(sentence)):
             chat.set(words)
     # No engine starts with that.
-    with pytest.raises(BadOption, match=r"did you mean 'none'.*of lookup, none, prediction$"):
+    with pytest.raises(BadOption, match=r"did you mean 'none'.*of forced, lookup, none, prediction$"):
         chat.set("draft nonee")
     assert chat.params == params
 
