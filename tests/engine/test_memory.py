@@ -101,6 +101,26 @@ def test_pools_are_what_the_cache_allocates(
     assert parts["draft KV cache"] == real(draft)
 
 
+@pytest.mark.parametrize("chunk", [512, 20_000])
+def test_long_chunks_of_prompts_are_counted_behind_windows(chunk: int) -> None:
+    """Two prompts in chunks, of which one overtakes the other."""
+    config = resized(SMALL, windows=(None, 100, 100), max_positions=32_768)
+    options = EngineConfig(
+        draft="none", max_batch_size=2, max_seq_len=32_768, prefill_chunk_tokens=chunk, max_num_batched_tokens=chunk
+    )
+    planned = bytes_by_name(memory_plan(config, None, options, dtype=F32))["target KV cache"]
+    shape = config.cache_shape
+    cache = BlockCache.create(shape, "paged", max_batch_size=2, max_seq_len=32_768)
+    for slot in range(2):
+        cache.open(slot)
+        for _ in range(3):
+            cache.reserve(slot, num := min(chunk, 30_000 - cache.length(slot)))
+            cache.keep({slot: range(num)})
+    assert shape.kinds == [None, 100]
+    whole, behind = (2 * 32_768 * shape.bytes_per_token(F32, kind) for kind in range(2))
+    assert cache.kinds[1]._num_touched * 16 * shape.bytes_per_token(F32, 1) <= planned - whole < behind
+
+
 @pytest.mark.parametrize("ops", OPS)
 def test_only_what_a_drafter_needs_is_counted(ops: str) -> None:
     def names(draft: Spec | None, spec: str, ops: str = ops, device: str = "cpu") -> set[str]:

@@ -221,12 +221,18 @@ def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: torch.de
     return replace(shape, windows=None)  # a block is a whole text, or kernels read one table for all layers
 
 
-def written_blocks(window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int) -> int:
+def written_blocks(
+    window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int, pass_tokens: int = 0
+) -> int:
     """Return how many blocks of a kind of layers are written, if no search has many rows pending; all without a window.
 
-    They are what the rows of running sequences see, and what is kept for later ones that begin alike.
+    They are what the rows of running sequences see, and what is kept for later ones that begin alike. A sequence that
+    runs more than WRITTEN_TOKENS of its prompt takes these first. pass_tokens: in the largest pass; 0 = no more.
     """
     if window is None:
         return num_blocks
     each = -(-(window + SPARE_TOKENS + WRITTEN_TOKENS) // block_tokens) + 2
-    return min(num_blocks, max_batch_size * each + FOUND_TOKENS // block_tokens)
+    seen = -(-(window + SPARE_TOKENS) // block_tokens) + 2
+    # Of two prompts: a sequence gives back what it has run when it runs on, which may be behind one that overtakes it.
+    prompts = 2 * -(-pass_tokens // block_tokens)
+    return min(num_blocks, max(max_batch_size * each + FOUND_TOKENS // block_tokens, max_batch_size * seen + prompts))

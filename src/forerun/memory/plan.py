@@ -323,13 +323,15 @@ class _Needs:
         if name in self.beside:
             shape = replace(shape, windows=None)  # a head keeps all rows
         shape = shape_of(shape, self.config.kv_cache_backend, self.max_seq_len, self.device)
+        largest = self._target_pass() if name == "target" else self._draft_pass(name, self.drafts[name])
         num_bytes, counted = 0, list[str]()
         for kind, window in enumerate(shape.kinds):
             block, each = PAGED_BLOCK_TOKENS, shape.bytes_per_token(dtype, kind)
             own = (
                 tokens
                 if window is None
-                else block * written_blocks(window, block, tokens // block, batch * self.target.num_slots)
+                else block
+                * written_blocks(window, block, tokens // block, batch * self.target.num_slots, largest.num_rows)
             )
             num_bytes += own * each
             is_whole = own == tokens and self.config.kv_cache_tokens is None
