@@ -121,7 +121,8 @@ def random_schema(chance: random.Random, depth: int = DEPTH) -> dict[str, Any]:
 def is_valid(text: str, schema: Mapping[str, Any]) -> bool:
     """Return whether a text is JSON that a schema allows. Decimals are compared exactly, not as they are rounded."""
     try:
-        jsonschema.validate(json.loads(text, parse_float=Decimal), schema, format_checker=jsonschema.FormatChecker())
+        exact = json.loads(json.dumps(schema), parse_float=Decimal)
+        jsonschema.validate(json.loads(text, parse_float=Decimal), exact, format_checker=jsonschema.FormatChecker())
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
