@@ -23,9 +23,10 @@ SMALL = Place("fixed", 4, 16, "paged", 5, 208)
 @needs_native
 def test_every_drafter_in_one_batch_says_what_plain_decoding_says() -> None:
     models = Models.shipped("bfloat16", CpuOps())
-    found = compare_mixed(models, models, [SMALL], cut_prompts(48, seed=7, longest=60), 20, seed=2)
-    assert found.num_outputs == 48
-    assert {name for name, num in found.drafted.items() if num} == set(DRAFTERS) - {"none"}
+    names = [name for name in DRAFTERS if name != "forced"]  # there are no grammars here
+    found = compare_mixed(models, models, [SMALL], cut_prompts(72, seed=7, longest=60), 20, seed=2, names=names)
+    assert found.num_outputs == 72
+    assert {name for name, num in found.drafted.items() if num} == set(names) - {"none"}
     assert {rule for _, rule in found.by_pair} == set(LOSSLESS)
     assert min(found.num_preemptions, found.num_cached, found.num_aborted, found.num_searches) > 0, str(found)
     assert found.num_rows > 1000
