@@ -53,7 +53,7 @@ GIVE_BACK_BYTES: int = 8388608
 
 def allocated_bytes(num_bytes: int) -> int:
     """
-    Counts the bytes that the system gives for a buffer: whole huge pages from the size of one on.
+    Counts the bytes that the system gives for a buffer: whole pages from the size of a huge one on.
     """
 
 def packed_bytes(num_out: int, num_in: int, bfloat16: bool, paired: bool = False) -> int:
