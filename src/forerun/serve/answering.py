@@ -169,7 +169,7 @@ class Exchange:
         await self._start(200, headers, job)
         try:
             await self._write(await self._guarded(events.begin, in_loop=True))
-            is_over = generation.is_over  # of nothing
+            is_over = not generation.requests  # one that has ended already still has all to tell
             while not is_over:
                 try:
                     silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
