@@ -98,6 +98,11 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
     yield from scan.space()
     if not (yield from scan.skip("[")):
         return (yield from json_call(scan, tools))
+    return (yield from _several(scan, partial(json_call, scan, tools)))
+
+
+def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
+    """The rest of a list of calls, behind its bracket. Returns whether the first was one; None where one breaks off."""
     found = False
     while True:
         yield from scan.space()
@@ -105,10 +110,11 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
             return found
         yield from scan.skip(",")
         yield from scan.space()
-        if not (yield from json_call(scan, tools)):
-            if found:
+        is_call = yield from call()
+        if not is_call:
+            if found and is_call is False:
                 yield Text(scan.log)
-            return found
+            return found if is_call is False else None
         found = True
         scan.begin()
 
@@ -153,20 +159,7 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
-    found = False
-    while True:
-        yield from scan.space()
-        if (yield from scan.skip("]")) or not (yield from scan.next()):
-            return found
-        yield from scan.skip(",")
-        yield from scan.space()
-        is_call = yield from python_call(scan, tools)
-        if not is_call:
-            if found and is_call is False:
-                yield Text(scan.log)
-            return found if is_call is False else None
-        found = True
-        scan.begin()
+    return (yield from _several(scan, partial(python_call, scan, tools)))
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
