@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from forerun.errors import UnsupportedModel
@@ -378,7 +379,7 @@ class CacheShape:
     sizes: tuple[tuple[int, int], ...] | None = None
     windows: tuple[int | None, ...] | None = None
 
-    @property
+    @cached_property
     def kinds(self) -> Seq[int | None]:
         """The windows of the layers that are kept, each once, the widest first: layers of a kind share block tables."""
         found = {None if self.windows is None else self.windows[layer] for layer in self.kept} or {None}
