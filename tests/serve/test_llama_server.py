@@ -17,7 +17,7 @@ pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
 
 def test_a_completion_is_what_the_engine_says(server: Running) -> None:
     (expected,) = LLM("shipped", draft="none").generate(CODE, SamplingParams(max_tokens=12, temperature=0), raw=True)
-    body = {"prompt": CODE, "n_predict": 12, "temperature": 0, "cache_prompt": True, "samplers": ["top_k"]}
+    body = {"prompt": CODE, "n_predict": 12, "temperature": 0, "cache_prompt": True, "samplers": []}
     whole = server.http.post("/completion", json=body).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == (expected.text, True, "limit")
     assert (whole["tokens_predicted"], whole["tokens_evaluated"]) == (12, len(expected.prompt_ids))
@@ -60,6 +60,10 @@ def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:
         ({"n_probs": 3}, "/v1/completions has logprobs"),
         ({"mirostat": 2}, "tokens are cut by top_k"),
         ({"n_predict": -7}, "n_predict=-7"),
+        ({"samplers": ["top_k"]}, "the temperature comes first"),
+        ({"t_max_predict_ms": 50}, "an answer ends by n_predict"),
+        ({"n_indent": 4}, "lines are as the model writes them"),
+        ({"return_tokens": True}, "each piece of a stream has its tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

@@ -41,14 +41,19 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "repeat_last_n": ((-1,), "repeat_penalty counts the whole text"),
     "lora": (([],), "no adapters are loaded here"),
     "n_cmpl": ((1,), "this API gives one answer"),
+    "samplers": (([],), "the temperature comes first, then top_k, min_p and top_p"),
+    "min_keep": ((0,), _CUT),
+    "t_max_predict_ms": ((-1, 0), "an answer ends by n_predict, stop, and the time of the server"),
+    "n_indent": ((0,), "lines are as the model writes them"),
+    "return_tokens": ((False,), "each piece of a stream has its tokens"),
 }
 # How it is computed and cached, and what says nothing where its neighbour is off.
 _INERT = frozenset(
     (
-        *("cache_prompt", "id_slot", "n_keep", "n_discard", "samplers", "t_max_predict_ms", "timings_per_token"),
-        *("return_progress", "return_tokens", "response_fields", "post_sampling_probs", "min_keep", "xtc_threshold"),
+        *("cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token"),
+        *("return_progress", "response_fields", "post_sampling_probs", "xtc_threshold"),
         *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-        *("dry_sequence_breakers", "penalize_nl", "n_indent", "backend_sampling"),
+        *("dry_sequence_breakers", "penalize_nl", "backend_sampling"),
     )
 )
 FORM = Form(COMPLETION, {"model", "prompt", "n_predict", "stop", "stream", "repeat_penalty"}, _INERT, _NEUTRAL)
