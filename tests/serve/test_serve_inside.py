@@ -435,6 +435,35 @@ def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
     assert b"".join(sent).rstrip().endswith(b"data: [DONE]")
 
 
+def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_has_its_text() -> None:
+    llm = LLM("shipped", **llm_options())
+    sent: list[bytes] = []
+    seen: list[Request] = []
+
+    async def test() -> None:
+        service = alone(llm)
+        body = json.dumps({"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True}).encode()
+        messages = asyncio.Queue[dict[str, Any]]()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+        llm.listen(lambda _: seen.extend(llm.engine.scheduler.running))
+
+        async def send(message: dict[str, Any]) -> None:
+            while not seen or llm.engine.scheduler.running:
+                await asyncio.sleep(0.001)
+            sent.append(message.get("body", b""))
+
+        try:
+            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+        finally:
+            service.close()
+
+    run(test)
+    events = [json.loads(line[6:]) for line in b"".join(sent).splitlines() if line.startswith(b"data: {")]
+    (plain,) = llm.generate(CODE, SamplingParams(max_tokens=4, temperature=0))
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == plain.text != ""
+
+
 def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM("shipped", **llm_options())
 
