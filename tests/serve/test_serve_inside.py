@@ -63,6 +63,14 @@ async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncCl
             service.close()
 
 
+async def posted(service: Services, send: Callable[[dict[str, Any]], Coroutine[Any, Any, None]], body: Any) -> None:
+    """Send a body to /v1/completions, whole; `send` takes the messages that answer it."""
+    messages = asyncio.Queue[dict[str, Any]]()
+    messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+    await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
@@ -417,16 +425,13 @@ def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
 
     async def test() -> None:
         service = alone(llm, keep_alive_s=0.05)
-        body = json.dumps({"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}).encode()
-        messages = asyncio.Queue[dict[str, Any]]()
-        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+        body = {"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message.get("body", b""))
 
         try:
-            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+            await posted(service, send, body)
         finally:
             service.close()
 
@@ -442,10 +447,7 @@ def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_has_its_
 
     async def test() -> None:
         service = alone(llm)
-        body = json.dumps({"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True}).encode()
-        messages = asyncio.Queue[dict[str, Any]]()
-        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+        body = {"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True}
         llm.listen(lambda _: seen.extend(llm.engine.scheduler.running))
 
         async def send(message: dict[str, Any]) -> None:
@@ -454,7 +456,7 @@ def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_has_its_
             sent.append(message.get("body", b""))
 
         try:
-            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+            await posted(service, send, body)
         finally:
             service.close()
 
@@ -469,17 +471,14 @@ def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCapture
 
     async def test() -> None:
         service = alone(llm, stall_timeout_s=0.05)
-        body = json.dumps({"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
-        messages = asyncio.Queue[dict[str, Any]]()
-        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+        body = {"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
         try:
-            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+            await posted(service, send, body)
             assert service.gate.num_taken == 0
         finally:
             service.close()
