@@ -160,14 +160,15 @@ class EngineConfig:
     )
     kv_cache_tokens: int | None = option(
         None,
-        "tokens in the KV cache; none = max_batch_size * max_seq_len",
+        "tokens in the KV cache; none = max_batch_size * max_seq_len, and where max_seq_len is not given 4096 for each "
+        "sequence of a batch, 32768 at least",
         min=16,
         unit="tokens",
     )
     max_batch_size: int = option(8, "sequences that run together at most", min=1, max=1024, unit="sequences")
     max_seq_len: int | None = option(
         None,
-        "prompt + output tokens; none = the model's, at most 4096",
+        "prompt + output tokens; none = the model's, at most what the KV cache holds, and 4096 where memory is short",
         min=2,
         unit="tokens",
     )

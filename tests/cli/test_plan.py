@@ -56,12 +56,12 @@ def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, st
     done = cli("plan", *base, "--memory", "16GB")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu (reference)"
+    assert lines[0] == "8 sequences of up to 32,768 tokens, 5 drafts a step, bfloat16 on cpu (reference)"
     for line in (
         "target weights           6.425   5.984  3,212,749,824 weights x 2 bytes",
         "draft weights            2.472   2.302  1,235,814,400 weights x 2 bytes",
-        "target KV cache          3.758   3.500  8 x 4,096 tokens x 114,688 bytes",
-        "draft KV cache           1.074   1.000  8 x 4,096 tokens x 32,768 bytes",
+        "target KV cache          3.758   3.500  32,768 tokens x 114,688 bytes",
+        "draft KV cache           1.074   1.000  32,768 tokens x 32,768 bytes",
     ):
         assert line in lines
     assert any(line.startswith("It fits: ") for line in lines)
@@ -104,6 +104,16 @@ def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> No
     assert "Nothing fits: the weights alone need 7.20 GB" in words, words[-400:]
 
 
+def test_less_context_where_memory_is_short_and_none_was_asked(cli: Any, llamas: tuple[str, str]) -> None:
+    base = ("--target", llamas[1], "--draft", "none", "--dtype", "bfloat16", "--device", "cpu", "--max-batch-size", "1")
+    whole = planned(cli, *base)
+    assert (whole["max_seq_len"], whole["parts"]["target KV cache"]) == (32_768, 2**30)
+    memory = ("--memory", str(sum(whole["parts"].values()) - 1))
+    assert planned(cli, *base, *memory)["max_seq_len"] == 4096
+    assert planned(cli, *base, *memory, "--kv-cache-tokens", "32768")["max_seq_len"] == 4096
+    assert not planned(cli, *base, *memory, "--max-seq-len", "32768", code=3)["fits"]
+
+
 @needs_native
 def test_a_plan_for_the_native_operators(cli: Any, llamas: tuple[str, str]) -> None:
     """They are what a CPU computes with where nothing is said: norms in float32, and nothing that comes in time."""
@@ -111,8 +121,8 @@ def test_a_plan_for_the_native_operators(cli: Any, llamas: tuple[str, str]) -> N
     done = cli("plan", *base)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "8 sequences of 4,096 tokens, 16 drafted per step, bfloat16 on cpu (native)"
-    assert "draft KV cache           1.074   1.000  8 x 4,096 tokens x 32,768 bytes" in lines
+    assert lines[0] == "8 sequences of up to 32,768 tokens, 16 drafts a step, bfloat16 on cpu (native)"
+    assert "draft KV cache           1.074   1.000  32,768 tokens x 32,768 bytes" in lines
     assert "In time, on top" not in done.stdout
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
     parts = planned(cli, *base)["parts"]

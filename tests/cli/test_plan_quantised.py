@@ -15,7 +15,7 @@ from cli.test_plan import needs_native, planned
 from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, refuse_what_does_not_fit
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, with_room
 from forerun.errors import BadOption, CapacityError
 from forerun.models.loading import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
@@ -162,9 +162,9 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
     needed, least = (plan_of(c, Outlines.of(c), "cpu", None).total_bytes for c in (dense, rounded))
     assert least < needed - 10**7
     monkeypatch.setattr("forerun.engine.factory.available_bytes", lambda device: (needed + least) // 2)
-    refuse_what_does_not_fit(Outlines.of(rounded))
+    with_room(Outlines.of(rounded))
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
-        refuse_what_does_not_fit(Outlines.of(dense))
+        with_room(Outlines.of(dense))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -32,7 +32,7 @@ from forerun.engine.factory import Outlines
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
-from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.memory.plan import Room, memory_plan, pool_tokens, room_of
 from forerun.models.source import BLOCK_BYTES
 from forerun.ops.torch import empty_weights
 from forerun.ops.torch_memory import weight_bytes
@@ -304,11 +304,19 @@ def test_where_nothing_fits_the_sentence_says_what_takes_the_room() -> None:
 
 
 def test_longest_sequence() -> None:
-    assert resolve_max_seq_len(None, 2048) == 2048
-    assert resolve_max_seq_len(None, 131072) == 4096
-    assert resolve_max_seq_len(100_000, 131072) == 100_000
+    def room(max_positions: int, **options: Any) -> Room:
+        return room_of(EngineConfig(**options), resized(SMALL, max_positions=max_positions))
+
+    assert room(2048) == (2048, 8 * 2048)
+    assert room(131_072) == (32_768, 32_768), "one sequence may fill what eight shared"
+    assert room(131_072, max_batch_size=1) == (32_768, 32_768)
+    assert room(131_072, max_batch_size=32) == (131_072, 32 * 4096)
+    assert room(131_072, kv_cache_tokens=8200) == (8192, 8208)
+    assert room(131_072, kv_cache_tokens=64) == (4096, 64)
+    assert room(131_072, kv_cache_backend="contiguous") == (4096, None)
+    assert room(131_072, max_seq_len=100_000) == (100_000, None)
     with pytest.raises(BadOption, match=r"max_seq_len=3000 is not possible: the model has 2048 positions"):
-        resolve_max_seq_len(3000, 2048)
+        room(2048, max_seq_len=3000)
     assert pool_tokens("paged", max_batch_size=2, max_seq_len=17) == 64
 
 

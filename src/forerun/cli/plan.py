@@ -63,7 +63,7 @@ def plan(
 
     models = Models.of(config, shape, draft_shape)
     unchecked = refuse_drafters(models.outlines)
-    made = models.plan(config, None if memory is None else parse_bytes(memory))
+    config, made = models.plan(config, None if memory is None else parse_bytes(memory))
     if as_json:
         typer.echo(json.dumps({**models.settings(config), **plan_dict(made), "unchecked": unchecked}))
     else:
@@ -110,27 +110,27 @@ class Models:
             found["draft"] = _widened(found["draft"], draft_shape, config.max_seq_len)
         return cls(outlines, found, device_of(config))
 
-    def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
-        """Return the memory plan. available: bytes, None = what this machine has."""
-        from forerun.engine.factory import device_of, plan_of
+    def plan(self, config: EngineConfig, available: int | None) -> tuple[EngineConfig, MemoryPlan]:
+        """Return the configuration that an engine would have, and its plan. available: bytes, None = this machine's."""
+        from forerun.engine.factory import device_of, fitted
         from forerun.memory.machine import available_bytes
 
         if available is None:
             if self.device == "cuda" and device_of(EngineConfig()) != "cuda":
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(self.device)
-        return plan_of(config, self.outlines, self.device, available, self.found)
+        return fitted(config, self.outlines, self.device, available, self.found)
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
         """Return the settings that the plan is for, by name."""
         from forerun import ops
         from forerun.engine.factory import dtype_of
-        from forerun.memory.plan import resolve_max_seq_len
+        from forerun.memory.plan import room_of
 
         target, has_drafts = self.found["target"], len(self.found) > 1
         return {
             "max_batch_size": config.max_batch_size,
-            "max_seq_len": resolve_max_seq_len(config.max_seq_len, target.config.max_positions),
+            "max_seq_len": room_of(config, target.config).max_seq_len,
             "spec_length": 0 if config.draft == "none" and not has_drafts else config.longest_draft,
             "dtype": str(dtype_of(config, self.device, target)).removeprefix("torch."),
             "device": self.device,
@@ -174,8 +174,8 @@ def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan, width: int) -> Ite
     from forerun.ops.memory import MemoryPart
 
     yield folded(
-        f"{settings['max_batch_size']} sequences of {settings['max_seq_len']:,} tokens, {settings['spec_length']} "
-        f"drafted per step, {settings['dtype']} on {settings['device']} ({settings['ops']})",
+        f"{settings['max_batch_size']} sequences of up to {settings['max_seq_len']:,} tokens, "
+        f"{settings['spec_length']} drafts a step, {settings['dtype']} on {settings['device']} ({settings['ops']})",
         width,
     )
     yield from (folded(f"{label}: {spec}", width) for label, spec in plan.extra_drafts.items())

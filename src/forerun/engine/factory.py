@@ -1,7 +1,7 @@
 """From a configuration to an engine: what is refused before weights are read, the models, caches, drafters and policy.
 
 Three questions in the order of their price: do the small files allow it (`refuse_early`), is there memory for it
-(`refuse_what_does_not_fit`), and only then `load_target` and `build`.
+(`with_room`), and only then `load_target` and `build`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound, UnsupportedModel, UserError
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
-from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len, together
+from forerun.memory.plan import TOKENS_PER_SEQUENCE, MemoryPlan, Room, memory_plan, pool_tokens, room_of, together
 from forerun.models import named
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import (
@@ -174,12 +174,12 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     folder = target_files(config)
     spec = read_config(read_raw_config(folder, config.ignored_config_keys))
     ops.resolve(config.ops, torch_device(config.device).type, spec)
-    max_seq_len = resolve_max_seq_len(config.max_seq_len, spec.max_positions)
+    room = room_of(config, spec)
     pool_tokens(
         config.kv_cache_backend,
         max_batch_size=config.max_batch_size * spec.num_slots,
-        max_seq_len=max_seq_len,
-        num_tokens=config.kv_cache_tokens,
+        max_seq_len=room.max_seq_len,
+        num_tokens=room.kv_cache_tokens,
     )
     tokenizer = Tokenizer.find(folder)
     if config.generation_config == "model":
@@ -253,15 +253,37 @@ def torch_device(name: str) -> torch.device:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def refuse_what_does_not_fit(found: Outlines) -> None:
-    """Raise CapacityError, with numbers and with what would fit, where this machine has no memory for an engine.
+def with_room(found: Outlines) -> EngineConfig:
+    """Return the configuration of an engine that this machine has memory for: with less context where none was asked.
 
-    A draft model that the caller has loaded is not named by the configuration and not counted.
+    A draft model that the caller has loaded is not named by the configuration and not counted. Raises CapacityError,
+    with numbers and with what would fit, where even that needs too much.
     """
     device = device_of(found.config)
-    plan = plan_of(found.config, found, device, available_bytes(device))
+    config, plan = fitted(found.config, found, device, available_bytes(device))
     if not plan.fits:
         raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
+    return config
+
+
+def fitted(
+    config: EngineConfig,
+    found: Outlines,
+    device: str,
+    available: int | None,
+    models: Mapping[str, Outline] | None = None,
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Return a configuration and its memory plan: 4,096 tokens a sequence where none are given and more do not fit.
+
+    available: bytes, None = unknown. models: None = those that were found.
+    """
+    plan = plan_of(config, found, device, available, models)
+    if plan.fits or config.max_seq_len is not None:
+        return config, plan
+    target = found.target.config if models is None else models["target"].config
+    least = replace(config, max_seq_len=min(TOKENS_PER_SEQUENCE, target.max_positions))
+    smaller = plan_of(least, found, device, available, models)
+    return (least, smaller) if smaller.fits else (config, smaller)
 
 
 def refuse_together(configs: Mapping[str, EngineConfig]) -> None:
@@ -296,8 +318,11 @@ def plan_together(found: Mapping[str, Outlines], device: str, available: int | N
 
 def _at_most(found: Outlines, options: Mapping[str, int]) -> EngineConfig:
     """The configuration of an engine with these options where they are less than its own."""
-    config, positions = found.config, found.target.config.max_positions
-    own = {"max_seq_len": resolve_max_seq_len(config.max_seq_len, positions), "max_batch_size": config.max_batch_size}
+    config = found.config
+    own = {
+        "max_seq_len": room_of(config, found.target.config).max_seq_len,
+        "max_batch_size": config.max_batch_size,
+    }
     least: dict[str, Any] = {name: min(value, own[name]) for name, value in options.items()}
     return replace(config, **least)
 
@@ -483,14 +508,14 @@ def build(
     tokenizer: None where ids are all there is, which are then all of the model's.
     """
     model = checkpoint.model
-    max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
-    target = _drafters_target(checkpoint, tokenizer, config, draft, max_seq_len)
+    room = room_of(config, model.config)
+    target = _drafters_target(checkpoint, tokenizer, config, draft, room)
     cache = BlockCache.create(
         model.config.cache_shape,
         target.kv_cache_backend,
         max_batch_size=config.max_batch_size * model.config.num_slots,
-        max_seq_len=max_seq_len,
-        num_tokens=config.kv_cache_tokens,
+        max_seq_len=room.max_seq_len,
+        num_tokens=room.kv_cache_tokens,
         dtype=model.cache_dtype,
         device=model.device,
         prefix_caching=config.prefix_caching,
@@ -510,7 +535,7 @@ def build(
         pacing.make(config.pacing_spec, config.spec_length, costs),
         tokenizer=tokenizer,
         end_ids=checkpoint.end_ids,
-        max_seq_len=max_seq_len,
+        max_seq_len=room.max_seq_len,
         max_batch_size=config.max_batch_size,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -536,7 +561,7 @@ def _drafters_target(
     tokenizer: Tokenizer | None,
     config: EngineConfig,
     draft: Checkpoint | None,
-    max_seq_len: int,
+    room: Room,
 ) -> drafters.Target:
     """What the drafters may know."""
     model = checkpoint.model
@@ -547,9 +572,9 @@ def _drafters_target(
         num_ids=model.config.vocab_size if tokenizer is None else min(tokenizer.num_ids, model.config.vocab_size),
         holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
         max_batch_size=config.max_batch_size,
-        max_seq_len=max_seq_len,
+        max_seq_len=room.max_seq_len,
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
-        kv_cache_tokens=config.kv_cache_tokens,
+        kv_cache_tokens=room.kv_cache_tokens,
         prefix_caching=config.prefix_caching,
         auto=auto_of(checkpoint, config, has_loaded_draft=draft is not None),
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,

@@ -20,9 +20,9 @@ from forerun.engine.factory import (
     build,
     load_target,
     refuse_early,
-    refuse_what_does_not_fit,
     target_of,
     usual_fields,
+    with_room,
 )
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
@@ -80,7 +80,7 @@ class LLM:
             found = refuse_early(self.config, self._loaded_draft is not None)
             tokenizer = found.tokenizer
             if self._loaded_draft is None:
-                refuse_what_does_not_fit(found)
+                self.config = with_room(found)
         else:
             _check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,8 @@ from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, shape_of, written_b
 from forerun.ops.memory import PROB_BYTES, Beside, MemoryPart, Pass, Schemes, Sizes, Wanted
 from forerun.types import ROUND_TOKENS
 
-DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a cache for the model's own limit may be far larger than what a user expects
+TOKENS_PER_SEQUENCE = 4096  # of a cache whose size is not given, for each sequence of a batch
+SEQUENCES = 8  # whose share of such a cache one sequence may fill, in however small a batch
 SAMPLING_BYTES = 48  # per id, for one row at a time: arrays of sampling and of the Gumbel noise, mostly float64
 EXTRA_DRAFT = "extra draft"
 _MOST_BATCH = EngineConfig.__dataclass_fields__["max_batch_size"].metadata["max"]
@@ -168,21 +169,38 @@ def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: in
     if plan.fits:
         return plan
     batch = _largest(_MOST_BATCH, 1, lambda n: fits(max_batch_size=n))
-    length = _largest(DEFAULT_MAX_SEQ_LEN, MIN_SEQ_LEN, lambda n: fits(max_seq_len=n))
+    length = _largest(TOKENS_PER_SEQUENCE, MIN_SEQ_LEN, lambda n: fits(max_seq_len=n))
     found = {"max_batch_size": batch, "max_seq_len": length}
     return replace(plan, suggestions=tuple({name: n} for name, n in found.items() if n is not None))
 
 
-def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:
-    """Return the tokens of the longest sequence: as wanted, else the model's positions or DEFAULT_MAX_SEQ_LEN if less.
+class Room(NamedTuple):
+    """The tokens of the longest sequence, and of the KV cache of all; None = of a whole batch of the longest."""
+
+    max_seq_len: int
+    kv_cache_tokens: int | None
+
+
+def room_of(config: EngineConfig, spec: Spec) -> Room:
+    """Return what a configuration asks for of a target, and in the place of what it does not give what serves most.
+
+    That is a cache of 4,096 tokens for each sequence of a batch, and of 32,768 in all at least, which one sequence
+    alone may fill, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
 
     Raises BadOption where more tokens are wanted than the model has positions.
     """
-    if wanted is None:
-        return min(max_positions, DEFAULT_MAX_SEQ_LEN)
-    if wanted > max_positions:
-        raise BadOption(f"max_seq_len={wanted} is not possible: the model has {max_positions} positions")
-    return wanted
+    wanted, tokens, max_positions = config.max_seq_len, config.kv_cache_tokens, spec.max_positions
+    if wanted is not None:
+        if wanted > max_positions:
+            raise BadOption(f"max_seq_len={wanted} is not possible: the model has {max_positions} positions")
+        return Room(wanted, tokens)
+    share = min(max_positions, TOKENS_PER_SEQUENCE)
+    if config.kv_cache_backend == "contiguous":
+        return Room(share, tokens)
+    if tokens is None:
+        tokens = max(config.max_batch_size * share, min(max_positions, SEQUENCES * share)) * spec.num_slots
+    whole = tokens // spec.num_slots // PAGED_BLOCK_TOKENS * PAGED_BLOCK_TOKENS
+    return Room(min(max_positions, max(share, whole)), -(-tokens // PAGED_BLOCK_TOKENS) * PAGED_BLOCK_TOKENS)
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
@@ -216,7 +234,7 @@ class _Needs:
 
     @property
     def max_seq_len(self) -> int:
-        return resolve_max_seq_len(self.config.max_seq_len, self.target.max_positions)
+        return room_of(self.config, self.target).max_seq_len
 
     @property
     def spec_length(self) -> int:
@@ -230,7 +248,7 @@ class _Needs:
             self.config.kv_cache_backend,
             max_batch_size=self.config.max_batch_size * self.target.num_slots,
             max_seq_len=self.max_seq_len,
-            num_tokens=self.config.kv_cache_tokens,
+            num_tokens=room_of(self.config, self.target).kv_cache_tokens,
         )
 
     def total_bytes(self) -> int:
@@ -334,7 +352,7 @@ class _Needs:
                 * written_blocks(window, block, tokens // block, batch * self.target.num_slots, largest.num_rows)
             )
             num_bytes += own * each
-            is_whole = own == tokens and self.config.kv_cache_tokens is None
+            is_whole = own == tokens and self.config.kv_cache_tokens is None and per_sequence >= self.max_seq_len
             counted.append(f"{batch} x {per_sequence:,}" if is_whole else f"{own:,}")
             counted[-1] += f" tokens x {each:,} bytes" + (f" (window of {window:,})" if window else "")
         return MemoryPart(f"{name} KV cache", num_bytes, " + ".join(counted))

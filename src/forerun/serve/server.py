@@ -178,7 +178,7 @@ def _say_where(services: Services, listening: socket.socket, pages: Pages) -> No
         config = own.llm.config
         note(
             f"{visible(own.name)} ({own.llm.checkpoint.model.precision}, draft {config.draft}, up to "
-            f"{config.max_batch_size} requests of {own.llm.engine.max_seq_len:,} tokens at once) is served on "
+            f"{config.max_batch_size} requests at once, of up to {own.llm.engine.max_seq_len:,} tokens) is served on "
             f"http://{where}"
         )
     whose = f" of {visible(services.first.name)}" if len(services.all) > 1 else ""
