@@ -22,6 +22,7 @@ app = App(
             name: name
             for name in (
                 "gaps",
+                "grammars",
                 "kernels",
                 "peers",
                 "peers_t5",
