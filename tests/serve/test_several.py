@@ -111,7 +111,7 @@ def test_metrics_are_told_apart_by_the_label_of_the_model(two: Running) -> None:
 
 
 def test_each_model_is_said_in_a_line(two: Running) -> None:
-    assert re.findall(r"^(\w+) \(.*draft (\w+), up to 2 requests of ([\d,]+) tokens", two.log, re.M) == [
+    assert re.findall(r"^(\w+) \(.*draft (\w+), up to 2 requests at once, of up to ([\d,]+) tokens", two.log, re.M) == [
         ("small", "auto", "2,048"),
         ("plain", "none", "128"),
     ]
