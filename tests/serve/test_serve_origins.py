@@ -309,3 +309,23 @@ def test_a_route_that_is_not_there_is_refused_by_name(server: Running, path: str
     answer = server.http.post(path, json={})
     assert answer.status_code == 404
     assert sentence in str(answer.json()["error"])
+
+
+def test_clients_of_ollama_need_not_say_that_a_body_is_json(server: Running) -> None:
+    """Neither litellm nor curl by itself does. A web page cannot send what they send, for browsers say more."""
+    body = json.dumps({"prompt": "x", "options": {"num_predict": 1}, "stream": False}).encode()
+
+    def status(path: str, sent: bytes, **headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return int(server.http.post(path, content=sent, headers=named).status_code)
+
+    kinds: tuple[dict[str, str], ...] = ({}, {"content_type": "application/x-www-form-urlencoded"})
+    for kind in (*kinds, {"content_type": "text/plain"}):
+        assert status("/api/generate", body, **kind) == 200
+        assert status("/v1/completions", BODY, **kind) == 415
+        for name in ("sec_fetch_site", "sec_fetch_mode", "referer"):
+            assert status("/api/generate", body, **kind, **{name: "same-origin"}) == 415, name
+        assert status("/api/generate", body, **kind, origin=server.url) == 415
+        for origin in ("null", "https://elsewhere.example.org"):  # a form of a page, and fetch of a Blob in it
+            assert status("/api/generate", body, **kind, origin=origin) == 403
+        assert status("/api/generate", body, **kind, host="page.example.org") == 403

@@ -5,6 +5,9 @@ page a request is (Origin), and asks first before it sends JSON elsewhere; but a
 this machine's address (DNS rebinding), and then everything here is the page's own. An API key keeps it out. Without
 one the server looks at the name that it is called by (Host): nobody can point an address elsewhere, nor localhost, nor
 a name that this machine has.
+
+Bodies must be said to be JSON. Those of Ollama's routes need not, as its clients often do not, where a request has no
+header by which browsers tell of a page: with a POST they always send Origin.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ _HOST = re.compile(r"[\w.-]+|\*")
 _SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127.1 is 127.0.0.1
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SAFE = ("GET", "HEAD", "OPTIONS")  # they make nothing here, and another page cannot read what they are answered
+_LAX = "/api/"  # Ollama's routes
+_OF_BROWSERS = frozenset((b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"))  # no page leaves all out
 _PORTS = {"http": 80, "https": 443}  # what a browser leaves out
 # Of requests by pages, where a browser does not say which it will send; and of answers, which they may read.
 SENT = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-request-id"
@@ -86,7 +91,8 @@ class Origins:
                 status=415,
             )
         has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-        if has_body and not _JSON.fullmatch(headers.get(b"content-type", b"")):
+        is_lax = path.startswith(_LAX) and not headers.keys() & _OF_BROWSERS
+        if has_body and not is_lax and not _JSON.fullmatch(headers.get(b"content-type", b"")):
             raise Refused(
                 "the body must be JSON and say so: send the header content-type: application/json",
                 code="unsupported_media_type",
