@@ -427,8 +427,17 @@ def test_tokenize_and_back(server: Running, plain: LLM) -> None:
     for url, body, sentence in (
         ("/tokenize", {}, "a prompt or messages"),
         ("/tokenize", {"prompt": 3}, "must be a text"),
+        ("/tokenize", {"prompt": CODE, "tools": []}, "tools belongs to messages"),
+        ("/tokenize", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "know tools"),
         ("/detokenize", {"tokens": [10**9]}, "a list of ids"),
         ("/detokenize", {"ids": []}, "there is no field 'ids'"),
     ):
         answer = server.http.post(url, json=body)
         assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_what_harnesses_ask_of_the_tokenizer(server: Running, plain: LLM) -> None:
+    """They cut their texts by /tokenize, and make conversations texts by the template."""
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<|endoftext|>", "<|endoftext|>")
+    assert (info["chat_template"], info["model_max_length"]) == (plain.chat_template.text, 2048)

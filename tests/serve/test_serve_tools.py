@@ -86,6 +86,20 @@ def test_a_chat_calls_a_tool_and_takes_its_result(client: openai.OpenAI) -> None
     assert again.usage.prompt_tokens > whole.usage.prompt_tokens + 10, "the call and its result are told"
 
 
+def test_the_tokens_of_a_chat_with_tools_are_those_of_its_prompt(client: openai.OpenAI, server: Running) -> None:
+    def ids(**given: Any) -> list[int]:
+        answer = server.http.post("/tokenize", json={"messages": ASKED, **given})
+        return list(answer.raise_for_status().json()["tokens"])
+
+    usage = client.chat.completions.create(messages=ASKED, max_tokens=1, **CHAT).usage
+    assert usage is not None
+    assert len(ids(tools=CHAT["tools"])) == usage.prompt_tokens > len(ids())
+    thinking = ids(chat_template_kwargs={"enable_thinking": True})
+    begun = ids(add_generation_prompt=False)
+    assert ids()[: len(begun)] == thinking[: len(begun)] == begun
+    assert len({len(begun), len(thinking), len(ids())}) == 3
+
+
 def test_a_chat_must_call_some_tool_or_several(client: openai.OpenAI) -> None:
     for seed in range(4):
         given = {**CHAT, "tool_choice": "required", "temperature": 1, "seed": seed, "max_tokens": 160}

@@ -31,9 +31,10 @@ from forerun.serve.bodies import Refused, named
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.origins import Origins
-from forerun.serve.service import Services
-from forerun.serve.texts import COUNTERS
+from forerun.serve.service import Service, Services
+from forerun.serve.texts import COUNTERS, TOKENIZER_INFO
 from forerun.serve.tracing import span
+from forerun.text.template_files import special_tokens
 
 LOG = logging.getLogger("forerun.serve.requests")
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
@@ -97,6 +98,7 @@ def make_app(
     _add_models(app, services)
     _add_ollama(app, services)
     _add_llama_server(app, services)
+    _add_tokenizer(app, services)
     _add_state(app, services, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
@@ -214,10 +216,7 @@ def _add_ollama(app: FastAPI, services: Services) -> None:
 
 def _add_llama_server(app: FastAPI, services: Services) -> None:
     """What its web page and health checks ask; of the first model."""
-    try:
-        template = services.first.llm.chat_template.text
-    except UserError:  # none, or none that can be read: whoever sends a conversation is told
-        template = ""
+    template = _template_of(services.first)
 
     @app.get(llama_server.PROPS)
     async def props() -> JSONResponse:
@@ -226,6 +225,27 @@ def _add_llama_server(app: FastAPI, services: Services) -> None:
     @app.get(llama_server.SLOTS)
     async def slots() -> JSONResponse:
         return JSONResponse(llama_server.slots(services.first))
+
+
+def _template_of(service: Service) -> str:
+    """The text of a model's chat templates; '' where it has none, or none that can be read: who chats is told."""
+    try:
+        return service.llm.chat_template.text
+    except UserError:
+        return ""
+
+
+def _add_tokenizer(app: FastAPI, services: Services) -> None:
+    """What clients need that cut texts into tokens by /tokenize, as vLLM names it; of the first model."""
+    llm = services.first.llm
+    ends = [llm.tokenizer.id_to_token[end] for end in sorted(llm.engine.end_ids) if end in llm.tokenizer.id_to_token]
+    named = {"bos_token": None, "eos_token": ends[0] if ends else None, "pad_token": None}
+    named |= special_tokens(llm.checkpoint.folder)
+    info = {**named, "model_max_length": llm.engine.max_seq_len, "chat_template": _template_of(services.first) or None}
+
+    @app.get(TOKENIZER_INFO)
+    async def tokenizer_info() -> JSONResponse:
+        return JSONResponse(info)
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:

@@ -23,6 +23,7 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.formats import GUIDED
 from forerun.serve.service import Services
+from forerun.serve.texts import OF_CHATS
 from forerun.serve.tools import EFFORTS
 from forerun.text.chat import ROLES as _ROLES
 from forerun.text.tools import MOST_THINKING_TOKENS
@@ -325,12 +326,13 @@ def _schema(form: Form) -> Schema:
 def _bodies() -> dict[str, Schema]:
     made = {url: _schema(form) for url, form in _FORMS.items()}
     counted = {**_schema(messages.FORM), "required": ["messages"]}
+    chat = made[openai.CHAT]["properties"]
     tokenize: Schema = {
         "type": "object",
         "properties": {
             "model": _TEXT,
             "prompt": _TEXT,
-            "messages": _OWN[openai.CHAT]["messages"],
+            **{name: chat[name] for name in OF_CHATS},
             "add_special_tokens": _FLAG,
             "return_token_strs": _FLAG,
             "content": _TEXT,

@@ -28,12 +28,14 @@ from forerun.types import SamplingParams
 
 LOG = logging.getLogger(__name__)
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 # As vLLM names them; content, add_special and with_pieces are llama-server's.
 _OF_LLAMA_SERVER = {"content", "add_special", "with_pieces"}
+# Of bodies of /tokenize that have messages, as chats have them.
+OF_CHATS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _TOKENIZE = Form(
     TOKENIZE,
-    {"model", "prompt", "messages", "add_special_tokens", "return_token_strs", *_OF_LLAMA_SERVER},
+    {"model", "prompt", "add_special_tokens", "return_token_strs", *OF_CHATS, *_OF_LLAMA_SERVER},
     {"parse_special"},
     {},
 )
@@ -196,9 +198,11 @@ class Texts:
         if ("prompt" in given) == ("messages" in given):
             raise Refused("the body must have a prompt or messages: give one of them", "prompt")
         if "messages" in given:
-            read = openai.read_body(openai.CHAT, {"messages": given["messages"]}, self.name)
-            ids = self.encode(Job(openai.CHAT, self.name, SamplingParams(), messages=read.messages))[0]
+            chat = {name: given[name] for name in OF_CHATS if name in given}
+            ids = self.encode(spoken(openai.read_body(openai.CHAT, chat, self.name), lambda: self._template))[0]
         else:
+            if others := given.keys() & set(OF_CHATS):
+                raise Refused(f"{min(others)} belongs to messages, and the body has a prompt: drop it", min(others))
             if not isinstance(given["prompt"], str):
                 raise Refused(f"prompt={shown(given['prompt'])} is not possible: it must be a text", "prompt")
             self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["prompt"],)))
