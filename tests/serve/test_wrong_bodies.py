@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 import forerun
 from forerun.errors import UserError
-from forerun.serve import messages, openai, responses
-from forerun.serve.texts import TextOptions, Texts
+from forerun.serve import messages, ollama, openai, responses
+from forerun.serve.bodies import Refused
+from forerun.serve.texts import TOKENIZE, TextOptions, Texts
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from serve.agents import CLAUDE_CODE, CODEX
@@ -153,3 +155,40 @@ def test_tools_of_a_template_that_knows_none() -> None:
                 continue
             with pytest.raises(UserError, match="does not know tools"):
                 own.read(openai.CHAT, {**body, "tool_choice": choice})
+
+
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    openai.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    responses.RESPONSES: {"input": "hi"},
+    messages.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    messages.COUNT_TOKENS: {"messages": [{"role": "user", "content": "hi"}]},
+    ollama.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    TOKENIZE: {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "the model 'm' has no chat template, as is usual for a base model, and cannot read a conversation"),
+        ("", "chat_template.jinja is empty"),
+        ("{% if %}", "chat_template.jinja has a syntax error in line 1"),
+    ],
+)
+def test_a_model_without_a_chat_template(
+    template: str | None, sentence: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client is told what it can do; files and options are for the log, where whoever serves the model looks."""
+    target = Path(forerun.__file__).parent / "data" / "target"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((target / name).read_bytes())
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for url, body in CONVERSATIONS.items():
+        with pytest.raises(Refused, match=re.escape(sentence)) as refused:
+            Texts(TextOptions(tmp_path, ("m",), 2048, 64)).work(url, body)
+        assert refused.value.param == "messages"
+        for word in (str(tmp_path), "--chat-template", "chat_template="):
+            assert word not in str(refused.value)
+            assert word in caplog.text
+        caplog.clear()

@@ -120,7 +120,7 @@ class Texts:
                 f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
                 f"{options.capacity} at once: ask for fewer, or raise --max-queue"
             )
-        if url == ollama.GENERATE and job.messages and self._has_no_template:
+        if url == ollama.GENERATE and job.messages and self._template_if_there is None:
             job = dataclasses.replace(job, messages=None, prompts=(job.messages[-1]["content"],))
         job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
         if job.context is not None and job.context > options.max_seq_len:
@@ -165,15 +165,18 @@ class Texts:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         try:
             return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
-        except UnsupportedModel as error:  # its words are for whoever has the files
-            LOG.warning("%s", error)
-            raise Refused(self._for_clients(str(error)), "messages") from None
+        except UnsupportedModel as error:
+            raise self._unusable(error) from None
 
-    def _for_clients(self, message: str) -> str:
+    def _unusable(self, error: UnsupportedModel) -> Refused:
         """What a chat template fails with, without the places of files and what only they can do who serve it."""
+        LOG.warning("%s", error)  # its words are for whoever has the files
+        message = str(error)
         for folder in filter(None, (self.options.folder, self.options.chat_template)):
             message = message.replace(f"{folder}/", "").replace(str(folder), "the chat template")
-        return message.replace(f", or {ANOTHER}", "").replace(f": {ANOTHER}", "")
+        for verb in ("fetch it again, or ", "mend it, or ", "or ", ""):
+            message = message.replace(f": {verb}{ANOTHER}", "").replace(f", {verb}{ANOTHER}", "")
+        return Refused(message, "messages")
 
     def count(self, body: Any) -> Counted:
         """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
@@ -232,16 +235,25 @@ class Texts:
         text = self.tokenizer.decode(ids)
         return {"prompt": text, "content": text}, ()  # as vLLM calls it, and llama-server
 
-    @cached_property
+    @property
     def _template(self) -> ChatTemplate:
-        return self._load_template()
+        if self._template_if_there is None:
+            raise Refused(
+                f"the model {shown(self.name)} has no chat template, as is usual for a base model, and cannot read a "
+                "conversation: send a text to /v1/completions",
+                "messages",
+            )
+        return self._template_if_there
 
     @cached_property
-    def _has_no_template(self) -> bool:
+    def _template_if_there(self) -> ChatTemplate | None:
         try:
-            return self._template is None
-        except NotFound:
-            return True
+            return self._load_template()
+        except NotFound as error:
+            LOG.warning("%s", error)
+            return None
+        except UnsupportedModel as error:
+            raise self._unusable(error) from None
 
     def _own_template(self) -> ChatTemplate:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
