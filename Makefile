@@ -5,7 +5,8 @@
 #                 builds where `nvidia-smi` finds no GPU and that index answers, for the usual build of torch for Linux
 #                 is the CUDA build, of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
-#   ARGS          more arguments for demo, bench, test, test-isas and parity: make bench ARGS="--help"
+#   ARGS          more arguments for demo, bench, test, test-isas, parity and clients: make bench ARGS="--help"
+#   FORERUN_CLIENTS_MODEL   what the server of `make clients` loads; qwen2.5-coder-1.5b if not given
 #
 # FORERUN_REQUIRE_NATIVE=1 in the environment: no set-up without the native kernels.
 
@@ -77,7 +78,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-isas check lint native parity bench docs clean torch-index
+.PHONY: help demo test test-isas check lint native parity clients bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -127,6 +128,9 @@ native: $(TEST_READY)  ## compile what has changed of the C++ extension, and wri
 parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with plain decoding; and wrong changes are made
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas ISA_TESTS='$(ALL_ISA_TESTS)')
+
+clients: $(RUN_READY) $(NATIVE)  ## clients of other projects, as they are, against a server with a real model (3 GB, nightly)
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
