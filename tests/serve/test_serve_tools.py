@@ -149,6 +149,10 @@ def test_choices_that_contradict(client: openai.OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     with pytest.raises(openai.BadRequestError, match="drop one of them"):
         client.chat.completions.create(messages=ASKED, response_format=schema, **{**CHAT, "tool_choice": "required"})
+    for seed in range(3):
+        given = {**CHAT, "temperature": 1, "seed": seed, "max_tokens": 120}
+        choice = client.chat.completions.create(messages=ASKED, response_format=schema, **given).choices[0]
+        assert choice.message.tool_calls or choice.finish_reason == "length" or checked(choice.message.content or "")
     none = client.chat.completions.create(messages=ASKED, max_tokens=8, **{**CHAT, "tool_choice": "none"})
     assert none.choices[0].message.tool_calls is None
 

@@ -147,6 +147,38 @@ def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
         assert not held(auto, tokenizer).takes([], ids)
 
 
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"llama3_json"}))
+def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
+    """A schema holds what is said to the user; tools may be called before, as agents with an output type do."""
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+    speech, rng = Speech(dialect(name), (), SIGNS[name]), random.Random(7)
+    params = SamplingParams(json_schema={"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED})
+
+    def may_say(ids: list[int], use: ToolUse) -> bool:
+        grammar = vocabulary(tokenizer).compiled(Speaking(speech, use).held(params, tokenizer, tokenizer.encode("x")))
+        assert grammar is not None
+        walk, end = grammar.start(frozenset(tokenizer.encode(END)), 0), tokenizer.encode(END)[0]
+        return walk.takes([], ids) and (walk.is_over(ids) or bool(walk.allowed(ids).bits[end]))
+
+    before, free = "<|channel|>final<|message|>" if name == "harmony" else "", ToolUse(TOOLS)
+    assert may_say(tokenizer.encode(before + '{"n": 3}'), free)
+    for wrong in ('{"n": "x"}', "It is 3.", '{"n": 3} and'):
+        assert not may_say(tokenizer.encode(before + wrong), free), wrong
+    forced, num = Speaking(speech, ToolUse(TOOLS, "required")), 0
+    for _ in range(6):
+        if (ids := said(held(forced, tokenizer), tokenizer, rng)) is not None:
+            assert may_say(ids, ToolUse(TOOLS, strict=frozenset(TOOLS))), tokenizer.decode(ids)
+            num += may_say(ids, free)
+    assert num
+
+
+def test_calls_that_have_no_mark_are_not_among_answers_of_a_schema(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ["<|other|>"])
+    params = SamplingParams(json_schema={"type": "object", "properties": {"name": {"type": "string"}}, **CLOSED})
+    bare = Speaking(Speech(dialect("llama3_json"), (), SIGNS["llama3_json"]), ToolUse(TOOLS))
+    assert bare.held(params, tokenizer, tokenizer.encode("x")) is params
+
+
 def test_calls_come_behind_the_reasoning(tmp_path: Path) -> None:
     """What the prompt has begun, or the model begins, is free; then the call must come."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])

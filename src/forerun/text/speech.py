@@ -107,18 +107,30 @@ class Speaking:
                 raise BadOption(f"tool_choice={shown(use.choice)} and a grammar for the answer: drop one of them")
             if params.grammar is not None and limit is not None:
                 raise BadOption(f"max_thinking_tokens={limit} and a grammar for the answer: drop one of them")
-            if params.grammar is not None or not (self.speech.thoughts or says):
+            # Calls without a mark cannot be told from the answer: then there is the answer alone.
+            may_call = use is not None and one is not None and (says is not None or one.is_marked(rules))
+            if params.grammar is not None or not (self.speech.thoughts or says or may_call):
                 return None
             answer = _answer(rules, params)
+            if may_call:
+                return self._calls(rules, answer)
             return answer if one is None or says is None else one.around(rules, says(rules, answer))
         if use is not None and one is not None and (use.is_forced or use.strict):
-            tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
-            if not use.is_forced:
-                tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
-            return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=not use.is_forced))
+            return self._calls(rules)
         if limit is None:
             return None
         return ANYTHING if one is None or one.free is None else one.free(rules)
+
+    def _calls(self, rules: Rules, answer: str = "") -> str:
+        """The calls that the answer must be or may have. answer: what it is else; '' = any text."""
+        use, one = self.use, self.dialect
+        assert use is not None
+        assert one is not None
+        tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
+        if not use.is_forced:
+            tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
+        may_say = not use.is_forced
+        return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=may_say, answer=answer))
 
     def _behind_thought(self, rules: Rules, rest: str, begun: str | None) -> str:
         """The rest behind the reasoning: what is left of one that was begun, or one that may be left out."""

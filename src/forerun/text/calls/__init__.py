@@ -49,20 +49,29 @@ class Dialect:
     free: Callable[[Rules], str] | None = None
     ends_thought: bool = False
 
-    def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool) -> str:
-        """One call of these tools, or several, as a rule. may_say: text may stand before them, or in their place."""
+    def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
+        """One call of these tools, or several, as a rule.
+
+        may_say: text may stand before them, or in their place. answer: a rule for what stands in their place, alone.
+        """
         one = rules.add(" | ".join(rules.add(self.call(rules, tools, name, tools.schemas[name])) for name in tools))
         between = self.between if isinstance(self.between, str) else self.between(rules)
         more = f"({literal(between)} {one})*" if between else f"{one}*"
         calls = f"{one} {more}" if parallel and self.most_calls != 1 else one
         if may_say and self.says is not None:
-            return self.around(rules, f"({calls} | {self.says(rules)})")
+            said = self.says(rules, answer) if answer else self.says(rules)
+            return self.around(rules, f"({calls} | {said})")
         calls = self.around(rules, calls)
+        if answer:
+            return f"({calls}) | {answer}"
         if not may_say:
             return calls
         said = rules.text_without(self.opening, self.bare)
-        marked = any(mark in rules.special or mark in rules.template for mark in self.opening)
-        return f"{said} ({calls})?" if marked else f"({calls}) | {said}"
+        return f"{said} ({calls})?" if self.is_marked(rules) else f"({calls}) | {said}"
+
+    def is_marked(self, rules: Rules) -> bool:
+        """Whether calls begin with a mark, as the model of these rules writes them."""
+        return any(mark in rules.special or mark in rules.template for mark in self.opening)
 
 
 @cache
