@@ -193,15 +193,16 @@ def use_openai_agents(url: str, model: str) -> str:
         """The weather of a city."""
         return given({"city": city})
 
-    async def asked(kind: Any) -> str:
+    async def asked() -> str:
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-        settings = ModelSettings(temperature=0, max_tokens=64)
-        made = kind(model, openai_client=client)
-        agent = Agent(name="weather", tools=[weather], model=made, model_settings=settings)
-        return checked((await Runner.run(agent, QUESTION, max_turns=4)).final_output)
+        settings, answer = ModelSettings(temperature=0, max_tokens=64), ""
+        for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+            made = kind(model, openai_client=client)
+            agent = Agent(name="weather", tools=[weather], model=made, model_settings=settings)
+            answer = checked((await Runner.run(agent, QUESTION, max_turns=4)).final_output)
+        return answer
 
-    asyncio.run(asked(OpenAIChatCompletionsModel))
-    return asyncio.run(asked(OpenAIResponsesModel))
+    return asyncio.run(asked())
 
 
 def use_instructor(url: str, model: str) -> str:
