@@ -134,6 +134,14 @@ def salt_of(source_ids: Seq[int], salt: str | None) -> str:
 class Constraint(Protocol):
     """Where a grammar stands along a sequence (forerun.sampling.grammar.Walk)."""
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why it cannot be followed any more; its request ends with it."""
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts may ask it, which takes time."""
+
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
         """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
 

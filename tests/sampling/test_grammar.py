@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -147,6 +149,38 @@ def test_behind_a_refused_path_there_is_nothing_and_the_state_goes_on(tokenizer)
     with pytest.raises(BadOption, match="the regex of the request refuses the text"):
         own.allowed([], tokenizer.encode("ax"))
     assert texts(tokenizer, own, "ab") == {"c"}
+
+
+MANY = 'start: "a" ("x" rest | "b")\nrest: ' + " ".join(["x"] * 3000) + '\nx: "x"?'  # too many ways behind "ax"
+
+
+def test_what_takes_too_much_behind_a_draft_does_not_end_a_request(tokenizer):
+    own, (a, b, x) = walk(tokenizer, grammar=MANY), (tokenizer.encode(text)[0] for text in "abx")
+    with pytest.raises(BadOption, match=r"^grammar cannot be honoured"):
+        own.allowed([a], [x])
+    assert own.failure is None
+    assert own.allowed([a]).bits[b]
+    assert own.allowed([a, b]).only == END
+    own = walk(tokenizer, grammar=MANY)
+    assert not own.is_over([a, x])
+    assert "grammar cannot be honoured" in str(own.failure)
+    assert (own.forced([a, x]), own.may_draft) == ([], False)
+    with pytest.raises(BadOption, match=r"^grammar cannot be honoured"):
+        own.allowed([a, x])
+
+
+def test_a_request_has_so_much_time_for_its_grammar(tokenizer, monkeypatch):
+    """By a clock that counts: with 3 ms an answer it goes on for ever, with 8 ms until its time is over."""
+    for tick, is_fast in ((0.0015, True), (0.004, False)):
+        clock = itertools.count()
+        monkeypatch.setattr(time, "thread_time", lambda clock=clock, tick=tick: tick * next(clock))
+        own, text = walk(tokenizer, regex="a*"), tokenizer.encode("a") * 400
+        num = 0
+        with contextlib.suppress(BadOption):
+            for num in range(len(text)):
+                own.allowed(text[:num])
+        assert (own.failure is None, num == 399) == (is_fast, is_fast)
+        assert is_fast or 60 < num < 200
 
 
 def test_what_must_come_is_forced(tokenizer):

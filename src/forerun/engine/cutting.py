@@ -97,6 +97,8 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
     The same object where it gives no other id a probability.
     """
     assert seq.grammar is not None
+    if not seq.grammar.may_draft:
+        return None, None
     try:
         bits: Bits = seq.grammar.allowed(seq.tokens, drafted).bits
     except BadOption:  # behind an end of the output nothing is drafted; and too much is refused where it is judged

@@ -74,6 +74,9 @@ class Stepper:
 
     def _step(self, plan: Plan, schedule_s: float) -> StepReport:
         self.drafter.take_steps()  # those of a step that was interrupted
+        for request in plan.decode:
+            if request.seq.grammar is not None and (failure := request.seq.grammar.failure) is not None:
+                raise RequestFailed(request.seq, failure)  # before a pass that would be for nothing
         laps = _Laps()
         coins = [self.coins(request.seq) for request in plan.decode]
 
@@ -131,7 +134,9 @@ class Stepper:
         granted = [0] * len(plan.decode)
         wanted = self.pacing.budget([plan.decode[b].seq for b in paced], limits)
         for b, most, limit in zip(paced, wanted, limits, strict=True):
-            granted[b] = max(0, min(most, limit))
+            grammar = plan.decode[b].seq.grammar
+            if grammar is None or grammar.may_draft:
+                granted[b] = max(0, min(most, limit))
         return granted
 
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:

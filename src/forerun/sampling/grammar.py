@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,6 +38,9 @@ MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
 MOST_REMAINDERS = 100_000  # of all multipleOf of a schema together
 MOST_KEPT, MOST_KEPT_CHARS = 64, 1 << 20  # compiled grammars that are kept for the next request, and their texts
 MOST_MASKS = 256  # of the paths of one step
+# Processor time of the engine's thread, which all requests share. A request may take this much, and so much more for
+# each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
+BURST_S, TOKEN_S, DRAFT_S = 0.25, 0.005, 0.01
 _END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
 _SEPARATORS = {
     "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
@@ -154,10 +159,10 @@ class Grammar:
 
         self.kind, text = key
         self.vocabulary = vocabulary
-        _refuse_multiples(self._name, text)
-        most = MOST_SCHEMA_CHARS if self._name == "json_schema" else MOST_CHARS
+        _refuse_multiples(self.name, text)
+        most = MOST_SCHEMA_CHARS if self.name == "json_schema" else MOST_CHARS
         if len(text) > most:
-            raise BadOption(f"{self._name} has {len(text):,} characters: it must have at most {most:,}")
+            raise BadOption(f"{self.name} has {len(text):,} characters: it must have at most {most:,}")
         try:
             self._start = LLMatcher(vocabulary.tokens, _source(self.kind, text), log_level=0, limits=_limits())
         except BadOption:
@@ -165,9 +170,7 @@ class Grammar:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
                 raise
-            raise BadOption(
-                f"{self._name} cannot be honoured: {str(error)[:200]}; change it, or leave it out"
-            ) from None
+            raise BadOption(f"{self.name} cannot be honoured: {str(error)[:200]}; change it, or leave it out") from None
         self._refuse(self._start)
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Walk:
@@ -182,12 +185,13 @@ class Grammar:
         """Raise BadOption where a matcher has failed: the grammar is wrong, or more complex than the limits."""
         if matcher.is_error():
             why = " ".join(matcher.get_error().split())[:300]
-            raise BadOption(f"{self._name} cannot be honoured: {why}; change it, or leave it out")
+            raise BadOption(f"{self.name} cannot be honoured: {why}; change it, or leave it out")
 
     check = _refuse
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """Of the field that holds it."""
         return self.kind.partition(":")[0]
 
 
@@ -204,15 +208,23 @@ class Walk:
     num_prompt_tokens: int
 
     def __post_init__(self) -> None:
+        self.failure: BadOption | None = None  # once it takes more than the limits; its request ends with it
         self._matcher = self.grammar.matcher()
         self._read: list[int] = []  # output tokens that the matcher has read
         self._num_sure = 0  # of them, those that are committed
         self._masks: dict[tuple[int, ...], Allowed] = {}  # by path behind so many committed tokens
         self._num_committed = -1
+        # What is left of its time, and what was taken behind the last committed token, for so many masks.
+        self._left_s, self._step_s, self._last_step_s, self._num_masks = BURST_S, 0.0, 0.0, 0
         size = self.grammar.vocabulary.num_ids
         self._ends = [i for i in sorted(self.end_ids) if i < size]
         special = self.grammar.vocabulary.special_ids
         self._text_ends = [i for i in self._ends if i not in special]
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts may ask: not where that took more than DRAFT_S in this step, or in the last one."""
+        return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
         """Return the ids that may follow the committed tokens, the prompt included, and the drafted ones.
@@ -226,7 +238,7 @@ class Walk:
         if (found := self._masks.get(path)) is None:
             if not self._go(committed, path):
                 raise BadOption(f"the {self.grammar.kind} of the request refuses the text so far")
-            found = self._masks[path] = self._mask()
+            found = self._masks[path] = self._mask(bool(path))
         return found
 
     def takes(self, committed: Seq[int], drafted: Seq[int]) -> bool:
@@ -234,36 +246,56 @@ class Walk:
         return self._go(committed, drafted)
 
     def is_over(self, committed: Seq[int]) -> bool:
-        """Whether nothing can follow the committed tokens, which are a whole text of the grammar."""
-        return self._go(committed, ()) and self._matcher.is_stopped() and not self._matcher.is_error()
+        """Whether nothing can follow the committed tokens, which are a whole text of the grammar.
+
+        Where that takes more than the limits, the request fails afterwards, alone: `failure`.
+        """
+        try:
+            return self._go(committed, ()) and self._matcher.is_stopped() and not self._matcher.is_error()
+        except BadOption:
+            return False
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next, as far as the grammar leaves one text and that has one spelling."""
-        return list(self._matcher.compute_ff_tokens()) if self._go(committed, drafted) else []
+        try:
+            if not self.may_draft or not self._go(committed, drafted):
+                return []
+            with self._timed(is_draft=True):
+                return list(self._matcher.compute_ff_tokens())
+        except BadOption:  # it is said where the row is judged
+            return []
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Let the matcher stand behind these tokens, and return whether it can."""
-        first, read = self.num_prompt_tokens, self._read
-        num_sure = len(committed) - first
-        wanted = [*committed[first + self._num_sure :], *drafted]  # behind those that are sure already
-        same = self._num_sure
-        while same < len(read) and same - self._num_sure < len(wanted) and read[same] == wanted[same - self._num_sure]:
-            same += 1
-        if same < len(read):
-            self._matcher.rollback(len(read) - same)
-            del read[same:]
-        rest = wanted[same - self._num_sure :]
-        if rest:
-            read += rest[: self._matcher.try_consume_tokens(rest)]
-            self.grammar.check(self._matcher)
-        is_there = len(read) == num_sure + len(drafted)
-        self._num_sure = min(num_sure, len(read))
+        """Let the matcher stand behind these tokens, and return whether it can. Raises BadOption for `failure`."""
+        if self.failure is not None:
+            raise self.failure
+        with self._timed(bool(drafted)):
+            first, read = self.num_prompt_tokens, self._read
+            num_sure, had = len(committed) - first, self._num_sure
+            wanted = [*committed[first + had :], *drafted]  # behind those that are sure already
+            same = had
+            while same < len(read) and same - had < len(wanted) and read[same] == wanted[same - had]:
+                same += 1
+            if same < len(read):
+                self._matcher.rollback(len(read) - same)
+                del read[same:]
+            rest = wanted[same - had :]
+            if rest:
+                read += rest[: self._matcher.try_consume_tokens(rest)]
+            is_there = len(read) == num_sure + len(drafted)
+            self._num_sure = min(num_sure, len(read))
+        if num_sure > had:
+            self._left_s = min(BURST_S, self._left_s + TOKEN_S * (num_sure - had))
+            self._last_step_s, self._step_s, self._num_masks = self._step_s, 0.0, 0
+        self._check(bool(drafted))
         return is_there
 
-    def _mask(self) -> Allowed:
+    def _mask(self, is_draft: bool) -> Allowed:
         size = self.grammar.vocabulary.num_ids
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.grammar.check(self._matcher)
+        with self._timed(is_draft):
+            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._num_masks += 1
+        self._check(is_draft)
         bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         may_end = bool(bits[size])
         bits = bits[:size]
@@ -272,6 +304,33 @@ class Walk:
             bits[self._ends] = True
         num = int(np.count_nonzero(bits))
         return Allowed(bits, int(bits.argmax()) if num == 1 else None)
+
+    @contextmanager
+    def _timed(self, is_draft: bool) -> Iterator[None]:
+        begun_s = time.thread_time()
+        yield
+        taken_s = time.thread_time() - begun_s
+        self._step_s += taken_s
+        self._left_s -= 0.0 if is_draft else taken_s  # drafts have their own limit, and no request ends by them
+
+    def _check(self, is_draft: bool) -> None:
+        """Raise BadOption where the matcher has failed, or the request has taken too much time: then it is `failure`.
+
+        Not where that is behind drafted tokens, for the text may never go there.
+        """
+        try:
+            self.grammar.check(self._matcher)
+            if (self._left_s if not is_draft else BURST_S + TOKEN_S * self._num_masks - self._step_s) < 0:
+                raise BadOption(
+                    f"{self.grammar.name} cannot be honoured: to say which tokens may come next takes more than "
+                    f"{1e3 * TOKEN_S:g} ms a token; make it simpler, with fewer ways to read one text"
+                )
+        except BadOption as failure:
+            if not is_draft:
+                self.failure = failure
+            elif self._matcher.is_error():  # which stays so: a new one reads what is sure
+                self._matcher, self._read, self._num_sure = self.grammar.matcher(), [], 0
+            raise
 
 
 def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
