@@ -30,6 +30,7 @@ app = App(
                 "random_file",
                 "replicas",
                 "schemas",
+                "hostile",
                 "serving",
                 "throughput",
                 "tools",

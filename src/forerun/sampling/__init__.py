@@ -1,12 +1,39 @@
-"""From logits to the distribution that a token is drawn from, and the random numbers that draw it."""
+"""From logits to the distribution that a token is drawn from, and the random numbers that draw it.
 
-from forerun.sampling.pipeline import (
-    Filters as Filters,
-    History as History,
-    filters_of as filters_of,
-    likeliest as likeliest,
-    logprobs_of as logprobs_of,
-    only_filters as only_filters,
-    probs as probs,
-    takes_the_best as takes_the_best,
-)
+The names are loaded when they are first used: what compiles grammars (forerun.sampling.grammar) needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.sampling.pipeline import (
+        Filters as Filters,
+        History as History,
+        filters_of as filters_of,
+        likeliest as likeliest,
+        logprobs_of as logprobs_of,
+        only_filters as only_filters,
+        probs as probs,
+        takes_the_best as takes_the_best,
+    )
+
+_NAMES = {
+    "Filters",
+    "History",
+    "filters_of",
+    "likeliest",
+    "logprobs_of",
+    "only_filters",
+    "probs",
+    "takes_the_best",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'forerun.sampling' has no attribute {name!r}")
+    from forerun.sampling import pipeline
+
+    return getattr(pipeline, name)

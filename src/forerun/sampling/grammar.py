@@ -41,6 +41,10 @@ MOST_MASKS = 256  # of the paths of one step
 # Processor time of the engine's thread, which all requests share. A request may take this much, and so much more for
 # each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
 BURST_S, TOKEN_S, DRAFT_S = 0.25, 0.005, 0.01
+MOST_MASK_S, _WALKED = 0.05, 16  # of one of the first masks, of which so many are tried before a grammar is taken
+_SHORT_CHARS = 1 << 11
+# What automata are products of: such a text may take for ever, however short it is.
+_PRODUCTS = re.compile(r"[&~]|\\u|allOf|pattern|multipleOf|x-guidance|%regex")
 _END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
 _SEPARATORS = {
     "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
@@ -85,7 +89,7 @@ class Vocabulary:
         self.num_ids = len(tokens)
         self.special_ids = tokenizer.special_ids
         self.tokens: LLTokenizer = LLTokenizer(_Wrapper(tokenizer, tokens))  # type: ignore[arg-type]
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Grammar | BadOption] = OrderedDict()
         self._lock = threading.Lock()
 
     def compiled(self, params: SamplingParams) -> Grammar | None:
@@ -95,16 +99,33 @@ class Vocabulary:
         """
         if (key := params.constraint) is None:
             return None
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        if (found := self._find(key)) is not None:
+            return found
         made = Grammar(key, self)  # without the lock: other requests go on
+        self._keep(key, made)
+        return made
+
+    def has(self, key: tuple[str, str]) -> bool:
+        """Whether a grammar is kept. Raises what it was refused with. key: of `SamplingParams.constraint`."""
+        return self._find(key) is not None
+
+    def refuse(self, key: tuple[str, str], refusal: BadOption) -> None:
+        """Keep that a grammar is refused: whoever asks for it again hears so at once."""
+        self._keep(key, refusal)
+
+    def _find(self, key: tuple[str, str]) -> Grammar | None:
+        with self._lock:
+            if (found := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+        if isinstance(found, BadOption):
+            raise BadOption(str(found))
+        return found
+
+    def _keep(self, key: tuple[str, str], made: Grammar | BadOption) -> None:
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > MOST_KEPT or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARS:
                 self._kept.popitem(last=False)
-        return made
 
 
 _vocabularies: weakref.WeakKeyDictionary[Spelling, Vocabulary] = weakref.WeakKeyDictionary()
@@ -172,6 +193,28 @@ class Grammar:
                 raise
             raise BadOption(f"{self.name} cannot be honoured: {str(error)[:200]}; change it, or leave it out") from None
         self._refuse(self._start)
+        self._walk()
+
+    def _walk(self) -> None:
+        """Raise BadOption where the first tokens take too long already: no step of others has to find it out."""
+        matcher, chance = self.matcher(), np.random.default_rng(0)
+        for _ in range(_WALKED):
+            begun_s = time.thread_time()
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask_s = time.thread_time() - begun_s
+            if matcher.is_stopped() or not bits.any():
+                break
+            some = chance.permutation(np.flatnonzero(bits))[0]
+            place = chance.permutation(np.flatnonzero(np.unpackbits(bits[some : some + 1], bitorder="little")))[0]
+            begun_s = time.thread_time()
+            if mask_s < MOST_MASK_S and not matcher.try_consume_tokens([int(8 * some + place)]):
+                break
+            if max(mask_s, time.thread_time() - begun_s) > MOST_MASK_S:
+                raise BadOption(
+                    f"{self.name} cannot be honoured: to say which tokens may come next takes more than "
+                    f"{1e3 * MOST_MASK_S:g} ms; make it simpler, with fewer ways to read one text"
+                )
+        self._refuse(matcher)
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Walk:
         """Return the state of a sequence that begins. end_ids: ids that end its output."""
@@ -342,6 +385,12 @@ def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
 
 
 # ------------------------------------------------------------------------------------------ what requests may give
+
+
+def is_short(key: tuple[str, str]) -> bool:
+    """Whether a grammar is known to compile in a moment. key: of `SamplingParams.constraint`."""
+    kind, text = key
+    return kind == "choice" or (len(text) <= _SHORT_CHARS and _PRODUCTS.search(text) is None)
 
 
 def _source(kind: str, text: str) -> str:

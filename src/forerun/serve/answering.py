@@ -127,6 +127,8 @@ class Exchange:
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
         """Generate and send, in these places at the server's gate and the model's."""
         service = self._service
+        with self._guarding():
+            await self._services.compile(service, job.params)
         job, requests = await self._guarded(service.make, job, prompts)
         for place in reversed(places):
             place.grow(len(requests))

@@ -1,7 +1,8 @@
 """Long bodies are read in a process of their own, so that no other request and no step waits for them.
 
 Python runs one thread at a time, and what parses JSON or cuts words into tokens does not let others in between. The
-process is started for the first long body; the shortest of those that wait is read first.
+process is started for the first long body; the shortest of those that wait is read first. A second process tries
+grammars, which may take any time and memory: it is ended where one takes more than texts.MOST_TRIED_S.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -20,15 +22,19 @@ from multiprocessing.connection import Connection
 from queue import PriorityQueue
 from typing import Any
 
-from forerun.errors import ForerunError, InternalError
+from forerun.errors import BadOption, ForerunError, InternalError
 from forerun.serve.bodies import Refused
-from forerun.serve.texts import Library, TextOptions, Texts
+from forerun.serve.texts import MOST_TRIED_BYTES, MOST_TRIED_S, Library, TextOptions, Texts
 
 LONG_BYTES = 8 << 10  # of a body that is read there: shorter ones take a thread less time than the way there
 MOST_SECONDS = 60.0  # of one body; the process is started anew behind a longer one
 _START_SECONDS = 300.0  # on a busy machine
 _NICE = 5  # it comes behind the engine's threads, where all cores are busy
+# What a process that tries grammars ends of by itself, and what that says.
+_MUCH = {-signal.SIGPROF: f"{MOST_TRIED_S:g} s to compile", -signal.SIGABRT: f"{MOST_TRIED_BYTES >> 20} MiB of memory"}
 _CODE = "import sys; sys.path[:] = sys.argv[2:]; from forerun.serve.aside import main; main(int(sys.argv[1]))"
+
+_Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and what it is given
 
 
 class Aside:
@@ -36,7 +42,7 @@ class Aside:
 
     def __init__(self, options: Seq[TextOptions]) -> None:
         self._options = tuple(options)
-        self._jobs: PriorityQueue[tuple[float, int, tuple[str, bytes], Future[Any]]] = PriorityQueue()
+        self._jobs: PriorityQueue[tuple[float, int, _Job, Future[Any]]] = PriorityQueue()
         self._order, self._lock = itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,14 +51,25 @@ class Aside:
 
     def work(self, url: str, body: bytes) -> Future[Any]:
         """What `Library.work` makes of a body, or raises. InternalError where it fails twice, Refused for too long."""
+        return self._put(("work", (url, body)), len(body))
+
+    def attempt(self, name: str, key: tuple[str, str]) -> Future[Any]:
+        """Compile a grammar of the model of this name, and forget it. BadOption where it takes too much."""
+        return self._put(("attempt", (name, key)), len(key[1]))
+
+    def begin(self) -> None:
+        """Start the process, if none was asked for yet; who waits for it first waits less."""
+        if self._thread is None:
+            self._put(("begin", ()), 0)
+
+    def _put(self, job: _Job, size: int) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="forerun-aside", daemon=True)
                 self._thread.start()
         # Short ones first, but a long one waits for a second per megabyte at most of those that come behind it.
-        turn = time.monotonic() + len(body) / 1e6
-        self._jobs.put((turn, next(self._order), (url, body), future))
+        self._jobs.put((time.monotonic() + size / 1e6, next(self._order), job, future))
         return future
 
     @property
@@ -63,7 +80,7 @@ class Aside:
     def close(self) -> None:
         """End it. What waits is cancelled."""
         self._is_closed = True
-        self._jobs.put((-1.0, next(self._order), ("", b""), Future()))
+        self._jobs.put((-1.0, next(self._order), ("", ()), Future()))
         if (process := self._process) is not None:
             process.kill()  # the thread hears of it, and forgets it
 
@@ -83,7 +100,7 @@ class Aside:
             except BaseException as error:
                 future.set_exception(error)
 
-    def _ask(self, job: tuple[str, bytes]) -> Any:
+    def _ask(self, job: _Job) -> Any:
         """The answer of the process. One that has ended, as the system may end it, is started anew, once for a job."""
         for is_again in (False, True):
             try:
@@ -91,14 +108,17 @@ class Aside:
                 pipe.send(job)
                 if not pipe.poll(MOST_SECONDS):
                     self._end()
-                    message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make it shorter"
+                    message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make them shorter"
                     raise Refused(message, code="timeout", status=504)
                 is_made, made = pickle.loads(pipe.recv_bytes())
                 break
             except (EOFError, OSError) as error:
-                self._end()
+                if (much := _MUCH.get(self._end() or 0)) is not None and job[0] == "attempt":
+                    raise BadOption(f"the grammar or schema takes more than {much}: make it simpler") from None
                 if is_again or self._is_closed:
-                    message = "the process that reads long bodies has ended, twice in a row: send a shorter body"
+                    message = (
+                        "the process that reads long bodies and grammars has ended, twice in a row: send a shorter body"
+                    )
                     raise InternalError(message) from error
         if not is_made:
             raise made
@@ -123,13 +143,14 @@ class Aside:
         ours.recv_bytes()
         return ours
 
-    def _end(self) -> None:
+    def _end(self) -> int | None:
+        """End the process. Returns its exit status, if there was one."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
         if process is not None:
-            process.kill()
-            process.wait()
+            process.kill()  # one that has ended keeps its status
+        return None if process is None else process.wait()
 
 
 def main(number: int) -> None:
@@ -140,11 +161,11 @@ def main(number: int) -> None:
     pipe.send_bytes(b"")
     while True:
         try:
-            url, body = pipe.recv()
+            name, given = pipe.recv()
         except EOFError:
             return
         try:
-            made = pickle.dumps((True, library.work(url, body)))
+            made = pickle.dumps((True, getattr(library, name)(*given)))
         except ForerunError as error:
             made = pickle.dumps((False, error))
         except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception

@@ -30,6 +30,7 @@ from forerun.config import EngineConfig
 from forerun.engine.factory import refuse_together, refuse_without_text, target_of
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, shown
+from forerun.sampling.grammar import vocabulary
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
 from forerun.serve.metrics import Families, Metrics
@@ -128,6 +129,9 @@ def loaded(config: EngineConfig) -> LLM:
 
     refuse_without_text(config)  # the APIs answer with texts
     llm = LLM.from_config(config)
+    if llm.tokenizer is not None:
+        with suppress(BadOption):  # one that cannot be held to grammars
+            vocabulary(llm.tokenizer)  # a second of one thread, for which no stream has to wait then
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
     return llm

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM
-from forerun.errors import CapacityError, ForerunError, InternalError, PromptTooLong
+from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong
+from forerun.sampling.grammar import is_short, vocabulary
 from forerun.serve.aside import LONG_BYTES, Aside
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.generation import Generation, News
@@ -22,6 +23,7 @@ from forerun.serve.limits import Arriving, Gate
 from forerun.serve.metrics import Metrics
 from forerun.serve.options import Limits
 from forerun.serve.texts import Library, TextOptions, Texts
+from forerun.types import SamplingParams
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -143,8 +145,10 @@ class Services:
         self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
         options = [own.text_options([name for name in self.names if name not in own.names]) for own in services]
         self._library = Library([_texts(own.llm, one) for own, one in zip(services, options, strict=True)])
-        self.aside = Aside(options)
+        self.aside, self.trial = Aside(options), Aside(options)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
+        # One grammar at a time takes a core: those that are short, and those that were tried.
+        self._short, self._tried = (ThreadPoolExecutor(1, f"forerun-{kind}-grammar") for kind in ("short", "tried"))
 
     def of(self, name: str) -> Service:
         """The model of a name that `names` has."""
@@ -172,6 +176,27 @@ class Services:
             return await asyncio.wrap_future(self.aside.work(url, body))
         return await self.in_thread(self._library.work, url, body)
 
+    async def compile(self, service: Service, params: SamplingParams) -> None:
+        """Compile the grammar of a request, beside all threads that others need, so that `Service.make` finds it.
+
+        One that might take long is tried in a process that ends where it does. Raises BadOption.
+        """
+        if (key := params.constraint) is None or service.llm.tokenizer is None:
+            return
+        known = await self.in_thread(vocabulary, service.llm.tokenizer)
+        if known.has(key):
+            return
+        self.trial.begin()
+        pool = self._short
+        if not is_short(key):
+            pool = self._tried
+            try:
+                await asyncio.wrap_future(self.trial.attempt(service.name, key))
+            except BadOption as refusal:
+                known.refuse(key, refusal)
+                raise
+        await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params)
+
     async def watch_delay(self) -> None:
         """Measure how late the event loop is, until it is cancelled."""
         loop = asyncio.get_running_loop()
@@ -184,8 +209,10 @@ class Services:
         """Let the threads end."""
         for own in self.all:
             own.close()
-        self.aside.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in (self.aside, self.trial):
+            process.close()
+        for pool in (self._pool, self._short, self._tried):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _texts(llm: LLM, options: TextOptions) -> Texts:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence as Seq
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
+from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve import llama_server, messages, ollama, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
 from forerun.serve.tools import thinking_variables
@@ -27,6 +31,7 @@ from forerun.text.tools import NO_TOOLS
 from forerun.types import SamplingParams
 
 LOG = logging.getLogger(__name__)
+MOST_TRIED_S, MOST_TRIED_BYTES = 2.0, 512 << 20  # processor time and memory that a grammar may take to be compiled
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 # As vLLM names them; content, add_special and with_pieces are llama-server's.
@@ -69,6 +74,21 @@ class TextOptions:
     others: tuple[str, ...] = ()
 
 
+@contextmanager
+def _limited() -> Iterator[None]:
+    """What runs in it ends this process beyond MOST_TRIED_S, by SIGPROF, and beyond MOST_TRIED_BYTES, by SIGABRT."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if (size := Path("/proc/self/statm")).exists():
+        most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_TRIED_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most if before[1] < 0 else min(most, before[1]), before[1]))
+    signal.setitimer(signal.ITIMER_PROF, MOST_TRIED_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 class Library:
     """Reads the bodies of a server, each with the Texts of the model that it names; the first where it names none."""
 
@@ -84,6 +104,19 @@ class Library:
             return self._of(given).work(url, given)
         except RecursionError:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
+
+    def begin(self) -> None:
+        """Make what grammars of the first model need, and do nothing."""
+        vocabulary(self._first.tokenizer)
+
+    def attempt(self, name: str, key: tuple[str, str]) -> None:
+        """Compile a grammar of the model of this name. Raises BadOption, or ends this process where it takes too much.
+
+        key: of `SamplingParams.constraint`.
+        """
+        own = vocabulary(self._by_name[name].tokenizer)
+        with _limited():
+            Grammar(key, own)
 
     def _of(self, given: Any) -> Texts:
         """A name that no model has is refused by the first."""

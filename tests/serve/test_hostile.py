@@ -1,0 +1,149 @@
+"""Grammars and schemas that are meant to take much: each is refused or served, and a stream beside them goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.hostile_grammars import NUM, hostile
+from forerun import LLM
+from forerun.sampling.grammar import is_short
+from forerun.serve import aside
+from serve.running import CODE, Running
+from serve.test_serve_inside import asked, run, served
+from speculation import llm_options
+
+COMPLETION = "/v1/completions"
+LONG = {"prompt": CODE, "max_tokens": 1500, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+FOR_EVER = "start: T\nT: " + " & ".join(f"/(.{{{prime}}})*/" for prime in (7, 11, 13, 17, 19, 23, 29))
+
+
+def streamed(http: httpx.Client, events: list[dict[str, Any]]) -> None:
+    """All events of a plain stream."""
+    with http.stream("POST", COMPLETION, json=LONG | {"stream": True}, timeout=600) as answer:
+        events += [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def ask(server: Running, each: int) -> dict[str, int]:
+    """Send every so many of them while streams run; returns their statuses."""
+    alone = server.http.post(COMPLETION, json=LONG).json()["choices"][0]["text"]
+    found, texts = dict[str, int](), list[str]()
+    is_over = threading.Event()
+
+    def stream() -> None:
+        with httpx.Client(base_url=server.url, timeout=600) as http:
+            while not is_over.is_set():
+                events = list[dict[str, Any]]()
+                streamed(http, events)
+                texts.append(text_of(events))
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    try:
+        for i, (name, inside) in enumerate(hostile()[::each]):
+            body = b'{"prompt": "x", "max_tokens": 3, ' + inside + b"}"
+            headers = {"content-type": "application/json"}
+            answer = server.http.post(COMPLETION, content=body, headers=headers, timeout=600)
+            found[f"{i} {name}"] = answer.status_code
+    finally:
+        is_over.set()
+        thread.join()
+    assert set(texts) == {alone}
+    return found
+
+
+def is_well(server: Running) -> None:
+    """It answers as it should, grammars that had to be tried included, and nothing is left of what was asked."""
+    words = " | ".join(f'"word {i}"' for i in range(400))
+    for fields in ({"regex": "[a-c]{3}"}, {"json_schema": {"enum": ["x"]}}, {"grammar": f"start: {words}"}):
+        answer = server.http.post(COMPLETION, json={"prompt": "x", "max_tokens": 60, **fields})
+        assert (answer.status_code, answer.json()["choices"][0]["finish_reason"]) == (200, "stop")
+    assert server.http.get("/ready").status_code == 200
+    assert server.is_idle()
+
+
+def test_hostile_grammars_are_answered_and_disturb_no_text(server: Running) -> None:
+    found = ask(server, 16)
+    assert {name: status for name, status in found.items() if status not in (200, 400, 413)} == {}
+    assert list(found.values()).count(200) > 2
+    is_well(server)
+
+
+@pytest.mark.parity
+def test_all_200_are_answered(server: Running) -> None:
+    found = ask(server, 1)
+    assert len(found) == NUM
+    assert {name: status for name, status in found.items() if status not in (200, 400, 413)} == {}
+    is_well(server)
+
+
+@pytest.mark.once("no text is generated")
+def test_a_grammar_that_would_take_for_ever_is_refused_and_holds_up_no_other() -> None:
+    """It is tried in a process that ends of it; one that is short is compiled meanwhile, and none is tried twice."""
+    llm = LLM("shipped", **llm_options())
+
+    async def test() -> None:
+        async with served(llm) as (client, service):
+            slow = asyncio.create_task(client.post(COMPLETION, **asked(grammar=FOR_EVER)))
+            quick = await client.post(COMPLETION, **asked(regex="[ab]{2}", max_tokens=4))
+            assert (quick.status_code, slow.done()) == (200, False)
+            answer = await slow
+            assert (answer.status_code, "takes more than 2 s to compile" in answer.text) == (400, True)
+            assert service.trial.pid is None
+            again = await client.post(COMPLETION, **asked(grammar=FOR_EVER))
+            assert (again.status_code, again.json()) == (400, answer.json())
+            assert service.trial.pid is None
+
+    run(test)
+
+
+@pytest.mark.once("no text is generated")
+def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system ends the process where there is no more."""
+    llm = LLM("shipped", **llm_options())
+    code = aside._CODE.replace("main(int", "import forerun.serve.texts as t; t.MOST_TRIED_BYTES = 1 << 20; main(int")
+    monkeypatch.setattr(aside, "_CODE", code)
+
+    async def test() -> None:
+        async with served(llm) as (client, _):
+            schema = {"type": "integer", "multipleOf": 99_991}
+            answer = await client.post(COMPLETION, **asked(json_schema=schema, max_tokens=2))
+            assert (answer.status_code, "MiB of memory" in answer.text) == (400, True), answer.text
+
+    run(test)
+
+
+def test_what_is_short_compiles_in_a_moment() -> None:
+    for key, expected in (
+        (("regex", "(a|b)*"), True),
+        (("regex", "a" * 5000), False),
+        (("choice", json.dumps(["a" * 5000])), True),
+        (("grammar", FOR_EVER), False),
+        (("json_schema:free", '{"multipleOf": 3}'), False),
+        (("json_schema:free", '{"multiple\\u004ff": 3}'), False),
+    ):
+        assert is_short(key) == expected, key
+
+
+@pytest.mark.once("no text is generated")
+def test_the_process_that_tries_grammars_is_started_with_the_first_of_any_kind() -> None:
+    llm = LLM("shipped", **llm_options())
+
+    async def test() -> None:
+        async with served(llm) as (client, service):
+            assert (await client.post(COMPLETION, **asked(max_tokens=2))).status_code == 200
+            assert service.trial.pid is None
+            assert (await client.post(COMPLETION, **asked(regex="a", max_tokens=2))).status_code == 200
+            while service.trial.pid is None:
+                await asyncio.sleep(0.01)
+
+    run(test)
