@@ -35,7 +35,7 @@ from forerun.config import EngineConfig
 from forerun.registry import option
 from forerun.text.terminal import make_console
 
-QUIET_S = 5.0  # of the streams alone, in which the median step is measured
+QUIET_S = 15.0  # of the streams alone, in which the median step is measured
 MOST_SHOWN = 8
 
 
@@ -122,15 +122,26 @@ def megabytes_of(pid: int) -> float:
     return total
 
 
-def measure(server: Server, plan: HostilePlan) -> tuple[float, float, list[HostileLine]]:
-    """Return the median step in ms, the memory before in MB, and a line for each grammar. The server runs here."""
+@dataclass(frozen=True)
+class Alone:
+    """The streams before anything else is asked. step_ms: the median; gap_ms: the longest; megabytes: of the server."""
+
+    step_ms: float
+    gap_ms: float
+    megabytes: float
+
+
+def measure(server: Server, plan: HostilePlan) -> tuple[Alone, list[HostileLine]]:
+    """Return the streams alone, and a line for each grammar. The server runs here."""
     assert server.pid is not None
     lines = []
     with streaming(server.url, plan.num_streams) as streams, httpx.Client(timeout=600) as client:
         time.sleep(1)
-        begun_s, before = time.perf_counter(), megabytes_of(server.pid)
+        begun_s = time.perf_counter()
         time.sleep(QUIET_S)
-        step_s = median(streams.gaps_s(begun_s))
+        quiet_s = streams.gaps_s(begun_s)
+        step_s = median(quiet_s)
+        alone = Alone(1e3 * step_s, 1e3 * max(quiet_s), megabytes_of(server.pid))
         for name, inside in hostile(plan.seed)[: plan.num_grammars]:
             body = b'{"prompt": "x", "max_tokens": %d, "temperature": 0, %s}' % (plan.max_tokens, inside)
             begun_s = time.perf_counter()
@@ -142,7 +153,7 @@ def measure(server: Server, plan: HostilePlan) -> tuple[float, float, list[Hosti
             megabytes = megabytes_of(server.pid)
             made = (ended_s - begun_s, 1e3 * gap_s, gap_s / step_s, megabytes)
             lines.append(HostileLine(name, answer.status_code, *made, said))
-    return 1e3 * step_s, before, lines
+    return alone, lines
 
 
 TABLE = (
@@ -159,7 +170,7 @@ def run(config: EngineConfig, plan: HostilePlan) -> dict[str, Any]:
     """Measure, print the worst, and return all of it for JSON."""
     console, port = make_console(), free_port()
     with started("forerun", forerun_command(config, port), port, is_own=True) as server:
-        step_ms, before, lines = measure(server, plan)
+        alone, lines = measure(server, plan)
     worst = sorted(lines, key=lambda line: -line.seconds)[:MOST_SHOWN]
     worst += sorted(set(lines) - set(worst), key=lambda line: -line.steps)[:MOST_SHOWN]
     console.print(table(worst, TABLE))
@@ -167,9 +178,10 @@ def run(config: EngineConfig, plan: HostilePlan) -> dict[str, Any]:
     console.print(
         f"{len(lines)} grammars: {dict(Counter(line.status for line in lines))}; answered in "
         f"{median(line.seconds for line in lines):.2f} s (median), {max(line.seconds for line in lines):.2f} s (most); "
-        f"a step of the streams takes {step_ms:.1f} ms (median); their longest gaps are "
+        f"a step of the streams alone takes {alone.step_ms:.1f} ms (median), {alone.gap_ms / alone.step_ms:.1f} steps "
+        f"(most in {QUIET_S:g} s); their longest gaps beside a grammar are "
         f"{median(gaps):.1f} steps (median), {gaps[int(0.95 * len(gaps))]:.1f} (95 of 100), {gaps[-1]:.1f} (most); "
-        f"memory {before:.0f} MB before, {max(line.megabytes for line in lines):.0f} MB at most, "
+        f"memory {alone.megabytes:.0f} MB before, {max(line.megabytes for line in lines):.0f} MB at most, "
         f"{lines[-1].megabytes:.0f} MB in the end",
         markup=False,
     )
@@ -177,8 +189,7 @@ def run(config: EngineConfig, plan: HostilePlan) -> dict[str, Any]:
         "bench": "hostile",
         "target": config.target,
         "plan": plan.record(),
-        "step_ms": step_ms,
-        "megabytes_before": before,
+        "alone": asdict(alone),
         "lines": [asdict(line) for line in lines],
     }
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 NUM = 200
 Fields = dict[str, Any]
-_TEXT = {"type": "string"}
+_TEXT: Fields = {"type": "string"}
 _PATTERNS = (
     *("(a+)+b", "(a|a|aa)*b", "(.*)*x", "(.*a){20}", "(a|b)*a(a|b){200}", "(a{1,99}){1,99}", "x{1,100000}"),
     *("(((a?){0,99}b){0,99}c){0,99}", "[^a]{0,65535}[^b]{0,65535}", r"\p{L}{1,500}\p{N}{1,500}", "(?i:ß|ﬀ)*"),
@@ -83,7 +84,7 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
         for num in (8, 40, 500):
             parts = [{"type": "object", "properties": {f"p{i}": _TEXT}} for i in range(num)]
             yield f"{kind} of {num} objects", {kind: parts}
-        yield f"{kind} twice, 30 deep", _doubled(30, lambda part, kind=kind: {kind: [part, part | {"minLength": 1}]})
+        yield f"{kind} twice, 30 deep", _doubled(30, partial(_both, kind))
         yield (
             f"{kind} of 500 times the same",
             {
@@ -92,8 +93,8 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
             },
         )
     for num in (3, 7):
-        parts = [{"anyOf": [{"properties": {f"p{i}_{j}": _TEXT}} for j in range(num)]} for i in range(num)]
-        yield f"all of any, {num} times {num}", {"allOf": parts}
+        products = [{"anyOf": [{"properties": {f"p{i}_{j}": _TEXT}} for j in range(num)]} for i in range(num)]
+        yield f"all of any, {num} times {num}", {"allOf": products}
     for num in (100, 500, 1300, 5000):
         yield f"{num} optional properties", {"type": "object", "properties": {f"p{i}": _TEXT for i in range(num)}}
     yield "long keys", {"type": "object", "properties": {chr(97 + i) * 9000: _TEXT for i in range(20)}}
@@ -107,8 +108,8 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
     yield "names", {"propertyNames": {"pattern": "(a|b)*a(a|b){99}"}, "minProperties": 10**6}
     for numbers in ([97], [9973], [99_991], [999_999_937], [0], [0.1], [1e-9], [1e15], [3, 7, 11, 13, 17, 19, 23]):
         for kind in ("integer", "number"):
-            parts = [{"type": kind, "multipleOf": number} for number in numbers]
-            yield f"multiples of {numbers}", parts[0] if len(parts) == 1 else {"allOf": parts}
+            asked = [{"type": kind, "multipleOf": number} for number in numbers]
+            yield f"multiples of {numbers}", asked[0] if len(asked) == 1 else {"allOf": asked}
     yield "multiples in a row", {"prefixItems": [{"multipleOf": number} for number in (41, 43, 47)]}
     for least, most in ((-1e308, 1e308), (-1e308, 1.23456789e308), (1e-300, 2e-300), (5, 4), (0.1, 0.1 + 1e-17)):
         for kind in ("integer", "number"):
@@ -121,7 +122,7 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"at most {num} items", {"type": "array", "items": {"type": "array", "maxItems": num}, "maxItems": num}
     yield "700 lengths", {"properties": {f"p{i}": _TEXT | {"minLength": i, "maxLength": 60_000} for i in range(700)}}
     yield "500 arrays", {"anyOf": [{"type": "array", "minItems": 10**5 + i, "items": _TEXT} for i in range(500)]}
-    for schema in (
+    wrong: tuple[Any, ...] = (
         {"type": "none"},
         {"type": []},
         {"properties": []},
@@ -129,8 +130,13 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
         {"x-guidance": {"lenient": 5}},
         3,
         [],
-    ):
+    )
+    for schema in wrong:
         yield f"no schema {schema}"[:30], schema
+
+
+def _both(kind: str, part: Fields) -> Fields:
+    return {kind: [part, part | {"minLength": 1}]}
 
 
 def _doubled(depth: int, twice: Callable[[Fields], Fields]) -> Fields:
