@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,37 @@ def test_responses_call_a_tool_and_take_its_result(client: openai.OpenAI) -> Non
     assert again.usage is not None
     assert same.usage is not None
     assert again.usage.input_tokens == same.usage.input_tokens
+
+
+def test_responses_call_a_tool_that_takes_a_text(client: openai.OpenAI, server: Running) -> None:
+    """As Codex declares apply_patch: no arguments, but one text, which a regular expression may hold."""
+    form = {"type": "grammar", "syntax": "regex", "definition": '[ab]{2} "c"'}
+    tool: Any = {"type": "custom", "name": "patch", "description": "Patches.", "format": form}
+    asked: Any = {"model": "shipped", "input": ASKED, "parallel_tool_calls": False, "temperature": 0}
+    forced = {**asked, "tools": [tool], "tool_choice": {"type": "custom", "name": "patch"}}
+    (call,) = client.responses.create(**forced).output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch('[ab]{2} "c"', call.input)
+    events: list[Any] = list(client.responses.create(stream=True, **forced))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    written = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+    assert kinds == [*("created", "in_progress", "output_item.added"), *written, "output_item.done", "completed"]
+    assert events[3].delta == events[4].input == events[5].item.input == call.input
+    history: Any = [*ASKED, call.model_dump(exclude_none=True)]
+    history.append({"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done."})
+    told = {**asked, "input": history, "max_output_tokens": 4, "tools": [tool]}
+    spelled = [*ASKED, {"type": "function_call", "call_id": "a", "name": "patch"}, history[-1] | {"call_id": "a"}]
+    spelled[1]["arguments"] = json.dumps({"input": call.input})
+    same = client.responses.create(**{**told, "input": spelled})
+    assert client.responses.create(**told).usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
+    lark = {**tool, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}}
+    free = server.http.post("/v1/responses", json={**asked, "tools": [lark], "max_output_tokens": 4})
+    assert (free.status_code, free.headers["x-forerun-ignored"]) == (200, "tools[0].format")
+    for wrong in ({"type": "x"}, {"type": "grammar", "syntax": "peg", "definition": ""}, {"type": "grammar"}, "text"):
+        answer = server.http.post("/v1/responses", json={**asked, "tools": [{**tool, "format": wrong}]})
+        assert (answer.status_code, "tools[0].format=" in answer.text) == (400, True), answer.text
+    unread = {**tool, "format": {**form, "definition": "a("}}
+    assert server.http.post("/v1/responses", json={**asked, "tools": [unread]}).status_code == 400
 
 
 def test_messages_use_a_tool_and_take_its_result(claude: anthropic.Anthropic) -> None:

@@ -49,8 +49,14 @@ BODIES: dict[str, dict[str, Any]] = {
     responses.RESPONSES: {
         **CODEX,
         "text": {"format": FORM},
+        "tools": [
+            *CODEX["tools"],
+            {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+        ],
         "tool_choice": {"type": "function", "name": "shell"},
         "input": [
+            {"type": "custom_tool_call", "call_id": "b", "name": "p", "input": "a"},
+            {"type": "custom_tool_call_output", "call_id": "b", "output": "x"},
             {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}], "content": []},
             {"type": "function_call", "call_id": "a", "name": "shell", "arguments": "{}"},

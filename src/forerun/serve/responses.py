@@ -8,6 +8,7 @@ know one. What an assistant has thought, said and called in a row becomes one me
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
+CUSTOM, CUSTOM_CALL, INPUT = "custom", "custom_tool_call", "input"  # tools that take a text, and not arguments
 _KINDS = frozenset(("input_text", "output_text", "text"))
 _ROLES = ("user", "assistant", "system", "developer")
 
@@ -127,10 +129,12 @@ def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
 
 def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
     """The functions that the client runs. Tools that a server would run are left out, and listed in `ignored`."""
-    functions = []
+    functions: list[Mapping[str, Any]] = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type") == "function":
             functions.append(tool)
+        elif tool.get("type") == CUSTOM:
+            functions.append(_with_input(tool, f"tools[{i}].format", ignored))
         else:
             ignored.append(f"tools[{i}]")
     choice = given.get("tool_choice", AUTO)
@@ -139,7 +143,7 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
         names = [tool.get("name") for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
         functions = [function for function in functions if function.get("name") in names]
         choice = choice.get("mode", AUTO)
-    elif isinstance(choice, Mapping) and choice.get("type") == "function":
+    elif isinstance(choice, Mapping) and choice.get("type") in ("function", CUSTOM):
         choice = choice.get("name")
     if not isinstance(choice, str):
         form = '{"type": "function", "name": "..."}'
@@ -148,6 +152,30 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
     if choice == AUTO and not functions:
         return None
     return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
+
+
+def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
+    """A tool that takes a text, as a function with one argument: what models know how to call.
+
+    A regular expression holds the text. A grammar in Lark's form is told to the model, and listed in `ignored`.
+    Raises Refused.
+    """
+    form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
+    if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
+        raise Refused(f"{where}={shown(form)} is not possible: its type must be text or grammar", "tools")
+    if form["type"] == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            wanted = "its syntax must be lark or regex, and its definition a text"
+            raise Refused(f"{where}={shown(form)} is not possible: {wanted}", "tools")
+        if syntax == "regex":
+            limits = {"pattern": f"^(?:{definition})$"}
+        else:
+            ignored.append(where)
+            about = f"{about or ''}\n\nThe input is of this grammar, in Lark's form:\n{definition}".lstrip()
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string", **limits}}, "required": [INPUT]}
+    made = {"name": tool.get("name"), "parameters": {**parameters, "additionalProperties": False}}
+    return {**made, **({"description": about} if about is not None else {}), "strict": bool(limits)}
 
 
 def _format(text: Any) -> Any:
@@ -196,10 +224,14 @@ def _messages(instructions: Any, given: Any) -> list[Message]:
             conversation.think(_reasoning_text(item, where))
         elif kind == "function_call":
             conversation.call(item, where)
-        elif kind == "function_call_output":
+        elif kind == CUSTOM_CALL:
+            if not isinstance(text := item.get(INPUT), str):
+                raise Refused(f"{where}.{INPUT}={shown(text)} is not possible: it must be a text", where)
+            conversation.call({**item, "arguments": json.dumps({INPUT: text})}, where)
+        elif kind in ("function_call_output", f"{CUSTOM_CALL}_output"):
             conversation.result(item, where)
         else:
-            known = "message, reasoning, function_call or function_call_output"
+            known = f"message, reasoning, function_call, {CUSTOM_CALL}, or one of the last two with _output"
             raise Refused(f"{where} has the type {shown(kind)}: it must be {known}", where)
     if not conversation.messages:
         raise Refused("input has no message of a user: there is nothing to answer", "input")
@@ -284,7 +316,7 @@ def answer_body(
     output = outputs[0]
     logprobs = _logprobs(output.logprobs or [], output.prompt_ids[-1], tokenizer)
     spoken = output.spoken or Spoken([Span("text", output.text)] if output.text else [])
-    items = _output_items(spoken, answer_id, logprobs, is_whole=_is_whole(output))
+    items = _output_items(spoken, _Items(job, answer_id), logprobs, is_whole=_is_whole(output))
     return _ended(job, outputs, answer_id, created_s, items)
 
 
@@ -299,15 +331,15 @@ def _ended(
 
 
 def _output_items(
-    spoken: Spoken, answer_id: str, logprobs: list[dict[str, Any]], *, is_whole: bool
+    spoken: Spoken, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
     """The items of an answer; an empty message where it has none."""
     made = []
     for n, one in enumerate(spoken.items or [Span("text")]):
         status = "completed" if is_whole or n < len(spoken.items) - 1 else "incomplete"
-        item = _begun(one, answer_id, n) | {"status": status}
+        item = begun.item(one, n) | {"status": status}
         if isinstance(one, ToolCall):
-            item["arguments"] = one.arguments
+            item |= begun.called(one)
         else:
             is_text = one.kind == "text"
             item["content"] = [_part(one.text, logprobs) if is_text else _thought(one.text)]
@@ -316,16 +348,45 @@ def _output_items(
     return made
 
 
-def _begun(one: Span | ToolCall, answer_id: str, n: int) -> dict[str, Any]:
-    """An item, still empty. n: its number in the answer."""
-    end = f"{answer_id}_{n}" if n else answer_id
-    if isinstance(one, ToolCall):
-        call = {"arguments": "", "call_id": one.id, "name": one.name}
-        return {"id": f"fc_{end}", "type": "function_call", "status": "in_progress", **call}
-    if one.kind == "reasoning":
-        return {"id": f"rs_{end}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-    message = {"status": "in_progress", "role": "assistant", "content": []}
-    return {"id": f"msg_{end}", "type": "message", **message}
+class _Items:
+    """The items of one answer, as they begin."""
+
+    def __init__(self, job: Job, answer_id: str) -> None:
+        self._id = answer_id
+        tools = job.given.get("tools") or ()
+        self._customs = [tool.get("name") for tool in tools if tool.get("type") == CUSTOM]
+
+    def item(self, one: Span | ToolCall, n: int) -> dict[str, Any]:
+        """An item, still empty. n: its number in the answer."""
+        end = f"{self._id}_{n}" if n else self._id
+        if isinstance(one, ToolCall):
+            own = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
+            call = {own[2]: "", "call_id": one.id, "name": one.name}
+            return {"id": f"{own[0]}_{end}", "type": own[1], "status": "in_progress", **call}
+        if one.kind == "reasoning":
+            return {"id": f"rs_{end}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        message = {"status": "in_progress", "role": "assistant", "content": []}
+        return {"id": f"msg_{end}", "type": "message", **message}
+
+    def is_custom(self, one: Span | ToolCall) -> bool:
+        """Whether an item calls a tool that takes a text."""
+        return isinstance(one, ToolCall) and one.name in self._customs
+
+    def called(self, call: ToolCall) -> dict[str, str]:
+        """What a tool is called with: its arguments, or the text."""
+        return {INPUT: _input_of(call)} if self.is_custom(call) else {"arguments": call.arguments}
+
+
+def _input_of(call: ToolCall) -> str:
+    """The text in the one argument; where the model wrote another one, or none, all that it wrote."""
+    for end in ("", '"}', "}"):  # an answer may be cut in it
+        try:
+            found = json.loads(call.arguments + end)
+        except ValueError:
+            continue
+        value = found.get(INPUT) if isinstance(found, dict) else None
+        return value if isinstance(value, str) else call.arguments
+    return call.arguments
 
 
 class Stream:
@@ -333,6 +394,7 @@ class Stream:
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer, self._id, self._created_s = job, tokenizer, answer_id, created_s
+        self._begun = _Items(job, answer_id)
         self._left, self._num_events = prompts[0][-1], 0
         self._spoken, self._items = Spoken(), list[dict[str, Any]]()  # an item stays open until the next one begins
         self._logprobs: list[dict[str, Any]] = []  # of the open item
@@ -383,13 +445,13 @@ class Stream:
                 made += self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
             case Reasoning(text):
                 made += self._event("response.reasoning_text.delta", **self._place(), delta=text)
-            case CallArguments(_, text):
+            case CallArguments(_, text) if not self._begun.is_custom(self._spoken.items[-1]):
                 made += self._event("response.function_call_arguments.delta", **self._item_place(), delta=text)
         return made
 
     def _begin(self, n: int) -> bytes:
         one = self._spoken.items[n]
-        made = self._event("response.output_item.added", output_index=n, item=_begun(one, self._id, n))
+        made = self._event("response.output_item.added", output_index=n, item=self._begun.item(one, n))
         if isinstance(one, Span):
             part = _part("", []) if one.kind == "text" else _thought("")
             made += self._event("response.content_part.added", **self._place(), part=part)
@@ -399,11 +461,17 @@ class Stream:
         """The end of the item that is open."""
         n = len(self._items)
         one = self._spoken.items[n]
-        item = _begun(one, self._id, n) | {"status": status}
+        item = self._begun.item(one, n) | {"status": status}
         if isinstance(one, ToolCall):
-            item["arguments"] = one.arguments
-            named = {"name": one.name, "arguments": one.arguments}
-            made = self._event("response.function_call_arguments.done", **self._item_place(), **named)
+            given = self._begun.called(one)
+            item |= given
+            if self._begun.is_custom(one):  # its text is known when the argument around it is whole
+                kind = "response.custom_tool_call_input"
+                made = self._event(f"{kind}.delta", **self._item_place(), delta=given[INPUT])
+                made += self._event(f"{kind}.done", **self._item_place(), **given)
+            else:
+                kind = "response.function_call_arguments"
+                made = self._event(f"{kind}.done", **self._item_place(), name=one.name, **given)
         else:
             if one.kind == "text":
                 part, more = _part(one.text, self._logprobs), {"logprobs": self._logprobs}
@@ -420,7 +488,7 @@ class Stream:
     def _item_place(self) -> dict[str, Any]:
         """Where the open item is."""
         n = len(self._items)
-        return {"item_id": _begun(self._spoken.items[n], self._id, n)["id"], "output_index": n}
+        return {"item_id": self._begun.item(self._spoken.items[n], n)["id"], "output_index": n}
 
     def _place(self) -> dict[str, Any]:
         return {**self._item_place(), "content_index": 0}
