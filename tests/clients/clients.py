@@ -34,7 +34,7 @@ COMMAND = "Run the command `cat {}/weather.txt` with the tool {}, and say what i
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
-CLI_S = 600
+CLI_S = 1700
 
 
 def given(arguments: str | dict[str, Any]) -> str:
@@ -303,9 +303,10 @@ def use_opencode(url: str, model: str) -> str:
         "npm": "@ai-sdk/openai-compatible",
         "name": "forerun",
         "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-        "models": {model: {"name": model, "limit": {"context": 32768, "output": 256}}},
+        "models": {model: {"name": model, "temperature": True, "limit": {"context": 32768, "output": 256}}},
     }
-    about = {"provider": {"here": provider}, "model": f"here/{model}", "autoupdate": False, "share": "disabled"}
+    about: dict[str, Any] = {"provider": {"here": provider}, "model": f"here/{model}"}
+    about |= {"autoupdate": False, "share": "disabled", "agent": {"build": {"temperature": 0}}}
     about["permission"] = {"bash": {"*": "deny", "cat *": "allow"}, "edit": "deny", "webfetch": "deny"}
     with _folder_with_a_file() as folder:
         (Path(folder) / "opencode.json").write_text(json.dumps(about), encoding="utf-8")

@@ -34,7 +34,7 @@ PLACE = ROOT / "build" / "clients"
 LOGS = PLACE / "logs"
 CACHED = Path("~/.cache/forerun-models/qwen2.5-coder-1.5b.gguf").expanduser()
 MODEL, NAME = "qwen2.5-coder-1.5b", "served"
-INSTALL_S, START_S, RUN_S = 900, 900, 900
+INSTALL_S, START_S, RUN_S = 900, 900, 1800
 NODE = "node"
 
 
