@@ -367,6 +367,31 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(tokenizer):
     assert known.compiled(SamplingParams(regex="only once")) is not first
 
 
+def test_a_grammar_whose_lexer_has_failed_is_compiled_anew(tokenizer):
+    """All its requests share the lexer, which stays failed."""
+    known, params = vocabulary(tokenizer), SamplingParams(regex=".{0,3000}a.{0,3000}b.{0,3000}c.{0,3000}")
+    first, chance = known.compiled(params), random.Random(1)
+    assert first is not None
+    own, text = first.start(frozenset(), 0), list[int]()
+    with pytest.raises(BadOption, match="too many states"):  # noqa: PT012
+        for _ in range(100):
+            own, text = first.start(frozenset(), 0), []
+            for _ in range(300):
+                text.append(chance.choice(np.flatnonzero(own.allowed(text).bits).tolist()))
+    again = known.compiled(params)
+    assert again is not None
+    assert again is not first
+    assert again.start(frozenset(), 0).allowed([]).bits.any()
+
+
+def test_grammars_that_hold_much_are_not_kept_for_long(tokenizer):
+    known = vocabulary(tokenizer)
+    for i in range(6):
+        known.compiled(SamplingParams(regex=f"much {i}"), 200 << 20)
+    kept = [("regex", f"much {i}") for i in range(6) if known.has(("regex", f"much {i}"))]
+    assert kept == [("regex", "much 4"), ("regex", "much 5")]
+
+
 def test_a_schema_is_text_afterwards_and_keeps_its_order():
     params = SamplingParams(json_schema={"b": 1, "a": 2})
     assert params.json_schema == '{"b": 1, "a": 2}'

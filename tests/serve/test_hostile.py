@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from benchmarks.hostile_grammars import NUM, hostile
-from forerun import LLM
-from forerun.sampling.grammar import is_short
+from forerun import LLM, SamplingParams
+from forerun.sampling.grammar import is_short, vocabulary
 from forerun.serve import aside
 from serve.running import CODE, Running
 from serve.test_serve_inside import asked, run, served
@@ -118,6 +118,26 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.Mon
             schema = {"type": "integer", "multipleOf": 99_991}
             answer = await client.post(COMPLETION, **asked(json_schema=schema, max_tokens=2))
             assert (answer.status_code, "MiB of memory" in answer.text) == (400, True), answer.text
+
+    run(test)
+
+
+@pytest.mark.once("no text is generated")
+def test_what_a_grammar_holds_is_measured() -> None:
+    """Every time: what the one before held is given back."""
+    llm = LLM("shipped", **llm_options())
+
+    async def test() -> None:
+        async with served(llm) as (_, service):
+            held = []
+            for number in (99_989, 99_971, 97):
+                params = SamplingParams(json_schema={"type": "integer", "multipleOf": number})
+                await service.compile(service.first, params)
+                made = vocabulary(llm.tokenizer).compiled(params)
+                assert made is not None
+                held.append(made.num_bytes)
+            assert min(held[:2]) > 20 << 20
+            assert held[2] < 20 << 20
 
     run(test)
 

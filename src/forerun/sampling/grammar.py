@@ -36,7 +36,8 @@ Bits = npt.NDArray[np.bool_]
 # Of a grammar's text, of a schema's, and values of a schema at all depths: what compiles within about a second.
 MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
 MOST_REMAINDERS = 100_000  # of all multipleOf of a schema together
-MOST_KEPT, MOST_KEPT_CHARS = 64, 1 << 20  # compiled grammars that are kept for the next request, and their texts
+# Compiled grammars that are kept for the next request, their texts and memory; and what one is taken to hold at least.
+MOST_KEPT, MOST_KEPT_CHARS, MOST_KEPT_BYTES, LEAST_BYTES = 64, 1 << 20, 512 << 20, 8 << 20
 MOST_MASKS = 256  # of the paths of one step
 # Processor time of the engine's thread, which all requests share. A request may take this much, and so much more for
 # each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
@@ -92,16 +93,18 @@ class Vocabulary:
         self._kept: OrderedDict[tuple[str, str], Grammar | BadOption] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compiled(self, params: SamplingParams) -> Grammar | None:
+    def compiled(self, params: SamplingParams, num_bytes: int = LEAST_BYTES) -> Grammar | None:
         """Return the grammar of a request, compiled now or before; None where it has none. Any thread may ask.
 
-        Raises BadOption for a grammar that cannot be honoured, or takes too much.
+        num_bytes: of memory that it holds, where that was measured. Raises BadOption for a grammar that cannot be
+        honoured, or takes too much.
         """
         if (key := params.constraint) is None:
             return None
         if (found := self._find(key)) is not None:
             return found
         made = Grammar(key, self)  # without the lock: other requests go on
+        made.num_bytes = max(LEAST_BYTES, num_bytes)
         self._keep(key, made)
         return made
 
@@ -112,6 +115,12 @@ class Vocabulary:
     def refuse(self, key: tuple[str, str], refusal: BadOption) -> None:
         """Keep that a grammar is refused: whoever asks for it again hears so at once."""
         self._keep(key, refusal)
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compile a grammar anew for the next request: all that share it share its lexer, and its lexer's failure."""
+        with self._lock:
+            if self._kept.get(grammar.key) is grammar:
+                del self._kept[grammar.key]
 
     def _find(self, key: tuple[str, str]) -> Grammar | None:
         with self._lock:
@@ -124,7 +133,11 @@ class Vocabulary:
     def _keep(self, key: tuple[str, str], made: Grammar | BadOption) -> None:
         with self._lock:
             self._kept[key] = made
-            while len(self._kept) > MOST_KEPT or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARS:
+            while (
+                len(self._kept) > MOST_KEPT
+                or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARS
+                or sum(one.num_bytes for one in self._kept.values() if isinstance(one, Grammar)) > MOST_KEPT_BYTES
+            ):
                 self._kept.popitem(last=False)
 
 
@@ -178,8 +191,8 @@ class Grammar:
     def __init__(self, key: tuple[str, str], vocabulary: Vocabulary) -> None:
         from llguidance import LLMatcher
 
-        self.kind, text = key
-        self.vocabulary = vocabulary
+        self.kind, text = self.key = key
+        self.vocabulary, self.num_bytes = vocabulary, LEAST_BYTES
         _refuse_multiples(self.name, text)
         most = MOST_SCHEMA_CHARS if self.name == "json_schema" else MOST_CHARS
         if len(text) > most:
@@ -369,6 +382,8 @@ class Walk:
                     f"{1e3 * TOKEN_S:g} ms a token; make it simpler, with fewer ways to read one text"
                 )
         except BadOption as failure:
+            if self._matcher.is_error():
+                self.grammar.vocabulary.forget(self.grammar)
             if not is_draft:
                 self.failure = failure
             elif self._matcher.is_error():  # which stays so: a new one reads what is sure

@@ -54,7 +54,7 @@ class Aside:
         return self._put(("work", (url, body)), len(body))
 
     def attempt(self, name: str, key: tuple[str, str]) -> Future[Any]:
-        """Compile a grammar of the model of this name, and forget it. BadOption where it takes too much."""
+        """Compile a grammar of the model of this name; the bytes that it held. BadOption where it takes too much."""
         return self._put(("attempt", (name, key)), len(key[1]))
 
     def begin(self) -> None:

@@ -187,15 +187,15 @@ class Services:
         if known.has(key):
             return
         self.trial.begin()
-        pool = self._short
+        pool, num_bytes = self._short, 0
         if not is_short(key):
             pool = self._tried
             try:
-                await asyncio.wrap_future(self.trial.attempt(service.name, key))
+                num_bytes = await asyncio.wrap_future(self.trial.attempt(service.name, key))
             except BadOption as refusal:
                 known.refuse(key, refusal)
                 raise
-        await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params)
+        await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params, num_bytes)
 
     async def watch_delay(self) -> None:
         """Measure how late the event loop is, until it is cancelled."""

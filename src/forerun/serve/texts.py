@@ -6,6 +6,7 @@ aside.py. What cannot fit into the context is refused before it is cut into toke
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -74,12 +75,20 @@ class TextOptions:
     others: tuple[str, ...] = ()
 
 
+def _pages(column: int) -> int:
+    """Of this process: of its address space (0), or resident (1); none where the system does not say it."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[column])
+    except OSError:
+        return 0
+
+
 @contextmanager
 def _limited() -> Iterator[None]:
     """What runs in it ends this process beyond MOST_TRIED_S, by SIGPROF, and beyond MOST_TRIED_BYTES, by SIGABRT."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    if (size := Path("/proc/self/statm")).exists():
-        most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_TRIED_BYTES
+    if (size := _pages(0)) > 0:
+        most = size * resource.getpagesize() + MOST_TRIED_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most if before[1] < 0 else min(most, before[1]), before[1]))
     signal.setitimer(signal.ITIMER_PROF, MOST_TRIED_S)
     try:
@@ -109,14 +118,20 @@ class Library:
         """Make what grammars of the first model need, and do nothing."""
         vocabulary(self._first.tokenizer)
 
-    def attempt(self, name: str, key: tuple[str, str]) -> None:
-        """Compile a grammar of the model of this name. Raises BadOption, or ends this process where it takes too much.
+    def attempt(self, name: str, key: tuple[str, str]) -> int:
+        """Compile a grammar of the model of this name, and return the bytes of memory that it holds.
 
-        key: of `SamplingParams.constraint`.
+        key: of `SamplingParams.constraint`. Raises BadOption, or ends this process where it takes too much.
         """
         own = vocabulary(self._by_name[name].tokenizer)
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)  # what the last one held counts for the next otherwise
+        before = _pages(1)
         with _limited():
-            Grammar(key, own)
+            made = Grammar(key, own)
+        held = (_pages(1) - before) * resource.getpagesize()
+        del made
+        return held
 
     def _of(self, given: Any) -> Texts:
         """A name that no model has is refused by the first."""
