@@ -151,6 +151,9 @@ class Constraint(Protocol):
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next."""
 
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> Constraint:
+        """Return how it is seen by a drafter for which tokens that must come next are committed already."""
+
 
 @dataclass(slots=True)
 class Sequence:
@@ -203,6 +206,11 @@ class Sequence:
         if self.grammar is not None and self.hypotheses is None and self.grammar.is_over(self.tokens):
             return "stop"
         return "length" if is_full else None
+
+    def behind(self, sure: Seq[int]) -> Sequence:
+        """Return the sequence as it will be when tokens are committed that are sure to be, for a drafter to read."""
+        grammar = None if self.grammar is None else self.grammar.behind(self.tokens, sure)
+        return replace(self, tokens=[*self.tokens, *sure], grammar=grammar)
 
     @property
     def salt(self) -> str | None:
@@ -329,7 +337,7 @@ class Draft:
     from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
     then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
     extra: by sequence, rows that are scored as well. shared: by sequence, how its nodes share rows (`packed`). forced:
-    sequences whose nodes are of the drafter FORCED, and not of the one that serves them.
+    nodes that a grammar leaves no choice about, and not of the drafter that serves the sequence.
 
     Three numberings meet in a step. A *node* is a place in `tokens`, over all sequences. A *row of a run* is a place
     among what one sequence contributes to a pass: row 0 is its last committed token, then come its nodes, and extra
@@ -370,7 +378,7 @@ class Draft:
         forced = set[int]()
         for draft in drafts:
             first = len(tokens)
-            forced |= {len(starts) - 1 + b for b in draft.forced}
+            forced |= {first + node for node in draft.forced}
             extra |= {len(starts) - 1 + b: rows for b, rows in draft.extra.items()}
             shared |= {len(starts) - 1 + b: rows for b, rows in draft.shared.items()}
             tokens += draft.tokens
@@ -386,7 +394,7 @@ class Draft:
         cut = slice(own.start, own.stop)
         extra = {0: self.extra[b]} if b in self.extra else {}
         shared = {0: self.shared[b]} if b in self.shared else {}
-        forced = frozenset({0} if b in self.forced else ())
+        forced = frozenset(node - own.start for node in self.forced if node in own)
         return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, shared, forced)
 
     @property
@@ -397,9 +405,42 @@ class Draft:
         """Return the flat indices of sequence b's nodes."""
         return range(self.node_starts[b], self.node_starts[b + 1])
 
+    def behind(self, run: Seq[int]) -> Draft:
+        """Return a draft of one sequence with these tokens before it, a chain that is forced."""
+        num = len(run)
+        extra = {b: replace(own, parents=[num + p for p in own.parents]) for b, own in self.extra.items()}
+        return Draft(
+            [*run, *self.tokens],
+            [*range(-1, num - 1), *(num + p for p in self.parents)],  # from -1, what it followed, to the last of them
+            [0, num + len(self.tokens)],
+            [*map(Probs.of_point, run), *self.probs],
+            extra,
+            forced=frozenset({*range(num), *(num + node for node in self.forced)}),
+        )
+
+    def before(self, run: Seq[int], tip: int) -> Draft:
+        """Return a draft of one sequence with these tokens behind its node `tip`, a chain that is forced.
+
+        A draft with extra rows, which are counted from the end of its nodes, is returned as it is.
+        """
+        if not run or self.extra:
+            return self
+        num = len(self.tokens)
+        return Draft(
+            [*self.tokens, *run],
+            [*self.parents, tip, *range(num, num + len(run) - 1)],
+            [0, num + len(run)],
+            [*self.probs, *map(Probs.of_point, run)],
+            forced=self.forced | set(range(num, num + len(run))),
+        )
+
+    def num_own(self, b: int) -> int:
+        """Return how many nodes of sequence b are those of the drafter that serves it."""
+        return sum([node not in self.forced for node in self.nodes(b)]) if self.forced else len(self.nodes(b))
+
     def num_asked(self, b: int) -> int:
         """Return how many nodes and extra rows sequence b has, which are what its budget counts."""
-        return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
+        return self.num_own(b) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def num_rows(self, b: int) -> int:
         """Return how many rows of sequence b's run score its nodes."""
@@ -565,8 +606,8 @@ class Budget:
     go_on(b, depth, draft_probs[, logits]): the drafter asks it before each draw; it may look at the distribution, never
     at the drawn token (docs/exactness.md). go_behind(b, depth, token, draft_probs[, logits]): a drafter with a model
     asks it after each draw, whether another token may follow; the drawn one stays in the draft whatever the answer.
-    limits [B]: nodes that each could have by its own end and the room there is, whatever is granted; of drafts that are
-    never refused.
+    limits [B]: nodes that each could have by its own end and the room there is, whatever is granted. What a grammar
+    forces may take them; 0 = it is not to be drafted; empty = of no sequence.
     logits [V]: a model's own, before bias, temperature and filters. A drafter without a model leaves them out, and one
     with a model need not compute them unless `reads_logits`. stops: by sequence, when a chain of guesses of which a
     model tells the probabilities ends besides; only of drafters that `tells_confidence`.
@@ -578,7 +619,7 @@ class Budget:
     go_behind: Callable[..., bool] = _may
     reads_logits: bool = False
     stops: Mapping[int, Stop] = field(default_factory=dict)
-    limits: Seq[int] = ()
+    limits: list[int] = field(default_factory=list)
 
     @property
     def stops_early(self) -> bool:
@@ -591,6 +632,7 @@ class Budget:
         members: their indices in this budget. catchup_tokens: what the other drafters of the step left to them.
         """
         own = Budget([self.num_tokens[b] for b in members], catchup_tokens, reads_logits=self.reads_logits)
+        own.limits = [self.limits[b] for b in members] if self.limits else []
         own.stops = {i: self.stops[b] for i, b in enumerate(members) if b in self.stops}
         if self.go_on is not _may:
             own.go_on = lambda i, *at: self.go_on(members[i], *at)
@@ -878,15 +920,44 @@ class SequenceStep(NamedTuple):
     """What one step did for one decoding sequence. Stop conditions shorten num_committed alone, no other count."""
 
     sequence_id: int
-    draft: str  # name of the drafter that serves it, or FORCED where that drafted
+    draft: str  # name of the drafter that serves it, or FORCED where all nodes are forced
     num_drafted: int
     num_tested: int
     accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
     num_committed: int = 0  # after stop conditions cut
+    forced: frozenset[int] = frozenset()  # ranks of nodes that a grammar leaves no choice about
 
     @property
     def num_accepted(self) -> int:
         return len(self.accepted_ranks)
+
+    @property
+    def parts(self) -> list[SequenceStep]:
+        """What FORCED drafted, and what the drafter did that serves the sequence; each only where it drafted.
+
+        One that drafted nothing is a part where neither did.
+        """
+        if not self.forced:
+            return [self]
+        ranks = tuple([rank for rank in self.accepted_ranks if rank in self.forced])
+        forced = SequenceStep(self.sequence_id, FORCED, len(self.forced), len(ranks), ranks, self.num_committed)
+        return [forced] if self.draft == FORCED else [forced, self.without_forced]
+
+    @property
+    def without_forced(self) -> SequenceStep:
+        """The step without what was forced, which is never refused and teaches nothing."""
+        if not self.forced:
+            return self
+        own = {rank: i for i, rank in enumerate(r for r in range(self.num_drafted) if r not in self.forced)}
+        ranks = tuple([own[rank] for rank in self.accepted_ranks if rank in own])
+        num_forced = len(self.accepted_ranks) - len(ranks)
+        return self._replace(
+            num_drafted=len(own),
+            num_tested=self.num_tested - num_forced,
+            accepted_ranks=ranks,
+            num_committed=max(0, self.num_committed - num_forced),
+            forced=frozenset(),
+        )
 
 
 @dataclass

@@ -178,26 +178,70 @@ def test_a_grammar_that_is_wrong_is_refused_before_anything_is_queued(llm: LLM) 
         llm.generate(["x", "y"], [SamplingParams(max_tokens=3), SamplingParams(regex="a(")], raw=True)
 
 
+@dataclasses.dataclass
+class Seen:
+    """A round that was heard of: who drafted, which nodes are forced, and what became of each that was tested."""
+
+    draft: str
+    num_nodes: int
+    forced: frozenset[int]
+    tests: dict[int, bool]
+    parts: list[tuple[str, int, int]]
+
+
+def rounds_of(llm: LLM, params: SamplingParams, prompt: str = "x") -> tuple[Any, list[Seen]]:
+    """The output of a request, and its rounds."""
+    seen: list[Seen] = []
+
+    def hear(report: Any) -> None:
+        for step, detail in zip(report.sequences, report.rounds, strict=True):
+            tests = {test.node: test.accepted for test in detail.tests}
+            parts = [(part.draft, part.num_drafted, part.num_accepted) for part in step.parts]
+            seen.append(Seen(step.draft, step.num_drafted, step.forced, tests, parts))
+
+    end = llm.listen(hear, detail=True)
+    (out,) = llm.generate(prompt, params, raw=True)
+    end()
+    return out, seen
+
+
+FORM = SamplingParams(json_schema=SCHEMA, json_whitespace="spaced", temperature=1.0, seed=4, max_tokens=90)
+
+
 def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
     """Whatever pacing grants; it is counted by itself, and a request without drafts has none."""
-    steps: list[tuple[str, int, int]] = []
-    end = llm.listen(lambda report: steps.extend((s.draft, s.num_drafted, s.num_accepted) for s in report.sequences))
-    params = SamplingParams(json_schema=SCHEMA, json_whitespace="spaced", temperature=1.0, seed=4, max_tokens=90)
-    (plain,) = llm.generate("x", dataclasses.replace(params, draft="none"), raw=True)
-    assert {draft for draft, *_ in steps} == {"none"}
-    steps.clear()
+    plain, seen = rounds_of(llm, dataclasses.replace(FORM, draft="none"))
+    assert {own.draft for own in seen} == {"none"}
     for draft in ("forced", "lookup", "model"):
         name = next(known for known in llm.drafters if known.startswith(draft))
-        (out,) = llm.generate("x", dataclasses.replace(params, draft=name), raw=True)
+        out, seen = rounds_of(llm, dataclasses.replace(FORM, draft=name))
         assert out.token_ids == plain.token_ids
-    end()
-    forced = [(drafted, accepted) for draft, drafted, accepted in steps if draft == "forced" and drafted]
-    assert len(forced) >= 9, "of three texts, three times"
-    assert max(drafted for drafted, _ in forced) >= len('{"name": "'), "all at once"
-    assert all(drafted == accepted for drafted, accepted in forced)
-    (short,) = llm.generate("x", dataclasses.replace(params, spec_length=3), raw=True)
+        assert all(own.tests[node] for own in seen for node in own.forced if node in own.tests), draft
+        runs = [own for own in seen if 0 in own.forced]
+        assert len(runs) >= (3 if draft == "forced" else 1), draft
+        assert max(len(own.forced) for own in runs) >= len('{"name": "'), "all at once"
+        assert sum(num for own in seen for who, num, _ in own.parts if who == "forced") == sum(
+            len(own.forced) for own in seen
+        )
+    short, _ = rounds_of(llm, dataclasses.replace(FORM, spec_length=3))
     assert short.token_ids == plain.token_ids
     assert max(drafted for drafted, _ in short.report.rounds) == 3
+
+
+@pytest.mark.parametrize("draft", ["suffix", "lookup", "model", "recycle"])
+def test_a_drafter_goes_on_behind_what_is_forced(llm: LLM, draft: str, speculation: Any) -> None:
+    """In the same pass, and what is forced behind its guess is read in that pass, too."""
+    name = next(known for known in llm.drafters if known.startswith(draft))
+    params = dataclasses.replace(FORM, temperature=0.0, seed=None, draft=name)
+    out, seen = rounds_of(llm, dataclasses.replace(params, spec_length=40), PROMPTS[0])
+    plain, _ = rounds_of(llm, dataclasses.replace(params, draft="none"), PROMPTS[0])
+    assert out.token_ids == plain.token_ids
+    behind = [own for own in seen if 0 in own.forced and len(own.forced) < own.num_nodes]
+    assert behind, "a guess behind what is forced"
+    own = [node for each in behind for node in each.tests if node not in each.forced]
+    assert own, "which the target reaches, for nothing before it is refused"
+    later = {node for each in seen for node in each.forced & each.tests.keys() if node and node - 1 not in each.forced}
+    assert later or draft != "model", "what is forced behind a guess, and accepted with it"
 
 
 def test_min_tokens_beyond_a_text_that_must_end_ends_with_it(llm: LLM) -> None:

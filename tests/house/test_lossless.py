@@ -271,6 +271,34 @@ def test_a_grammar_beside_all_other_options(name, rule):
     assert_lossless(Case(name, params(rule, **given), end_ids=frozenset({2})))
 
 
+# What is forced comes first, between two choices, and last, of several lengths.
+FORKS = {
+    "runs": ("abacba", "abacbb", "abbcaa", "abbcba", "abcc"),
+    "ends": ("ab", "abba", "abbb", "abaab", "abaaa"),
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize(("temperature", "gamma"), [(0.0, 2), (1.0, 1), (1.0, 3)])
+@pytest.mark.parametrize(
+    ("name", "rule"), also_long(PAIRS, lambda c: is_always(*c) or is_first(*c) or c[0] in (*EVERY_RULE, "tree"))
+)
+def test_what_a_grammar_forces_around_guesses(name, rule, temperature, gamma, fork):
+    """A drafter goes on behind what is forced, in the same pass, and its guess has what is forced behind it."""
+    given = SamplingParams(max_tokens=6, acceptance=rule, temperature=temperature, choice=FORKS[fork])
+    case = Case(name, given, end_ids=frozenset({2} if fork == "ends" else ()), forced=True, gamma=gamma)
+    ways = every_way(case)
+    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    steps = [step for _, (_, reports) in ways for report in reports for step in report.sequences]
+    assert any(step.forced for step in steps) or name == "none"
+    if name in ("model", "tree") and temperature:
+        around = [step for step in steps if 0 in step.forced and len(step.forced) < step.num_drafted]
+        assert any(step.without_forced.num_accepted for step in around)
+        assert any(step.without_forced.num_tested > step.without_forced.num_accepted for step in around)
+        ends = [step for step in around if gamma == 1 and step.num_drafted - 1 in step.forced]
+        assert any(step.num_drafted - 1 in step.accepted_ranks for step in ends) or gamma > 1
+
+
 NOTHING_BEHIND_AN_END = tuple((2, token) for token in range(V))  # as bad words
 
 

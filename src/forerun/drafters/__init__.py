@@ -115,6 +115,9 @@ class Drafter:
     # replacement, each states what its earlier siblings left); "any": each states a distribution of its own.
     draws = "independent"
     runner: Runner | None = None  # of the drafter's own model
+    # Whether it drafts behind tokens that are sure to be committed and that the target has not run yet (`forced`). One
+    # that reads the target's rows of the last committed token cannot.
+    drafts_behind = True
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
     num_passes: int | None = None  # of its model for the last draft; None = as many as that is deep
     num_found = 0  # nodes of the last draft that it found in the text, without its model

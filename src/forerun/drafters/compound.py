@@ -44,6 +44,7 @@ class Compound(Drafter):
         self.draws = _draws(members)
         self.runner = next((member.runner for member in members if member.runner is not None), None)
         self.is_free = all(member.is_free for member in members)
+        self.drafts_behind = all(member.drafts_behind for member in members)
         self.caught_up: dict[int, int] = {}
 
     @property

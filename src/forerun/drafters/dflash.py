@@ -74,6 +74,8 @@ class _Text:
 class DFlashDrafter(Drafter):
     """Guesses blocks, batched over sequences."""
 
+    drafts_behind = False  # it reads the target's rows of the committed tokens
+
     def __init__(self, model: DFlashModel, cache: BlockCache, num_ids: int) -> None:
         self.model, self.cache, self.hidden_layers = model, cache, model.config.layers
         self._num_ids = num_ids

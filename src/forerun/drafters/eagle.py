@@ -84,6 +84,8 @@ class _Text:
 class EagleDrafter(SearchingDrafter):
     """Runs a head ahead of the target, batched over sequences."""
 
+    drafts_behind = False  # it reads the target's rows of the committed tokens
+
     def __init__(self, model: EagleModel, cache: KVCache, num_ids: int) -> None:
         self.model, self.hidden_layers = model, model.head_config.layers
         self.runner: Runner = Runner(cast(Model, model), cache, taps=(1,))

@@ -113,6 +113,7 @@ class _State:
 class LookaheadDrafter(Drafter):
     """Keeps a window and a pool per request."""
 
+    drafts_behind = False  # its window stands behind the last committed token
     draws = "point"
 
     def __init__(self, options: Options) -> None:

@@ -166,6 +166,7 @@ class _Tree:
 class MedusaDrafter(Drafter):
     """Keeps the last hidden state of each sequence, and makes a tree of what heads guess from it."""
 
+    drafts_behind = False  # it reads the target's row of the last committed token
     draws = "point"
 
     def __init__(self, heads: TreeHeads, shape: str) -> None:

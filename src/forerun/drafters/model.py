@@ -49,6 +49,8 @@ from forerun.types import (
     Stop,
 )
 
+SHORT_TOKENS = 32  # that a model reads at once with the last committed token, where a grammar forced them
+
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
 
@@ -143,10 +145,24 @@ class _Fed:
 
 @dataclass(slots=True)
 class Chain:
-    """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from."""
+    """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from.
+
+    forced: places of tokens that a grammar leaves no choice about.
+    """
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+
+    def force(self, run: Seq[int]) -> None:
+        """Add tokens that the grammar forces behind those that were drawn."""
+        self.forced += range(len(self.tokens), len(self.tokens) + len(run))
+        self.tokens += run
+        self.probs += map(Probs.of_point, run)
+
+    def draft(self) -> Draft:
+        """Return it as a draft of one sequence."""
+        return dataclasses.replace(Draft.chains([self.tokens], [self.probs]), forced=frozenset(self.forced))
 
     def grow(
         self, draft_probs: Probs, logits: Tensor | None, seq: Sequence, b: int, budget: Budget, coins: Coins
@@ -346,11 +362,31 @@ class ModelDrafter(SearchingDrafter):
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, budget, coins[b])]
             depth += 1
             # The last token of a full chain is not fed: no draw needs the logits after it.
-            feeds = {b: (seqs[b], [self.own_id(chains[b].tokens[-1])]) for b in grown if depth < limits[b]}
+            feeds = {b: (seqs[b], self._to_run(chains[b], seqs[b], b, budget)) for b in grown if depth < limits[b]}
+            feeds = {b: (seq, tokens) for b, (seq, tokens) in feeds.items() if tokens}
             rows = self._feed(feeds, reads_logits=reads_logits)
             for seq, tokens in feeds.values():
                 self.guess(seq, tokens)
-        return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
+        return Draft.joined([chain.draft() for chain in chains])
+
+    def _to_run(self, chain: Chain, seq: Sequence, b: int, budget: Budget) -> list[int]:
+        """Return the tokens to run before the next draw, in the model's ids; none where no other draw has room.
+
+        They are the last one, and what the grammar forces behind it, which needs no pass of its own.
+        """
+        last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
+        if most:
+            run = self.forced(seq, chain.tokens)
+            if len(chain.tokens) + len(run) >= most:
+                return []
+            chain.force(run)
+            return [last, *run]
+        return [self.own_id(last)]
+
+    def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
+        """Return what the grammar of a sequence forces behind drafted tokens, as far as the model reads its ids."""
+        run = seq.grammar.forced(seq.tokens, drafted) if seq.grammar is not None else []
+        return run if max(run, default=0) < self.runner.model.config.vocab_size else []
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
         """Run the nodes of a level of all searches, and those between them and the base, in one pass."""
@@ -417,12 +453,26 @@ class ModelDrafter(SearchingDrafter):
         read, catchup_tokens = self._read_sources(wanted, budget.catchup_tokens)
         unread = {seq.id for seq in wanted} - {seq.id for seq in read}
         room = Space(self.runner.cache)
-        limits = [self._limit(seq, 0 if seq.id in unread else budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
+        limits = [self._granted(seq, b, seq.id in unread, budget, room) for b, seq in enumerate(seqs)]
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
-        if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
+        most = dict.fromkeys(missing, ROUND_TOKENS)
+        for b, tokens in missing.items():
+            num_more = len(tokens) - ROUND_TOKENS
+            if seqs[b].grammar is not None and 0 < num_more <= min(catchup_tokens, SHORT_TOKENS):
+                most[b], catchup_tokens = len(tokens), catchup_tokens - num_more
+        if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > most[b]]:
             self._catch_up(behind, catchup_tokens)
             missing = {b: self._missing(seqs[b]) for b in missing}
-        return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
+        return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= most[b]}
+
+    def _granted(self, seq: Sequence, b: int, is_unread: bool, budget: Budget, room: Space) -> int:
+        """How many tokens the model may draft; and set how many nodes it may have with those that are forced."""
+        granted = 0 if is_unread else budget.num_tokens[b]
+        most = budget.limits[b] if budget.limits else 0
+        if not granted or not most:
+            return self._limit(seq, granted, room)
+        budget.limits[b] = self._limit(seq, max(granted, most), room)
+        return min(granted, budget.limits[b])
 
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
         """Return a run of these tokens of a sequence.

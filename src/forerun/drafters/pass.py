@@ -80,6 +80,8 @@ class _Text:
 class PassDrafter(Drafter):
     """Puts the vectors behind its drafts, and drafts from what came out behind them in the pass before."""
 
+    drafts_behind = False  # its vectors stood behind the last committed token
+
     def __init__(self, vectors: Tensor) -> None:
         self._vectors = list(vectors)
         self._texts: dict[int, _Text] = {}

@@ -50,7 +50,7 @@ class SearchingDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         found = self._search(seqs, budget, coins)
         draft = self.own_draft(seqs, budget, coins)
-        self.num_passes = max(map(len, map(draft.nodes, range(len(seqs)))), default=0)
+        self.num_passes = max(map(draft.num_own, range(len(seqs))), default=0)
         self.num_found = sum(len(guess.tokens) for guess in found.values())
         return Draft.joined([found.get(b, draft.only(b)) for b in range(len(seqs))]) if found else draft
 

@@ -39,6 +39,7 @@ class SeveralDrafter(Compound):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
+        budget.limits = []  # what is forced within a chain would take the nodes of the others
         left, chains = list(budget.num_tokens), [list[Draft]() for _ in seqs]
         for i, member in enumerate(self.members):
             num_left = len(self.members) - i

@@ -159,6 +159,7 @@ class SwitchDrafter(Compound):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
+        budget.limits = []  # what is forced says nothing of a member
         asked = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
         found = [Draft.empty(1)] * len(seqs)
         guesses = self._free_guesses(asked, seqs, budget, coins)

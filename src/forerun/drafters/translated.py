@@ -94,6 +94,9 @@ class Intersection(ModelDrafter):
     def own_id(self, token: int) -> int:
         return self._ids[token]
 
+    def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
+        return []  # it may have no ids for these tokens
+
 
 class Translated(Drafter):
     """Hands each sequence to a draft model in the ids of its tokenizer. Subclasses translate its drafts back.
@@ -169,6 +172,7 @@ class TranslatedTokens(Translated):
         self.own.sources.pop(seq.id, None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.own.sources |= {seq.id: seq for seq in seqs}  # which may be ahead of what is committed
         return self.ask(seqs, budget, coins)
 
 

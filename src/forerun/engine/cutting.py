@@ -88,7 +88,8 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
         starts.append(len(tokens))
         if b in draft.extra:
             extra[b] = _rows_left(draft, b, places, len(tokens) - starts[b])
-    return Draft(tokens, parents, starts, probs, extra) if changed else draft
+    forced = frozenset(places[node] for node in draft.forced if node in places)
+    return Draft(tokens, parents, starts, probs, extra, forced=forced) if changed else draft
 
 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:

@@ -12,13 +12,13 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.engine import cutting
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
+from forerun.sampling.random import LaterCoins
 from forerun.types import FORCED, Budget, Coins, Draft, DraftStep, Next, Sequence
 
 LOG = logging.getLogger(__name__)
@@ -50,9 +50,10 @@ class Router(Drafter):
 
     members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
     chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
-    so far, what catching up took for each sequence. spares: whether a drafter that raises is left out; where it is
-    False, what it raises is raised. packs_siblings: whether equal siblings of a draft share a row; off, each node has
-    one, which the tests compare. unwritten: ids that the model never writes, which no draft keeps.
+    so far, what catching up took for each sequence. unasked: ids of the sequences of this step whose drafter was not
+    asked, because it does not draft behind what a grammar forces. spares: whether a drafter that raises is left out;
+    where it is False, what it raises is raised. packs_siblings: whether equal siblings of a draft share a row; off,
+    each node has one, which the tests compare. unwritten: ids that the model never writes, which no draft keeps.
     """
 
     spares = True
@@ -70,6 +71,7 @@ class Router(Drafter):
         self._unsuited: set[int] = set()  # sequences that their drafter does not suit
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
+        self.unasked: set[int] = set()
 
     def check_layers(self, num_layers: int) -> None:
         """Raise BadOption where a member wants a hidden state that a target of so many layers does not have."""
@@ -127,30 +129,74 @@ class Router(Drafter):
         return min([free for free in found if free is not None], default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        forced = self._forced(seqs, budget, coins)
-        for b in forced:
-            budget.num_tokens[b] = 0
-        draft = self._proposed(seqs, budget, coins)
-        if forced:
-            draft = Draft.joined([forced.get(b) or draft.only(b) for b in range(len(seqs))])
+        self.unasked = set()
+        held = self._held(seqs, budget)
+        if held:
+            draft = self._around_forced(seqs, budget, coins, held)
+        else:
+            budget.limits = []
+            draft = self._proposed(seqs, budget, coins)
         return draft.packed() if self.packs_siblings else draft
 
-    def _forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """What grammars leave no choice about, by sequence; whatever is granted, for these tokens are never refused."""
+    def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
+        """The sequences on which a grammar may force tokens, and the most nodes of each, whatever is granted."""
         if FORCED not in self.members or not budget.limits:
             return {}
-        clock, limits = time.perf_counter(), list(budget.limits)
+        held = dict[int, int]()
         for b, seq in enumerate(seqs):
-            serves = seq.grammar is not None and seq.hypotheses is None and seq.draft != NONE
-            limits[b] = min(limits[b], seq.params.spec_length or limits[b]) if serves else 0
-        if not any(limits):
-            return {}
-        members = [b for b, most in enumerate(limits) if most > 0]
-        own = Budget([limits[b] for b in members], 0)
-        draft = self._asked(FORCED, [seqs[b] for b in members], own, [coins[b] for b in members])
+            most = min(budget.limits[b], seq.params.spec_length or budget.limits[b])
+            if most > 0 and seq.grammar is not None and seq.hypotheses is None and seq.draft != NONE:
+                held[b] = most
+        return held
+
+    def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
+        """Drafts between what grammars force before them and behind them.
+
+        What comes before is never refused: a request's own drafter drafts as if it were committed, and what it keeps
+        of it stays right. held: as `_held` has it.
+        """
+        asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
+        runs = self._forced(seqs, coins, held)
+        for b, run in runs.items():
+            asked[b], own_coins[b] = seqs[b].behind(run), LaterCoins(coins[b], len(run))
+            if not self.of(seqs[b]).drafts_behind:
+                budget.num_tokens[b] = 0
+                self.unasked.add(seqs[b].id)
+        for b, most in held.items():
+            limits[b] = most - len(runs.get(b, ()))
+            budget.num_tokens[b] = min(budget.num_tokens[b], limits[b])
+        budget.limits = limits
+        draft = self._proposed(asked, budget, own_coins)
+        parts = [draft.only(b) for b in range(len(seqs))]
+        for b in held:
+            if parts[b].tokens:
+                parts[b] = self._with_end(parts[b], asked[b], limits[b])
+            parts[b] = parts[b].behind(runs.get(b, ()))
+        return Draft.joined(parts)
+
+    def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
+        """What grammars leave no choice about behind the committed tokens, by sequence."""
+        clock, budget = time.perf_counter(), Budget(list(held.values()), 0)
+        draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
         self._add_draft(FORCED, clock, draft)
-        found = {b: draft.only(i) for i, b in enumerate(members) if draft.nodes(i)}
-        return {b: replace(part, forced=frozenset({0})) for b, part in found.items()}
+        parts = {b: draft.only(i).tokens for i, b in enumerate(held)}
+        return {b: tokens for b, tokens in parts.items() if tokens}
+
+    def _with_end(self, part: Draft, seq: Sequence, most: int) -> Draft:
+        """A draft of one sequence with what a grammar forces behind its best path, if all of that is possible.
+
+        If the path is accepted, the target decides about the next choice in the same pass. A part of it would only
+        move rows from the next pass to this one. most: nodes of the sequence.
+        """
+        tip, path = -1, list[int]()
+        for node, parent in enumerate(part.parents):
+            if parent == tip:
+                tip = node
+                path.append(part.tokens[node])
+        left, run = most - len(part.tokens), list[int]()
+        with self._spared(FORCED):
+            run = list(self.members[FORCED].ahead(seq, path, left + 1))
+        return part.before(run, tip) if len(run) <= left else part
 
     def _proposed(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
@@ -191,7 +237,8 @@ class Router(Drafter):
             draft = self.members[name].propose(seqs, budget, coins)
             if draft.num_sequences != len(granted):
                 raise InternalError(f"it drafted for {draft.num_sequences} sequences and was asked for {len(granted)}")
-            if any(draft.num_asked(b) > most for b, most in enumerate(granted)):
+            most = [max(pair) for pair in zip(granted, budget.limits or granted, strict=True)]
+            if any(draft.num_asked(b) > granted[b] or len(draft.nodes(b)) > most[b] for b in range(len(granted))):
                 raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
             for b in range(len(granted)):
                 draft.check(b)

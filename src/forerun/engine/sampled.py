@@ -105,8 +105,9 @@ class SampledRequest(Request):
         num = self.append(emitted, _origins(num_nodes, len(path), num_tested), logprobs)
         seq.round += 1
         ranks = tuple([node - nodes.start for node in path])
-        name = FORCED if b in draft.forced else seq.draft
-        step = SequenceStep(seq.id, name, num_nodes, num_tested, ranks, num)
+        forced = frozenset([node - nodes.start for node in draft.forced if node in nodes])
+        name = FORCED if forced and len(forced) == num_nodes else seq.draft
+        step = SequenceStep(seq.id, name, num_nodes, num_tested, ranks, num, forced)
         return Committed(step, rows[:num], len(emitted))
 
 

@@ -30,7 +30,7 @@ from forerun.kv import Held
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing, overrides
 from forerun.sampling.random import WatchedCoins
-from forerun.types import FORCED, Budget, Coins, Draft, Next, RoundDetail, Sequence, StepReport, Verdict
+from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, StepReport, Verdict
 
 
 class RequestFailed(Exception):
@@ -142,7 +142,7 @@ class Stepper:
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of the drafters, who ask the policy for more than numbers only where it has its own say."""
         budget = Budget(list(granted), catchup_tokens)  # the drafters' own, who may count it down
-        budget.limits, budget.reads_logits = plan.draft_limits, self.pacing.reads_logits
+        budget.limits, budget.reads_logits = list(plan.draft_limits), self.pacing.reads_logits
         budget.stops = self.pacing.stops(seqs, granted)
         if overrides(self.pacing, "go_on"):
             budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)
@@ -242,8 +242,15 @@ class Stepper:
                 request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)
         report.drafts = self.drafter.take_steps()
         self.catchup.observe(report)
-        own = [step for step in report.sequences if step.draft != FORCED]  # what is never refused teaches nothing
-        self.pacing.observe(report if len(own) == len(report.sequences) else replace(report, sequences=own))
+        self.pacing.observe(self._of_drafters(report))
+
+    def _of_drafters(self, report: StepReport) -> StepReport:
+        """Return what a step says of the drafters that serve its requests, without what was forced."""
+        own = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
+        num_forced = sum([step.num_accepted - step.without_forced.num_accepted for step in report.sequences])
+        if not num_forced and len(own) == len(report.sequences):
+            return report
+        return replace(report, sequences=own, num_emitted=report.num_emitted - num_forced)
 
 
 def _report(done: Seq[Committed]) -> StepReport:

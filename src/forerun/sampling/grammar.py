@@ -301,13 +301,13 @@ class Walk:
         """Whether the grammar allows the drafted tokens behind the committed ones, in whatever spelling."""
         return self._go(committed, drafted)
 
-    def is_over(self, committed: Seq[int]) -> bool:
-        """Whether nothing can follow the committed tokens, which are a whole text of the grammar.
+    def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
+        """Whether nothing can follow the committed and the drafted tokens, which are a whole text of the grammar.
 
         Where that takes more than the limits, the request fails afterwards, alone: `failure`.
         """
         try:
-            return self._go(committed, ()) and self._matcher.is_stopped() and not self._matcher.is_error()
+            return self._go(committed, drafted) and self._matcher.is_stopped() and not self._matcher.is_error()
         except BadOption:
             return False
 
@@ -320,6 +320,10 @@ class Walk:
                 return list(self._matcher.compute_ff_tokens())
         except BadOption:  # it is said where the row is judged
             return []
+
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> _Behind:
+        """Return how it is seen where tokens that must come next count as committed; it stays where it is."""
+        return _Behind(self, committed, tuple(sure))
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
         """Let the matcher stand behind these tokens, and return whether it can. Raises BadOption for `failure`."""
@@ -389,6 +393,30 @@ class Walk:
             elif self._matcher.is_error():  # which stays so: a new one reads what is sure
                 self._matcher, self._read, self._num_sure = self.grammar.matcher(), [], 0
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """A walk for drafters to which more tokens are committed than to the target. What both ask for is computed once.
+
+    given: the target's. sure: those behind them. What a caller calls committed must be both together.
+    """
+
+    walk: Walk
+    given: Seq[int]
+    sure: tuple[int, ...]
+
+    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
+        return self.walk.allowed(self.given, (*self.sure, *drafted))
+
+    def is_over(self, committed: Seq[int]) -> bool:
+        return self.walk.is_over(self.given, self.sure)
+
+    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
+        return self.walk.forced(self.given, (*self.sure, *drafted))
+
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> _Behind:
+        return _Behind(self.walk, self.given, (*self.sure, *sure))
 
 
 def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:

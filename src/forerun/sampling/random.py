@@ -190,6 +190,28 @@ class PhiloxCoins:
         return found
 
 
+class LaterCoins:
+    """The coins of a round for a draft that begins `num` tokens further on, behind tokens that are sure."""
+
+    def __init__(self, coins: Coins, num: int) -> None:
+        self._coins, self._num = coins, num
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        return self._coins.accept(prob, self._num + depth, lane)
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        return self._coins.draw(probs, self._num + depth)
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        return self._coins.draft(probs, self._num + depth, lane)
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        return self._coins.pick(probs, self._num + depth)
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        return self._coins.picks(probs, self._num + depth, num)
+
+
 class WatchedCoins:
     """The coins of a round, with a list of those that were tossed for acceptance, in order."""
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
-from forerun.types import StepReport
+from forerun.types import SequenceStep, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
@@ -155,14 +155,19 @@ class Metrics:
             if before_s is not None:
                 self._of(self._gap).observe(now_s - before_s)
             self._last_s[step.sequence_id] = now_s
-            self._of(self._granted, step.draft).observe(step.num_drafted)
-            if step.num_drafted:
-                self._of(self._num_drafts, step.draft).inc()
-                self._of(self._drafted, step.draft).inc(step.num_drafted)
-                self._of(self._tested, step.draft).inc(step.num_tested)
-                self._of(self._accepted, step.draft).inc(step.num_accepted)
-                for position in range(step.num_accepted):
-                    self._of(self._at, step.draft, str(position)).inc()
+            for part in step.parts:
+                self._hear_part(part)
+
+    def _hear_part(self, part: SequenceStep) -> None:
+        """What one drafter did for one request."""
+        self._of(self._granted, part.draft).observe(part.num_drafted)
+        if part.num_drafted:
+            self._of(self._num_drafts, part.draft).inc()
+            self._of(self._drafted, part.draft).inc(part.num_drafted)
+            self._of(self._tested, part.draft).inc(part.num_tested)
+            self._of(self._accepted, part.draft).inc(part.num_accepted)
+            for position in range(part.num_accepted):
+                self._of(self._at, part.draft, str(position)).inc()
 
     def _make_gauges(self) -> None:
         scheduler, cache = self._llm.engine.scheduler, self._llm.engine.runner.cache

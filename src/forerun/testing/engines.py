@@ -18,6 +18,7 @@ from typing import Any
 
 from forerun import pacing
 from forerun.drafters import Drafter, Target
+from forerun.drafters.forced import ForcedDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import InternalError
@@ -28,7 +29,7 @@ from forerun.models.toy import ToyModel, ToyTable
 from forerun.registry import load, make_options
 from forerun.testing.coins import Branching, enumerate_outcomes
 from forerun.testing.rules import Outputs, total_variation
-from forerun.types import Coins, SamplingParams, Sequence, StepReport
+from forerun.types import FORCED, Coins, SamplingParams, Sequence, StepReport
 
 V, HORIZON = 3, 3
 PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
@@ -68,7 +69,8 @@ class Case:
     options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
     ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
     ids that drafts are kept free of. A target with a source is asked with that; `prompt` begins its text. params may
-    have a choice, of texts in the letters of `Letters`.
+    have a choice, of texts in the letters of `Letters`. forced: whether what that leaves no choice about is drafted,
+    before and behind the drafter's guesses.
     """
 
     drafter: str
@@ -83,6 +85,7 @@ class Case:
     bad_words: tuple[tuple[int, ...], ...] = ()
     tokenizers: tuple[Any, Any] = (None, None)
     unwritten: frozenset[int] = frozenset()
+    forced: bool = False
     needs: Needs = nothing
 
 
@@ -165,7 +168,7 @@ def steady(policy: pacing.Pacing) -> pacing.Pacing:
 
 def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
     """Return a new engine for the request of a case."""
-    members = Router({"drafter": drafter_for(case)})
+    members = Router({"drafter": drafter_for(case), **({FORCED: ForcedDrafter()} if case.forced else {})})
     members.unwritten = case.unwritten
     return Engine(
         runner_for(case.target),
