@@ -527,6 +527,8 @@ class Draw:
     probs: list[Probs] = field(default_factory=list)
 
 
+USUAL_SHARE = 0.8  # of guesses that are accepted, where nobody counts them
+ROW_PRICE = 0.12  # of a further row, in passes of one row: on a processor, between 8 and 16 rows
 EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # of a guess's probability: how sure a model is of it
 
 
@@ -568,6 +570,12 @@ class Stop:
         Behind the first token, the second and so on; behind the last of them none does.
         """
         return [worth / max(self.share, 1e-6) for worth in self.worth[1:]]
+
+    @property
+    def survival(self) -> float:
+        """How likely all tokens are accepted that were drafted, by the model or by the search."""
+        is_found = self.search is not None and self.search.confidences and not self.confidences
+        return self.search._survival if self.search is not None and is_found else self._survival
 
     @property
     def pays(self) -> bool:
@@ -625,6 +633,15 @@ class Budget:
     def stops_early(self) -> bool:
         """Whether a draft may end before its budget; where it cannot, a drafter may make a whole draft at once."""
         return self.go_on is not _may or self.go_behind is not _may
+
+    def carries(self, b: int, num_guessed: int, num_forced: int) -> bool:
+        """Whether tokens that a grammar forces are worth their rows behind so many guesses of sequence b.
+
+        They spare a pass if all guesses are accepted, and are lost otherwise.
+        """
+        stop = self.stops.get(b)
+        survival = USUAL_SHARE**num_guessed if stop is None else stop.survival
+        return survival >= (1 - survival) * ROW_PRICE * num_forced
 
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of some of the sequences, which are numbered anew.

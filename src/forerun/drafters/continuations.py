@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.errors import BadOption, shown
-from forerun.types import Budget, Draft, Probs
+from forerun.types import Budget, Draft, Probs, Sequence
 
 END_OF_TEXT = -1  # stands behind each of several texts in one array: no suffix reaches across it, no guess either
 NUM_FOLLOWED = 128  # occurrences of a suffix whose further length is found; a mask of the text is searched before
@@ -104,21 +104,46 @@ class Guess:
         before = self.probs[node - 1] if node else 1.0
         return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
 
-    def draft(self, b: int, budget: Budget) -> Draft:
-        """Return the nodes, as point masses, that the budget of sequence b lets through: each has its parent."""
-        places, depths, draft = {-1: -1}, {-1: -1}, Draft([], [], [0, 0], [])
-        stop = budget.stops.get(b)
+    def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
+        """Return the nodes, as point masses, that the budget of sequence b lets through: each has its parent.
+
+        Those that the grammar refuses are left out. Those that it forces are marked, and the budget is not asked.
+        """
+        places, paths, forced = {-1: -1}, {-1: list[int]()}, set[int]()
+        tokens, parents, probs = list[int](), list[int](), list[Probs]()
+        stop, is_held = budget.stops.get(b), bool(budget.limits and budget.limits[b])
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            depths[node], probs = depths[parent] + 1, Probs.of_point(token)
-            if stop is not None and not stop.takes(self.confidence(node)):
+            if parent not in places:
+                continue
+            is_possible, is_forced = _judged(seq, paths[parent], token)
+            if not is_possible:
+                continue
+            own = Probs.of_point(token)
+            if is_forced and is_held:
+                forced.add(len(tokens))
+            elif stop is not None and not stop.takes(self.confidence(node)):
                 break
-            if parent in places and budget.go_on(b, depths[node], probs):
-                places[node] = len(draft.tokens)
-                draft.tokens.append(token)
-                draft.parents.append(places[parent])
-                draft.probs.append(probs)
-        draft.node_starts[1] = len(draft.tokens)
-        return draft
+            elif not budget.go_on(b, len(paths[parent]), own):
+                continue
+            places[node], paths[node] = len(tokens), [*paths[parent], token]
+            tokens.append(token)
+            parents.append(places[parent])
+            probs.append(own)
+        while tokens and len(tokens) - 1 in forced:  # whether what is forced behind the last guess pays is asked later
+            forced.remove(len(tokens) - 1)
+            del tokens[-1], parents[-1], probs[-1]
+        return Draft(tokens, parents, [0, len(tokens)], probs, forced=frozenset(forced))
+
+
+def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
+    """Whether a token may follow drafted ones by the grammar of a sequence, and whether no other may."""
+    if seq.grammar is None:
+        return True, False
+    try:
+        allowed = seq.grammar.allowed(seq.tokens, drafted)
+    except BadOption:  # behind an end of the output; and what is too much is refused where it is judged
+        return False, False
+    return token < len(allowed.bits) and bool(allowed.bits[token]), allowed.only == token
 
 
 def grow(

@@ -377,7 +377,8 @@ class ModelDrafter(SearchingDrafter):
         last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
         if most:
             run = self.forced(seq, chain.tokens)
-            if len(chain.tokens) + len(run) >= most:
+            num_own = len(chain.tokens) - len(chain.forced)
+            if len(chain.tokens) + len(run) >= most or not budget.carries(b, num_own, len(run)):
                 return []
             chain.force(run)
             return [last, *run]

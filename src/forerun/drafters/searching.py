@@ -69,7 +69,7 @@ class SearchingDrafter(Drafter):
         for b, stop in budget.stops.items():
             if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
                 stop.num_unread = self.num_unread(seqs[b])
-                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search})
+                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search}, limits=budget.limits[b : b + 1])
                 draft = self.search.propose([seqs[b]], own, [coins[b]])
                 self.num_searched += 1
                 if draft.tokens and stop.search.gain >= stop.bar:

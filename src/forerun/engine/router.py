@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
@@ -170,7 +171,7 @@ class Router(Drafter):
         parts = [draft.only(b) for b in range(len(seqs))]
         for b in held:
             if parts[b].tokens:
-                parts[b] = self._with_end(parts[b], asked[b], limits[b])
+                parts[b] = self._with_end(parts[b], asked[b], limits[b], partial(budget.carries, b))
             parts[b] = parts[b].behind(runs.get(b, ()))
         return Draft.joined(parts)
 
@@ -182,21 +183,22 @@ class Router(Drafter):
         parts = {b: draft.only(i).tokens for i, b in enumerate(held)}
         return {b: tokens for b, tokens in parts.items() if tokens}
 
-    def _with_end(self, part: Draft, seq: Sequence, most: int) -> Draft:
-        """A draft of one sequence with what a grammar forces behind its best path, if all of that is possible.
+    def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
+        """A draft of one sequence with what a grammar forces behind its best path, if all of that has room and pays.
 
         If the path is accepted, the target decides about the next choice in the same pass. A part of it would only
-        move rows from the next pass to this one. most: nodes of the sequence.
+        move rows from the next pass to this one. most: nodes of the sequence. carries: `Budget.carries`.
         """
-        tip, path = -1, list[int]()
+        tip, path, num_guessed = -1, list[int](), 0
         for node, parent in enumerate(part.parents):
             if parent == tip:
                 tip = node
                 path.append(part.tokens[node])
+                num_guessed += node not in part.forced
         left, run = most - len(part.tokens), list[int]()
         with self._spared(FORCED):
             run = list(self.members[FORCED].ahead(seq, path, left + 1))
-        return part.before(run, tip) if len(run) <= left else part
+        return part.before(run, tip) if len(run) <= left and carries(num_guessed, len(run)) else part
 
     def _proposed(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
