@@ -10,6 +10,8 @@ import pytest
 from forerun import LLM, BadOption, SamplingParams, StepReport, native
 from forerun.drafters.continuations import Guess
 from forerun.engine.engine import philox_coins
+from forerun.sampling.grammar import vocabulary
+from forerun.testing.engines import letters
 from forerun.types import EDGES, Budget, Sequence, Stop
 
 needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
@@ -103,11 +105,43 @@ def test_a_path_ends_before_the_first_node_that_is_not_worth_its_row() -> None:
     assert guess.confidence(1) == pytest.approx(1 - 1 / 11)
     assert guess.confidence(2) == pytest.approx(0.4 * (1 - 1 / 12))
     shares = [0.1] * 2 + [0.9] * (len(EDGES) - 1)
-    stop = Stop(shares, [0.2] * 8)
-    assert guess.draft(0, Budget([8], 0, stops={0: stop})).tokens == [5, 6]
+    stop, seq = Stop(shares, [0.2] * 8), Sequence(0, [1], 1, SamplingParams(), 0, 99)
+    assert guess.draft(seq, 0, Budget([8], 0, stops={0: stop})).tokens == [5, 6]
     assert stop.gain == pytest.approx(0.9 - 0.2 + 0.81 - 0.2)
-    assert guess.draft(0, Budget([8], 0, stops={0: Stop(shares, [0.95])})).tokens == []
-    assert guess.draft(0, Budget([8], 0)).tokens == [5, 6, 7]
+    assert guess.draft(seq, 0, Budget([8], 0, stops={0: Stop(shares, [0.95])})).tokens == []
+    assert guess.draft(seq, 0, Budget([8], 0)).tokens == [5, 6, 7]
+
+
+def test_a_grammar_cuts_a_path_before_it_is_weighed_and_what_it_forces_is_free() -> None:
+    """So that what is counted of guesses is counted of choices, and of those that may be right."""
+    params = SamplingParams(choice=("abcab", "abdab", "abdb"))
+    compiled = vocabulary(letters(5, frozenset())).compiled(params)
+    assert compiled is not None
+    seq = Sequence(0, [4], 1, params, 0, 99, grammar=compiled.start(frozenset(), 1))
+    guess = Guess([0, 1, 3, 0, 1, 4], [-1, 0, 1, 2, 3, 4], [1.0] * 6, match=9)
+    stop = Stop([0.9] * len(SHARES), [0.1] * 8)
+    draft = guess.draft(seq, 0, Budget([8], 0, stops={0: stop}, limits=[8]))
+    assert (draft.tokens, sorted(draft.forced), len(stop.confidences)) == ([0, 1, 3, 0], [0, 1], 2)
+    stop = Stop([0.9] * len(SHARES), [0.1] * 8)
+    alone = guess.draft(seq, 0, Budget([8], 0, stops={0: stop}))
+    assert (alone.tokens, alone.forced, len(stop.confidences)) == ([0, 1, 3, 0, 1], frozenset(), 5), "nothing is free"
+    wrong = Guess([0, 1, 1], [-1, 0, 1], [1.0] * 3, match=9)
+    assert wrong.draft(seq, 0, Budget([8], 0, limits=[8])).tokens == [], "what is forced last is another's to draft"
+
+
+def test_what_is_forced_behind_guesses_is_drafted_where_it_pays() -> None:
+    """The surer the guesses are, the more rows may be lost; and the search is asked where it was believed."""
+    assert [Budget([8], 0).carries(0, num, 6) for num in (0, 3, 4)] == [True, True, False]
+    assert not Budget([8], 0).carries(0, 2, 20)
+    stop = Stop(SHARES, [0.0] * 8, search=Stop(SHARES, [0.0] * 8))
+    assert stop.search is not None
+    budget = Budget([8], 0, stops={0: stop})
+    assert stop.search.takes(0.2)
+    assert stop.survival == pytest.approx(0.3)
+    assert [budget.carries(0, 1, num) for num in (3, 4)] == [True, False]
+    stop.goes_on(0.9)
+    assert stop.survival == pytest.approx(0.85), "the model was asked"
+    assert [budget.carries(0, 1, num) for num in (47, 48)] == [True, False]
 
 
 @needs_native

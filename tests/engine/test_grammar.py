@@ -11,7 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from forerun import LLM, BadOption, SamplingParams
+from forerun import LLM, BadOption, SamplingParams, StepReport
+from forerun.testing import engines
 from tiny import write_tiny
 
 SCHEMA = {
@@ -217,6 +218,7 @@ def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
         out, seen = rounds_of(llm, dataclasses.replace(FORM, draft=name))
         assert out.token_ids == plain.token_ids
         assert all(own.tests[node] for own in seen for node in own.forced if node in own.tests), draft
+        assert all(own.draft == "forced" for own in seen if own.forced and len(own.forced) == own.num_nodes)
         runs = [own for own in seen if 0 in own.forced]
         assert len(runs) >= (3 if draft == "forced" else 1), draft
         assert max(len(own.forced) for own in runs) >= len('{"name": "'), "all at once"
@@ -242,6 +244,53 @@ def test_a_drafter_goes_on_behind_what_is_forced(llm: LLM, draft: str, speculati
     assert own, "which the target reaches, for nothing before it is refused"
     later = {node for each in seen for node in each.forced & each.tests.keys() if node and node - 1 not in each.forced}
     assert later or draft != "model", "what is forced behind a guess, and accepted with it"
+
+
+def test_what_is_forced_stands_before_and_behind_a_guess() -> None:
+    """A draft model that is the target guesses one token: with what is forced around it that is a whole text."""
+    params = SamplingParams(max_tokens=6, temperature=0.0, choice=("abacba", "abacbb", "abbcca", "abbccb"))
+    case = engines.Case("model", params, near=engines.TARGET, forced=True, gamma=1)
+    ((_, (output, (report, *_))),) = engines.every_way(case)
+    (step,) = report.sequences
+    assert (step.num_drafted, step.forced, step.num_accepted) == (5, {0, 1, 3, 4}, 5)
+    assert step.num_committed == len(output) == 6, "in one pass, with the target's own choice"
+
+
+def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears of the drafter's own guesses alone, and the tokens of a step without those that were forced."""
+    heard, pacing = list[StepReport](), llm.engine.stepper.pacing
+    observe = pacing.observe
+    monkeypatch.setattr(pacing, "observe", lambda report: (heard.append(report), observe(report)))
+    reports = list[StepReport]()
+    end = llm.listen(reports.append)
+    name = next(known for known in llm.drafters if known.startswith("model"))
+    llm.generate(PROMPTS[0], dataclasses.replace(FORM, temperature=0.0, draft=name, spec_length=40), raw=True)
+    end()
+    told = [
+        (one, own)
+        for report, of_all in zip(heard, reports, strict=True)
+        for one, own in zip(of_all.sequences, report.sequences, strict=True)
+    ]
+    assert sum(len(one.forced) for one, _ in told) > 10
+    for one, own in told:
+        assert not own.forced
+        assert own.num_drafted == one.num_drafted - len(one.forced)
+        assert own.num_tested - own.num_accepted == one.num_tested - one.num_accepted
+        assert max(own.accepted_ranks, default=0) < max(1, own.num_drafted)
+    num_forced = sum(len(one.forced & set(one.accepted_ranks)) for one, _ in told)
+    assert sum(r.num_emitted for r in reports) - sum(r.num_emitted for r in heard) == num_forced
+
+
+def test_a_draft_model_reads_what_was_forced_with_its_round(llm: LLM) -> None:
+    """Not before it, as what it lacks of a prompt, which takes a pass more."""
+    reports = list[StepReport]()
+    end = llm.listen(reports.append)
+    name = next(known for known in llm.drafters if known.startswith("model"))
+    llm.generate("xy", dataclasses.replace(FORM, draft=name, spec_length=40), raw=True)
+    end()
+    steps = [report.drafts[name] for report in reports if name in report.drafts]
+    assert sum(step.num_nodes for step in steps) > 10
+    assert sum(step.num_catchup_tokens for step in steps) <= 2, "of the prompt"
 
 
 def test_min_tokens_beyond_a_text_that_must_end_ends_with_it(llm: LLM) -> None:

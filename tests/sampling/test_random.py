@@ -111,6 +111,21 @@ def test_a_drafter_s_coin_says_nothing_of_the_coins_that_judge():
         assert sum(abs(a - b) <= 1 for a, b in zip(one, other, strict=True)) < 5
 
 
+def test_coins_of_a_draft_that_begins_later():
+    """What they decide is what the coins of the round decide at that index, by every purpose."""
+    coins, probs = PhiloxCoins(9, 50, 3), Probs(dense=torch.full((64,), 1 / 64))
+    later = rng.LaterCoins(coins, 4)
+    depths = range(12)
+    for name in ("pick", "draw", "draft"):
+        found = [getattr(later, name)(probs, depth) for depth in depths]
+        assert found == [getattr(coins, name)(probs, depth + 4) for depth in depths]
+        assert found != [getattr(coins, name)(probs, depth) for depth in depths]
+    assert [later.picks(probs, d, 3) for d in depths] == [coins.picks(probs, d + 4, 3) for d in depths]
+    assert [later.draft(probs, d, 2) for d in depths] == [coins.draft(probs, d + 4, 2) for d in depths]
+    accepts = [[own.accept(0.5, d + more, 1) for d in range(64)] for own, more in ((later, 0), (coins, 4), (coins, 0))]
+    assert accepts[0] == accepts[1] != accepts[2]
+
+
 def test_accept_never_for_zero_always_for_one():
     coins = [PhiloxCoins(seed, 0, 0) for seed in range(500)]
     assert not any(c.accept(0.0, 0) for c in coins)

@@ -197,18 +197,23 @@ class LaterCoins:
         self._coins, self._num = coins, num
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """Accept with the coin of that depth behind them."""
         return self._coins.accept(prob, self._num + depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
+        """Draw a correction or a bonus there."""
         return self._coins.draw(probs, self._num + depth)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """Draw a drafter's own id there."""
         return self._coins.draft(probs, self._num + depth, lane)
 
     def pick(self, probs: Probs, depth: int) -> int:
+        """Pick by the noise there."""
         return self._coins.pick(probs, self._num + depth)
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """Pick several by the noise there."""
         return self._coins.picks(probs, self._num + depth, num)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from forerun import pacing
 from forerun.drafters import Drafter, Target
-from forerun.drafters.forced import ForcedDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import InternalError
@@ -168,7 +167,9 @@ def steady(policy: pacing.Pacing) -> pacing.Pacing:
 
 def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
     """Return a new engine for the request of a case."""
-    members = Router({"drafter": drafter_for(case), **({FORCED: ForcedDrafter()} if case.forced else {})})
+    members = Router({"drafter": drafter_for(case)})
+    if case.forced:
+        members.members[FORCED] = drafter_for(replace(case, drafter=FORCED, options={}))
     members.unwritten = case.unwritten
     return Engine(
         runner_for(case.target),
