@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun.drafters.continuations import END_OF_TEXT, NUM_FOLLOWED, NUM_MASKS, grow, levels
-from forerun.types import Budget
+from forerun.types import Budget, SamplingParams, Sequence
 
 
 def by_brute_force(text: list[int], context: list[int]) -> dict[tuple[int, ...], int]:
@@ -90,6 +90,6 @@ def test_a_node_that_pacing_refuses_takes_its_descendants_along() -> None:
         asked.append((b, depth, probs.point))
         return probs.point != 4
 
-    draft = tree.draft(7, Budget([6], 0, go_on))
+    draft = tree.draft(Sequence(0, [1], 1, SamplingParams(), 0, 9), 7, Budget([6], 0, go_on))
     assert (draft.tokens, draft.parents, draft.node_starts) == ([5, 3, 1], [-1, 0, 1], [0, 3])
     assert asked == [(7, 0, 4), (7, 0, 5), (7, 1, 3), (7, 2, 1)]

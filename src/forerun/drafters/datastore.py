@@ -52,7 +52,7 @@ class DatastoreDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
-        return Draft.joined([guess.draft(seq, b, budget) for b, (seq, guess) in enumerate(zip(seqs, guesses, strict=True))])
+        return Draft.joined([guess.draft(seqs[b], b, budget) for b, guess in enumerate(guesses)])
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
         o = self.options

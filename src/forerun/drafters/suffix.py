@@ -102,7 +102,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         begun = self.clock()
         guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
-        draft = Draft.joined([guess.draft(seq, b, budget) for b, (seq, guess) in enumerate(zip(seqs, guesses, strict=True))])
+        draft = Draft.joined([guess.draft(seqs[b], b, budget) for b, guess in enumerate(guesses)])
         self.search_s, self.num_searched = self.clock() - begun, len(seqs)
         return draft
 
