@@ -133,15 +133,16 @@ def test_what_is_forced_behind_guesses_is_drafted_where_it_pays() -> None:
     """The surer the guesses are, the more rows may be lost; and the search is asked where it was believed."""
     assert [Budget([8], 0).carries(0, num, 6) for num in (0, 3, 4)] == [True, True, False]
     assert not Budget([8], 0).carries(0, 2, 20)
+    assert [Budget([8], 0).carries(0, 1, num, 0.5) for num in (4, 5)] == [True, False]
     stop = Stop(SHARES, [0.0] * 8, search=Stop(SHARES, [0.0] * 8))
     assert stop.search is not None
     budget = Budget([8], 0, stops={0: stop})
     assert stop.search.takes(0.2)
     assert stop.survival == pytest.approx(0.3)
-    assert [budget.carries(0, 1, num) for num in (3, 4)] == [True, False]
+    assert [budget.carries(0, 1, num) for num in (1, 2)] == [True, False]
     stop.goes_on(0.9)
     assert stop.survival == pytest.approx(0.85), "the model was asked"
-    assert [budget.carries(0, 1, num) for num in (47, 48)] == [True, False]
+    assert [budget.carries(0, 1, num) for num in (22, 23)] == [True, False]
 
 
 @needs_native

@@ -139,6 +139,8 @@ def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
     """Whether a token may follow drafted ones by the grammar of a sequence, and whether no other may."""
     if seq.grammar is None:
         return True, False
+    if not seq.grammar.may_draft:
+        return False, False
     try:
         allowed = seq.grammar.allowed(seq.tokens, drafted)
     except BadOption:  # behind an end of the output; and what is too much is refused where it is judged

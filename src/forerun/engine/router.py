@@ -20,7 +20,7 @@ from forerun.engine import cutting
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
 from forerun.sampling.random import LaterCoins
-from forerun.types import FORCED, Budget, Coins, Draft, DraftStep, Next, Sequence
+from forerun.types import FORCED, FOUND_SHARE, MODEL_SHARE, Budget, Coins, Draft, DraftStep, Next, Sequence
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
@@ -171,7 +171,9 @@ class Router(Drafter):
         parts = [draft.only(b) for b in range(len(seqs))]
         for b in held:
             if parts[b].tokens:
-                parts[b] = self._with_end(parts[b], asked[b], limits[b], partial(budget.carries, b))
+                share = FOUND_SHARE if self.of(seqs[b]).is_free else MODEL_SHARE
+                carries = partial(budget.carries, b, share=share)
+                parts[b] = self._with_end(parts[b], asked[b], limits[b], carries)
             parts[b] = parts[b].behind(runs.get(b, ()))
         return Draft.joined(parts)
 

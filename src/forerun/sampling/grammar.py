@@ -406,6 +406,14 @@ class _Behind:
     given: Seq[int]
     sure: tuple[int, ...]
 
+    @property
+    def failure(self) -> BadOption | None:
+        return self.walk.failure
+
+    @property
+    def may_draft(self) -> bool:
+        return self.walk.may_draft
+
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
         return self.walk.allowed(self.given, (*self.sure, *drafted))
 
