@@ -49,7 +49,7 @@ from forerun.types import (
     Stop,
 )
 
-SHORT_TOKENS = 32  # that a model reads at once with the last committed token, where a grammar forced them
+SHORT_TOKENS = 32  # forced by a grammar, that a model reads in one pass with the token that it drafts behind
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
@@ -377,8 +377,8 @@ class ModelDrafter(SearchingDrafter):
         last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
         if most:
             run = self.forced(seq, chain.tokens)
-            num_own = len(chain.tokens) - len(chain.forced)
-            if len(chain.tokens) + len(run) >= most or not budget.carries(b, num_own, len(run)):
+            num_own, num_nodes = len(chain.tokens) - len(chain.forced), len(chain.tokens) + len(run)
+            if num_nodes >= most or len(run) > SHORT_TOKENS or not budget.carries(b, num_own, len(run)):
                 return []
             chain.force(run)
             return [last, *run]
