@@ -148,6 +148,8 @@ def test_what_is_short_compiles_in_a_moment() -> None:
         (("regex", "a" * 5000), False),
         (("choice", json.dumps(["a" * 5000])), True),
         (("grammar", FOR_EVER), False),
+        (("grammar", 'start: "a"'), True),
+        (("grammar", "start: " + " | ".join(["start start"] * 50)), False),
         (("json_schema:free", '{"multipleOf": 3}'), False),
         (("json_schema:free", '{"multiple\\u004ff": 3}'), False),
     ):

@@ -43,7 +43,7 @@ MOST_MASKS = 256  # of the paths of one step
 # each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
 BURST_S, TOKEN_S, DRAFT_S = 0.25, 0.005, 0.01
 MOST_MASK_S, _WALKED = 0.05, 16  # of one of the first masks, of which so many are tried before a grammar is taken
-_SHORT_CHARS = 1 << 11
+_SHORT_CHARS, _SHORT_RULES_CHARS = 1 << 11, 1 << 8  # what rules repeat takes its third power
 # What automata are products of: such a text may take for ever, however short it is.
 _PRODUCTS = re.compile(r"[&~]|\\u|allOf|pattern|multipleOf|x-guidance|%regex")
 _END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
@@ -441,7 +441,8 @@ def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
 def is_short(key: tuple[str, str]) -> bool:
     """Whether a grammar is known to compile in a moment. key: of `SamplingParams.constraint`."""
     kind, text = key
-    return kind == "choice" or (len(text) <= _SHORT_CHARS and _PRODUCTS.search(text) is None)
+    most = _SHORT_RULES_CHARS if kind == "grammar" else _SHORT_CHARS
+    return kind == "choice" or (len(text) <= most and _PRODUCTS.search(text) is None)
 
 
 def _source(kind: str, text: str) -> str:
