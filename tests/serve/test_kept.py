@@ -36,6 +36,26 @@ def test_a_body_is_extended_by_the_conversation_before() -> None:
         assert memory.extend("me", as_it_is) == as_it_is
 
 
+def test_references_stand_for_the_items_of_kept_responses() -> None:
+    memory = Kept()
+    call = {"id": "fc_1a_1", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"id": "msg_1a", "type": "message", "role": "assistant", "content": "x"}
+    memory.put("me", {"id": "resp_1a", "output": [said, call]}, [])
+    asked, result = {"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "1"}
+    refers = [{"type": "item_reference", "id": "msg_1a"}, {"type": "item_reference", "id": "fc_1a_1"}]
+    body = json.dumps({"input": [asked, *refers, result]}).encode()
+    assert json.loads(memory.extend("me", body))["input"] == [asked, said, call, result]
+    goes_on = json.dumps({"input": [refers[1], result], "previous_response_id": "resp_1a"}).encode()
+    assert json.loads(memory.extend("me", goes_on))["input"] == [said, call, call, result]
+    with pytest.raises(Refused, match=r"input\[1\] refers to 'msg_1a', which is not kept here"):
+        memory.extend("you", body)
+    for unknown in ("fc_1a_2", "fc_2b", "fc", "", None, 7):
+        with pytest.raises(Refused, match="send the item itself"):
+            memory.extend("me", json.dumps({"input": [{"type": "item_reference", "id": unknown}]}).encode())
+    as_it_is = json.dumps({"input": "item_reference"}).encode()
+    assert memory.extend("me", as_it_is) == as_it_is
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     memory = Kept(lambda: now_s)

@@ -96,6 +96,26 @@ def test_what_an_assistant_does_in_a_row_is_one_message() -> None:
     ]
 
 
+def test_histories_of_other_services_are_read() -> None:
+    """Free calls, a refusal, an answer and a result without text, and what there is nothing of."""
+    called = {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "+ x"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    empty = {"type": "function_call_output", "call_id": "a", "output": []}
+    result = {"type": "custom_tool_call_output", "call_id": "a", "output": "done"}
+    given = [*HELLO, called, result, empty, {"role": "assistant", "content": []}, *HELLO, refused, *HELLO]
+    job = respond(input=given, include=list(responses.EMPTY))
+    call = {"id": "a", "type": "function", "function": {"name": "patch", "arguments": '{"input": "+ x"}'}}
+    assert job.messages == [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        *({"role": "tool", "tool_call_id": "a", "name": "patch", "content": text} for text in ("done", "")),
+        {"role": "assistant", "content": ""},
+        *HELLO,
+        {"role": "assistant", "content": "No."},
+        *HELLO,
+    ]
+
+
 def test_what_messages_honour() -> None:
     job = message(
         system=[{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
@@ -133,7 +153,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (respond, {"text": {"form": 1}}, "text", "an object with format"),
     (respond, {"max_thinking_tokens": -1}, "max_thinking_tokens", "it must be in 0 .."),
     (respond, {"background": True}, "background", "when it is asked for"),
-    (respond, {"include": ["file_search_call.results"]}, "include", "must be a list of"),
+    (respond, {"include": ["message.output_text.bytes"]}, "include", "must be a list of"),
     (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
     (respond, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 is not possible"),
     (respond, {"n": 2}, "n", "gives one answer"),

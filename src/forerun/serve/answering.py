@@ -25,7 +25,7 @@ from forerun.errors import ForerunError, InternalError
 from forerun.serve.bodies import Form, Job, Refused, status_of
 from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
 from forerun.serve.generation import Generation
-from forerun.serve.kept import FIELD
+from forerun.serve.kept import names_kept
 from forerun.serve.limits import Patience, Place
 from forerun.serve.responses import RESPONSES
 from forerun.serve.service import Services
@@ -112,7 +112,7 @@ class Exchange:
         """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
         services = self._services
         body = await read_body(self._headers, self._receive, services)
-        if FIELD in body and self._api.form.url == RESPONSES:
+        if self._api.form.url == RESPONSES and names_kept(body):
             body = await self._guarded(services.kept.extend, self._key, body)
         with services.gate.enter() as place:
             async with self._until_gone():

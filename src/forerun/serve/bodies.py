@@ -328,15 +328,16 @@ def variables(given: Body) -> Mapping[str, Any]:
 
 def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
     """Content as one text, its parts one below the other. kinds: types of parts that hold text. Raises Refused."""
-    parts = [{"type": next(iter(kinds)), "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
         raise Refused(f"{where}={shown(content)} is not possible: it must be a text, or a list of parts", where)
     found = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(kind, str) or kind not in kinds:
             raise Refused(f"{where}[{i}] has the type {shown(kind)}: the model reads texts alone", where)
-        text = part.get("text")
+        text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise Refused(f"{where}[{i}] has no text: give it one", where)
         found.append(text)

@@ -1,4 +1,6 @@
-"""Responses that are kept for a while, so that `previous_response_id` goes on from them: in memory, by API key.
+"""Responses that are kept for a while, so that others go on from them or name their items: in memory, by API key.
+
+`previous_response_id` goes on from a response; an input item of type `item_reference` stands for one of an output.
 
 What is kept is bounded in number, bytes and age; the oldest goes first. Nothing is written to a disk, and nothing
 outlives the server.
@@ -20,7 +22,8 @@ from forerun.serve.bodies import Refused
 MOST_AGE_S = 3600.0
 MOST_RESPONSES = 1024
 MOST_BYTES = 64 << 20
-FIELD = b'"previous_response_id"'
+REFERENCE = "item_reference"
+_NAMED = (b'"previous_response_id"', f'"{REFERENCE}"'.encode())
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,15 @@ class _Kept:
     @property
     def num_bytes(self) -> int:
         return len(self.items) + len(self.response)
+
+
+def names_kept(body: bytes) -> bool:
+    """Whether a body of /v1/responses may name something that is kept."""
+    return any(name in body for name in _NAMED)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == REFERENCE
 
 
 class Kept:
@@ -67,31 +79,58 @@ class Kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """A body whose input begins with the conversation that it goes on from. Raises Refused as `get`.
+        """A body whose input begins with the conversation that it goes on from, its references replaced by the items.
 
-        A body that goes on from nothing, or that cannot be read, is returned as it is.
+        A body that names nothing that is kept, or that cannot be read, is returned as it is. Raises Refused as `get`.
         """
-        if FIELD not in body:
+        if not names_kept(body):
             return body
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
             return body
-        previous = given.get("previous_response_id") if isinstance(given, dict) else None
-        if not isinstance(previous, str):
+        if not isinstance(given, dict):
             return body
-        own = given.get("input")
+        own, previous = given.get("input"), given.get("previous_response_id")
         items = [{"role": "user", "content": own}] if isinstance(own, str) else own
-        if not isinstance(items, list):
+        goes_on = isinstance(previous, str)
+        if not isinstance(items, list) or not (goes_on or any(map(_is_reference, items))):
             return body
-        given["input"] = [*json.loads(self._find(key, previous, 400).items), *items]
+        before = json.loads(self._find(key, str(previous), 400).items) if goes_on else []
+        given["input"] = [*before, *self._resolved(key, items)]
         return json.dumps(given).encode()
 
-    def _find(self, key: str, response_id: str, status: int) -> _Kept:
+    def _resolved(self, key: str, items: list[Any]) -> list[Any]:
+        """Items, those that are referred to in place of the references. Each response is read once."""
+        outputs, made = dict[str, dict[str, Any]](), list[Any]()
+        for i, item in enumerate(items):
+            if not _is_reference(item):
+                made.append(item)
+                continue
+            item_id = str(item.get("id"))
+            response_id = f"resp_{(*item_id.split('_'), '')[1]}"  # as the ids of a response's items are made
+            if response_id not in outputs:
+                kept = self._found(key, response_id)
+                output = [] if kept is None else json.loads(kept.response)["output"]
+                outputs[response_id] = {one.get("id"): one for one in output}
+            if item_id not in outputs[response_id]:
+                message = (
+                    f"input[{i}] refers to {shown(item_id)}, which is not kept here, as items of responses are for an "
+                    "hour unless store is false: send the item itself"
+                )
+                raise Refused(message, "input", code="item_not_found")
+            made.append(outputs[response_id][item_id])
+        return made
+
+    def _found(self, key: str, response_id: str) -> _Kept | None:
         with self._lock:
             self._forget_old()
             found = self._kept.get(response_id)
-        if found is None or found.key != key:
+        return found if found is not None and found.key == key else None
+
+    def _find(self, key: str, response_id: str, status: int) -> _Kept:
+        found = self._found(key, response_id)
+        if found is None:
             message = (
                 f"the response {shown(response_id)} is not kept here, as they are for an hour unless store is false: "
                 "send the whole conversation as input"

@@ -251,7 +251,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "previous_response_id": _TEXT,
         "store": _FLAG,
         "max_output_tokens": _MOST_TOKENS,
-        "include": _list({"enum": [responses.LOGPROBS, "reasoning.encrypted_content"]}),
+        "include": _list({"enum": [responses.LOGPROBS, *responses.EMPTY]}),
     },
     messages.MESSAGES: {
         "messages": _list(

@@ -46,7 +46,17 @@ if TYPE_CHECKING:
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 CUSTOM, CUSTOM_CALL, INPUT = "custom", "custom_tool_call", "input"  # tools that take a text, and not arguments
-_KINDS = frozenset(("input_text", "output_text", "text"))
+# What else `include` may ask for: of reasoning that is hidden, and of tools and pictures that there are none of here.
+EMPTY = (
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+_KINDS = frozenset(("input_text", "output_text", "text", "refusal"))
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -116,10 +126,10 @@ def read_body(
 
 def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
     include, num_top = given.get("include", []), given.get("top_logprobs", 0)
-    known = (LOGPROBS, "reasoning.encrypted_content")  # of which there is none
+    known = (LOGPROBS, *EMPTY)
     for one in include if isinstance(include, list) else [include]:
         if not isinstance(one, str) or one not in known:
-            message = f"include={shown(one)} is not possible: it must be a list of {' and '.join(map(repr, known))}"
+            message = f"include={shown(one)} is not possible: it must be a list of {', '.join(map(repr, known))}"
             raise Refused(message, "include", code="unsupported_parameter")
     if num_top and LOGPROBS not in include:
         message = f'top_logprobs={shown(num_top)} needs include=["{LOGPROBS}"]: set both or neither'
@@ -280,7 +290,7 @@ class _Conversation:
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str) or output is None:
             raise Refused(f"{where} must have call_id, a text, and output", where)
-        text = output if isinstance(output, str) else texts_of(output, f"{where}.output", _KINDS)
+        text = "" if output == [] else texts_of(output, f"{where}.output", _KINDS)  # some functions bring nothing
         named = {"name": self._names[call_id]} if call_id in self._names else {}
         self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
 
@@ -303,7 +313,8 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[str, str]:
     role = item.get("role")
     if role not in _ROLES:
         raise Refused(f"{where} has the role {shown(role)}: it must be one of {', '.join(_ROLES)}", where)
-    return role, texts_of(item.get("content"), f"{where}.content", _KINDS)
+    content = item.get("content")
+    return role, "" if content == [] and role == "assistant" else texts_of(content, f"{where}.content", _KINDS)
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
