@@ -113,6 +113,9 @@ def test_prompts_and_conversations() -> None:
 def test_what_changes_nothing_is_taken() -> None:
     chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
     assert read(CHAT, **chat).params == SamplingParams(max_tokens=None)
+    written_out = {"response_format": {"type": "text", "json_schema": None}, "reasoning": None}
+    assert read(CHAT, **written_out) == read(CHAT)
+    assert read(CHAT, verbosity="low").ignored == ("verbosity",)
     assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
     job = read(CHAT, stream=True, stream_options={"include_usage": True})
     assert (job.stream, job.include_usage, job.continuous_usage) == (True, True, False)
@@ -139,6 +142,27 @@ def test_tools_and_how_they_are_chosen() -> None:
     assert (some.choice, [tool["function"]["name"] for tool in some.tools]) == ("required", ["weather"])
     assert read(CHAT, tools=[TOOL], tool_choice="none").calls is None
     assert read(CHAT, tools=[]).calls is None
+    others = read(CHAT, tools=[{"type": "web_search"}, TOOL, {"type": "custom", "custom": {"name": "patch"}}])
+    assert others.calls is not None
+    assert (len(others.calls.tools), others.ignored) == (1, ("tools[0]", "tools[2]"))
+
+
+def test_histories_of_other_services_are_read() -> None:
+    custom = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": "+ x"}}
+    refused = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    given: list[dict[str, Any]] = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [custom]},
+        {"role": "tool", "tool_call_id": "a", "content": []},
+        {"role": "assistant", "content": refused, "tool_calls": None},
+    ]
+    function = {"name": "patch", "arguments": {"input": "+ x"}}
+    assert read(CHAT, messages=given).messages == [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+        {"role": "assistant", "content": [{"type": "text", "text": t} for t in ("Well.", "No.")], "tool_calls": None},
+    ]
 
 
 def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,7 +197,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "it must be a function"),
-    (CHAT, {"tools": [{"type": "web_search"}]}, "tools", "it must be a function"),
+    (CHAT, {"tools": [{"type": "custom"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (CHAT, {"response_format": {"type": "text", "schema": {}}}, "response_format", "it must be"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "which has no name"),
     (CHAT, {"tools": [TOOL, TOOL]}, "tools", "two tools are called 'weather'"),
     (CHAT, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "the tools are weather"),

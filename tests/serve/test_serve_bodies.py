@@ -207,6 +207,29 @@ def test_agents_are_served_without_what_is_not_built() -> None:
             openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)
 
 
+def test_documents_that_are_texts_are_read() -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "one"}
+    blocks: dict[str, Any] = {"type": "content", "content": [{"type": "text", "text": "two"}]}
+    found = {"type": "search_result", "source": "x", "title": "T", "content": [{"type": "text", "text": "three"}]}
+    given: list[dict[str, Any]] = [
+        {"type": "document", "source": plain, "title": "A", "context": None},
+        {"type": "document", "source": blocks, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Compare."},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found]}
+    turns = [{"role": "assistant", "content": []}, {"role": "user", "content": [result]}]
+    assert message(messages=[{"role": "user", "content": given}, *turns]).messages == [
+        {"role": "user", "content": "A\none\ntwo\nCompare."},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "T\nthree"},
+    ]
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+    image = {"type": "document", "source": {"type": "content", "content": [{"type": "image", "source": {}}]}}
+    for wrong, kind in ((pdf, "document"), (image, "image"), ({"type": "search_result"}, "search_result")):
+        with pytest.raises(Refused, match=f"has the type '{kind}': the model reads texts alone"):
+            message(messages=[{"role": "user", "content": [wrong]}])
+
+
 def test_results_of_tools_are_messages_of_their_own() -> None:
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "one"}]}
     thinking = {"type": "thinking", "thinking": "Hm.", "signature": "x"}

@@ -140,10 +140,12 @@ def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsup
         raise Refused(f"the body is {shown(body)}: it must be a JSON object")
     given, ignored, known = dict[str, Any](), list[str](), form.known
     for name, value in body.items():
+        if value is None:
+            continue
         try:
             if name not in known:
                 raise _unknown(form, name, known)
-            if value is None or name in form.inert:
+            if name in form.inert:
                 continue
             if name in form.neutral:
                 _check_neutral(name, value, *form.neutral[name])

@@ -49,7 +49,7 @@ def _of_response_format(asked: Any) -> dict[str, Any]:
     if asked is None:
         return {}
     kind = asked.get("type") if isinstance(asked, Mapping) else None
-    if kind == "text" and asked.keys() == {"type"}:
+    if kind == "text" and all(value is None for name, value in asked.items() if name != "type"):
         return {}
     if kind == "json_object":  # llama.cpp's server takes a schema here
         return {"json_object": True} if asked.get("schema") is None else {"json_schema": asked["schema"]}

@@ -197,6 +197,8 @@ def _messages(system: Any, given: Any) -> list[Message]:
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
     """The messages that one message stands for: results of tools, and then the rest. names: by ids, of calls so far."""
+    if content == [] and role == "assistant":
+        return [{"role": role, "content": ""}]
     if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") == "text" for b in content):
         return [{"role": role, "content": texts_of(content, where, _KINDS)}]
     results, texts, own = list[dict[str, Any]](), list[Any](), dict[str, Any]()
@@ -213,10 +215,27 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # nobody but its maker can read it
         else:
-            texts.append(block)
+            texts += _texts_in(block)
     if texts:
         own["content"] = texts_of(texts, where, _KINDS)
     return [*results, *([{"role": role, **own}] if own else [])]
+
+
+def _texts_in(block: Any) -> list[Any]:
+    """A block, or in place of a document or a result of a search that is a text the blocks of its title and its text.
+
+    What has no text, such as a PDF, is left as it is, to be refused by its type.
+    """
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    inside = block.get("content") if kind == "search_result" else block.get("source") if kind == "document" else None
+    if isinstance(inside, Mapping) and kind == "document":
+        data = inside.get("data") if inside.get("type") == "text" else None
+        inside = inside.get("content") if inside.get("type") == "content" else data
+    texts = [{"type": "text", "text": inside}] if isinstance(inside, str) else inside
+    if not isinstance(texts, list) or not texts:
+        return [block]
+    about = [block[name] for name in ("title", "context") if isinstance(block.get(name), str)]
+    return [*({"type": "text", "text": text} for text in about), *texts]
 
 
 def _call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -231,7 +250,8 @@ def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> d
     call_id, content = block.get("tool_use_id"), block.get("content")
     if not isinstance(call_id, str):
         raise Refused(f"{where} has no tool_use_id: give it the id of the tool_use that it answers", where)
-    text = texts_of(content, f"{where}.content", _KINDS) if content else ""
+    blocks = [one for block in content for one in _texts_in(block)] if isinstance(content, list) else content
+    text = texts_of(blocks, f"{where}.content", _KINDS) if content else ""
     return {"role": "tool", "tool_call_id": call_id, **_named(names, call_id), "content": text}
 
 

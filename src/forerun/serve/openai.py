@@ -66,7 +66,7 @@ _BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs"
 _OWN = {
     CHAT: {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
+        *("reasoning_effort", "verbosity", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
     },
     COMPLETIONS: {"prompt", "suffix", "best_of", "echo"},
 }
@@ -111,6 +111,8 @@ def read_body(
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
+    ignored = [*(read.ignored or ()), *(name for name in ("verbosity",) if name in given)]  # no template reads it
+    calls = _calls(given, ignored)
     goes_on = flag(given, "continue_final_message")
     if goes_on and given.get("add_generation_prompt") is True:
         raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
@@ -124,14 +126,14 @@ def read_body(
         variables=variables(given),
         continue_final_message=goes_on,
         add_generation_prompt=None if goes_on else flag(given, "add_generation_prompt", True),
-        calls=_calls(read),
+        calls=calls,
         effort=effort_of(given.get("reasoning_effort"), "reasoning_effort"),
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         stream=stream,
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
-        ignored=tuple(read.ignored or ()),
+        ignored=tuple(ignored),
         echo=echo,
         only_prompt=only_prompt,
     )
@@ -151,16 +153,15 @@ def _echo(given: dict[str, Any], stream: bool) -> tuple[bool, bool]:
     return echo, bool(limits)
 
 
-def _calls(read: Given) -> Calls | None:
-    """The tools of a chat, and which of them must be called."""
-    given, functions = read.fields, list[Mapping[str, Any]]()
+def _calls(given: Body, ignored: list[str]) -> Calls | None:
+    """The functions of a chat, and which of them must be called. Tools of other types are listed in `ignored`."""
+    functions = list[Mapping[str, Any]]()
     for i, tool in enumerate(listed(given.get("tools", []))):
-        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), Mapping):
-            if read.ignored is not None:
-                read.ignored.append(f"tools[{i}]")
-                continue
-            message = f"tools[{i}]={shown(tool)} is not possible: it must be a function, {A_TOOL}"
-            raise Refused(message, "tools", code="unsupported_parameter")
+        if tool.get("type", "function") != "function":
+            ignored.append(f"tools[{i}]")
+            continue
+        if not isinstance(tool.get("function"), Mapping):
+            raise Refused(f"tools[{i}]={shown(tool)} is not possible: it must be a function, {A_TOOL}", "tools")
         functions.append(tool["function"])
     choice = given.get("tool_choice", AUTO)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
@@ -255,11 +256,34 @@ def _messages(messages: Any) -> list[Message]:
         parts = message.get("content")
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else part
-            if kind != "text":
+            if kind not in ("text", "refusal"):
                 problem = f"messages[{i}] has a part of type {shown(kind)}: the model reads texts alone"
                 raise Refused(problem, f"messages[{i}].content")
-    # Templates know the older name of this role alone, and would leave such a message out without a word.
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    return [_known(message) for message in messages]
+
+
+def _known(message: Message) -> Message:
+    """A message as chat templates know it: developers are the system, and what was refused or called freely is said."""
+    made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
+    if made["role"] == "developer":
+        made["role"] = "system"  # templates know the older name alone, and would leave it out without a word
+    if parts == []:
+        made["content"] = ""
+    elif isinstance(parts, list):
+        refused = {i: {"type": "text", "text": p.get("refusal")} for i, p in enumerate(parts) if p["type"] == "refusal"}
+        made["content"] = [refused.get(i, part) for i, part in enumerate(parts)]
+    if isinstance(calls, list):
+        made["tool_calls"] = [_function(call) for call in calls]
+    return made
+
+
+def _function(call: Any) -> Any:
+    """A call of a custom tool, which takes a text, as one of a function that takes it by the name input."""
+    custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
+    if not isinstance(custom, Mapping):
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

@@ -203,6 +203,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _FLAG,
         "reasoning_effort": _EFFORT,
+        "verbosity": _TEXT,
         "max_thinking_tokens": _integer(0, MOST_THINKING_TOKENS),
         "continue_final_message": _FLAG,
         "add_generation_prompt": _FLAG,
