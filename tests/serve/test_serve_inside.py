@@ -539,6 +539,21 @@ def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, s
     return seen
 
 
+def test_lists_of_models_have_no_places_of_files() -> None:
+    llm = LLM("shipped", draft="none", max_batch_size=2)
+
+    async def test() -> None:
+        services = Services([Service(llm, ("small", "/srv/models/small"))])
+        app = httpx.ASGITransport(make_app(services))
+        async with httpx.AsyncClient(transport=app, base_url="http://test") as client:
+            listed = (await client.get("/v1/models")).json()
+            assert ([one["id"] for one in listed["data"]], listed["last_id"]) == (["small"], "small")
+            assert (await client.get("/v1/models//srv/models/small")).status_code == 200  # who knows it may say it
+        services.close()
+
+    run(test)
+
+
 def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

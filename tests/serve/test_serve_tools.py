@@ -148,8 +148,11 @@ def test_choices_that_contradict(client: openai.OpenAI) -> None:
     import openai
 
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    must: Any = {**CHAT, "tool_choice": "required"}
     with pytest.raises(openai.BadRequestError, match="drop one of them"):
-        client.chat.completions.create(messages=ASKED, response_format=schema, **{**CHAT, "tool_choice": "required"})
+        client.chat.completions.create(messages=ASKED, extra_body={"guided_regex": "a+"}, **must)
+    choice = client.chat.completions.create(messages=ASKED, response_format=schema, **must).choices[0]
+    assert choice.message.tool_calls, "the answer is a call, whatever another one would be"
     for seed in range(3):
         given = {**CHAT, "temperature": 1, "seed": seed, "max_tokens": 120}
         choice = client.chat.completions.create(messages=ASKED, response_format=schema, **given).choices[0]

@@ -172,6 +172,37 @@ def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
     assert num
 
 
+def test_a_call_that_must_be_needs_no_form_of_the_answer(tmp_path: Path) -> None:
+    """Agents send the type of their last answer while a tool must be called first."""
+    tokenizer = tokenizer_of(tmp_path, list(dialect("hermes").marks))
+    forced = Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, "required"))
+    plain = forced.held(SamplingParams(), tokenizer, [0])
+    for form in ({"json_schema": WEATHER}, {"json_object": True, "json_whitespace": "compact"}):
+        assert forced.held(SamplingParams(**form), tokenizer, [0]) == plain
+    for other in ({"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}):
+        with pytest.raises(BadOption, match=r"^tool_choice='required' and a grammar for the answer: drop one of them$"):
+            forced.held(SamplingParams(**other), tokenizer, [0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+    bare = {"type": "object", "properties": {}, "required": [], "title": "now"}
+    tools = Tools.of([{"name": "a"}, {"name": "b", "parameters": {}}, {"name": "c", "parameters": bare}])
+    speaking, rng, num = (
+        Speaking(Speech(dialect(name), (), SIGNS[name]), ToolUse(tools, "required")),
+        random.Random(9),
+        0,
+    )
+    for _ in range(6):
+        if (ids := said(held(speaking, tokenizer), tokenizer, rng)) is not None:
+            assert all(call.values() == {} for call in read(speaking, tokenizer, ids).calls), tokenizer.decode(ids)
+            num += 1
+    assert num
+    free = Tools.of([{"name": "f", "parameters": {"type": "object"}}])
+    assert free.schemas["f"] == {"type": "object"}
+
+
 def test_calls_that_have_no_mark_are_not_among_answers_of_a_schema(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<|other|>"])
     params = SamplingParams(json_schema={"type": "object", "properties": {"name": {"type": "string"}}, **CLOSED})

@@ -27,7 +27,7 @@ from forerun.errors import ForerunError, InternalError, UserError, shown
 from forerun.serve import llama_server, messages, ollama, openai, openapi, responses
 from forerun.serve.absent import refusal
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
-from forerun.serve.bodies import Refused, named
+from forerun.serve.bodies import Refused, named, told
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.origins import Origins
@@ -185,8 +185,9 @@ def _add_models(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        data = [described(name) for name in services.names]
-        more = {"has_more": False, "first_id": services.names[0], "last_id": services.names[-1]}
+        names = told(services.names)
+        data = [described(name) for name in names]
+        more = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": data, **more})
 
     @app.get("/v1/models/{name:path}", responses=openapi.ERRORS)

@@ -188,9 +188,13 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
 
 
 def named(served_names: Seq[str]) -> str:
-    """What a model may be called, for a message: a path of this machine only where there is no other name."""
-    others = [name for name in served_names if not name.startswith(("/", ".", "~"))]
-    return " or ".join(map(repr, others or served_names))
+    """What a model may be called, for a message."""
+    return " or ".join(map(repr, told(served_names)))
+
+
+def told(served_names: Seq[str]) -> Seq[str]:
+    """The names that clients are told: a path of this machine only where there is no other name."""
+    return [name for name in served_names if not name.startswith(("/", ".", "~"))] or served_names
 
 
 def model_names(target: str) -> tuple[str, ...]:

@@ -80,12 +80,15 @@ class Speaking:
         """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning has a limit.
 
         A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
-        some; one in Lark's form or llama.cpp's stays as it is. Raises BadOption for two grammars at once.
+        some; one in Lark's form or llama.cpp's stays as it is. Where the answer must be a call, a form in JSON says
+        nothing of it, and any other grammar is refused by BadOption.
         """
         special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
         rules = Rules(special, self.speech.template, {"start": ""}, self.max_thinking_tokens, tokenizer.encode)
         try:
             rest = self._rest(rules, params)
+        except BadOption:
+            raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise BadOption(f"the schema of a tool or of the answer cannot be read ({error}): mend it") from error
         if rest is None:
@@ -102,9 +105,10 @@ class Speaking:
         """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
         use, one, limit = self.use, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
-        if params.constraint is not None:
-            if use is not None and use.is_forced:
+        if use is not None and use.is_forced:
+            if params.regex is not None or params.choice or params.grammar is not None:
                 raise BadOption(f"tool_choice={shown(use.choice)} and a grammar for the answer: drop one of them")
+        elif params.constraint is not None:
             if params.grammar is not None and limit is not None:
                 raise BadOption(f"max_thinking_tokens={limit} and a grammar for the answer: drop one of them")
             # Calls without a mark cannot be told from the answer: then there is the answer alone.

@@ -12,6 +12,15 @@ from forerun.errors import BadOption, shown
 A_TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
 
 
+NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """Whether a function without parameters is meant, to which JSON Schema by itself would allow any."""
+    says_no_more = parameters.keys() <= {"type", "properties", "required", "title", "description", "$schema"}
+    return says_no_more and parameters.get("properties") == {} and not parameters.get("required")
+
+
 @dataclass(frozen=True)
 class Tools:
     """The functions that an answer may call, by name, each with the JSON schema of its parameters."""
@@ -32,7 +41,7 @@ class Tools:
             parameters = function.get("parameters")
             if parameters is not None and not isinstance(parameters, Mapping):
                 raise BadOption(f"the parameters of the tool {shown(name)} must be a JSON schema, an object")
-            schemas[name] = parameters or {"type": "object", "properties": {}}
+            schemas[name] = parameters if parameters and not _takes_nothing(parameters) else NOTHING
         return cls(schemas)
 
     def __contains__(self, name: object) -> bool:
