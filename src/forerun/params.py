@@ -110,6 +110,14 @@ class Kind:
 
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # of which a request has one at most
+# Formats of texts that JSON Schema defines; any other is a note to people, such as pydantic's "path" and "password".
+FORMATS = frozenset(
+    (
+        *("date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+        *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "regex"),
+        "relative-json-pointer",
+    )
+)
 MAX_BEAMS = 64
 NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 

@@ -262,6 +262,11 @@ def test_what_is_no_grammar_is_refused_before_anything_is_compiled(fields, says)
         ({"regex": "a("}, "^regex cannot be honoured"),
         ({"regex": "(?=a)b"}, "^regex cannot be honoured"),
         ({"grammar": "start: missing"}, "^grammar cannot be honoured"),
+        (
+            {"grammar": 'start: a\na: %json {"uniqueItems": true}\nb: "c"'},
+            r'^a JSON schema cannot be honoured: Unimplemented keys: \["uniqueItems"\], in {"uniqueItems": true}',
+        ),
+        ({"json_schema": {"type": "string", "format": "iri"}}, r"^json_schema cannot be honoured: Unknown format: iri"),
         ({"grammar": 'root ::= "a" ('}, "is no grammar in GBNF"),
         ({"json_schema": {"type": "strange"}}, "^json_schema cannot be honoured"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, "^json_schema cannot be honoured.*uniqueItems"),

@@ -203,6 +203,19 @@ def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: 
     assert free.schemas["f"] == {"type": "object"}
 
 
+def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> None:
+    """As pydantic writes them for paths and secrets; in the schemas of tools, and of answers."""
+    tokenizer = tokenizer_of(tmp_path, list(dialect("hermes").marks))
+    named = {"type": "object", "properties": {"format": {"type": "string", "format": "path"}}, **CLOSED}
+    use = ToolUse(Tools.of([{"name": "f", "parameters": named}]), "f")
+    call = '<tool_call>\n{"name": "f", "arguments": {"format": "/tmp"}}\n</tool_call>'
+    assert held(Speaking(Speech(dialect("hermes"), ()), use), tokenizer).takes([], tokenizer.encode(call))
+    own = vocabulary(tokenizer).compiled(SamplingParams(json_schema={**named, "const": {"format": "path"}}))
+    assert own is not None
+    walk = own.start(frozenset(tokenizer.encode(END)), 0)
+    assert walk.takes([], tokenizer.encode('{"format": "path"}'))
+
+
 def test_calls_that_have_no_mark_are_not_among_answers_of_a_schema(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<|other|>"])
     params = SamplingParams(json_schema={"type": "object", "properties": {"name": {"type": "string"}}, **CLOSED})

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.errors import BadOption, shown
+from forerun.params import FORMATS
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -182,6 +183,10 @@ class _Wrapper:
         return [*self(given[:1]), *self(given[1:])]  # the name of a special token, which is to be a text here
 
 
+# What llguidance says of a schema in a grammar, as those of tools are, and the line that has it.
+_IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?s:.*)%json (.*)\n\s*\^")
+
+
 class Grammar:
     """One compiled grammar over a vocabulary. key: its kind and its text, of `SamplingParams.constraint`.
 
@@ -240,8 +245,11 @@ class Grammar:
     def _refuse(self, matcher: LLMatcher) -> None:
         """Raise BadOption where a matcher has failed: the grammar is wrong, or more complex than the limits."""
         if matcher.is_error():
-            why = " ".join(matcher.get_error().split())[:300]
-            raise BadOption(f"{self.name} cannot be honoured: {why}; change it, or leave it out")
+            name, why = self.name, matcher.get_error()
+            if name == "grammar" and (found := _IN_SCHEMA.search(why)):
+                name, why = "a JSON schema", f"{found[1]}, in {found[2]:.160}"
+            why = " ".join(why.split())[:300]
+            raise BadOption(f"{name} cannot be honoured: {why}; change it, or leave it out")
 
     check = _refuse
 
@@ -451,7 +459,9 @@ def _source(kind: str, text: str) -> str:
 
     name, _, whitespace = kind.partition(":")
     if name in ("json_schema", "json_object"):
-        _refuse_values(name, json.loads(text))
+        whole = json.loads(text)
+        _refuse_values(name, whole)
+        text = json.dumps(_without_notes(whole), ensure_ascii=False) if '"format"' in text else text
         schema = text if text.lstrip().startswith("{") else '{"anyOf": [' + text + "]}"
         return LLMatcher.grammar_from_json_schema(schema, overrides=_SEPARATORS[whitespace])  # type: ignore[arg-type]
     if name == "regex":
@@ -473,6 +483,19 @@ def _refuse_values(name: str, schema: Any) -> None:
             _refuse_bounds(name, one)
     if num > MOST_VALUES:
         raise BadOption(f"{name} has {num:,} values: it must have at most {MOST_VALUES:,}")
+
+
+def _without_notes(schema: Any) -> Any:
+    """Return a schema without formats that JSON Schema does not define."""
+    if isinstance(schema, list):
+        return [_without_notes(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("enum", "const") else _without_notes(value)
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in FORMATS)
+    }
 
 
 def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import BadOption
+from forerun.params import FORMATS
 from forerun.text.tools import Tools, choices_of, kinds, several
 
 Schema = Mapping[str, Any]
@@ -121,6 +122,8 @@ def _without_words(schema: Any) -> Any:
             made[key] = {name: _without_words(one) for name, one in value.items()}
         elif key in ("enum", "const", "required"):
             made[key] = value
+        elif key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
         elif key not in ("description", "title", "examples", "default", "$comment", "$schema"):
             made[key] = _without_words(value)
     return made
