@@ -54,6 +54,19 @@ struct Pools {
             throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, and a kind");
     }
 
+    // The rows of a block of all pools, keys then values of each, one behind the other, to or from `bytes`.
+    template <bool to_pools>
+    void move(size_t block, char* bytes) const {
+        for (size_t p = 0; p < keys.size(); ++p) {
+            const size_t size = row_bytes[p] * static_cast<size_t>(block_tokens);
+            for (void* pool : {keys[p], values[p]}) {
+                char* const rows = static_cast<char*>(pool) + block * size;
+                std::memcpy(to_pools ? rows : bytes, to_pools ? bytes : rows, size);
+                bytes += size;
+            }
+        }
+    }
+
     void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
         for (const auto* pools : {&keys, &values})
             for (size_t p = 0; p < pools->size(); ++p) {
@@ -237,6 +250,10 @@ void bind_model(nb::module_& m) {
         .def("__init__", [](Pools* self, const Addresses& keys, const Addresses& values, int tokens,
                             size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}, {}); },
              "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a)
+        .def("save", [](const Pools& self, size_t block, Address bytes) { self.move<false>(block, at<char>(bytes)); }, Free(),
+             "block"_a, "bytes"_a, "Writes the rows of a block, keys then values of each pool, to an address.")
+        .def("load", [](const Pools& self, size_t block, Address bytes) { self.move<true>(block, at<char>(bytes)); }, Free(),
+             "block"_a, "bytes"_a, "Reads the rows of a block from where `save` wrote them.")
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
              "Copies row sources[i] to row targets[i] in every block, one after the other.");
     nb::class_<Model>(m, "Model", "A whole model; one call for each pass. Arguments that are integers where a tensor is meant are "

@@ -208,6 +208,7 @@ void bind_ops(nb::module_& m) {
     }, "sections"_a, "num_in"_a, "paired"_a = false, "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
         .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
+        .def_prop_ro("address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
         .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); }, "index"_a, "out"_a,
              "Writes a row as it was before packing to the address `out`.");
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")

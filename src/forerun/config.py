@@ -172,6 +172,11 @@ class EngineConfig:
         min=2,
         unit="tokens",
     )
+    kv_disk: str | None = option(
+        None,
+        "keep blocks of the KV cache in a folder, so that what was read once is not read again: its size, as 20GB or "
+        "20GB:FOLDER. The folder shows what was asked; it is readable by its owner alone",
+    )
     prefix_caching: bool = option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
     prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")
     max_num_batched_tokens: int = option(

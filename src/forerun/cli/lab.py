@@ -24,6 +24,7 @@ ENGINE = (
     "generation_config",
     "chat_template",
     "kv_cache_tokens",
+    "kv_disk",
     "max_batch_size",
     "max_seq_len",
     *flags.MODEL,

@@ -22,6 +22,7 @@ from forerun.bench.plans import SHAPE_NAMES
 from forerun.cli import flags
 from forerun.cli.batch import batch
 from forerun.cli.bench import app as bench_app
+from forerun.cli.cache import app as cache_app
 from forerun.cli.certify import certify
 from forerun.cli.convert_head import convert_head
 from forerun.cli.doctor import doctor
@@ -83,6 +84,7 @@ Encoded = tuple[str | list[int], SamplingParams]  # what LLM.generate takes: a p
 app = App("Speculative decoding that never changes what the model says.", moved={"paper": "paper"})
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
+app.add_typer(cache_app, name="cache")
 
 
 def _version(wanted: bool) -> None:
@@ -337,6 +339,7 @@ CHAT_ENGINE = (
     "quantization",
     "max_seq_len",
     "kv_cache_tokens",
+    "kv_disk",
     "config",
 )
 CHAT_SAMPLING = (

@@ -136,5 +136,6 @@ def details(report: RequestReport) -> str:
     if report.first_token_at_s is not None:
         parts.append(f"first token after {report.first_token_at_s - report.arrived_at_s:.2f} s")
     if report.num_cached_tokens:
-        parts.append(f"{counted(report.num_cached_tokens, 'prompt token')} from the cache")
+        disk = f", {report.num_disk_tokens:,} of them from disk" if report.num_disk_tokens else ""
+        parts.append(f"{counted(report.num_cached_tokens, 'prompt token')} from the cache{disk}")
     return f"[{', '.join(parts)}]"

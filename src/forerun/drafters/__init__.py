@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.blocks import Spec
+    from forerun.kv import KVCache
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
     from forerun.models.outline import Beside
@@ -133,6 +134,10 @@ class Drafter:
     def runners(self) -> Seq[Runner]:
         """The runners of its own models, whose passes pacing measures."""
         return () if self.runner is None else (self.runner,)
+
+    def caches(self, seq: Sequence) -> Seq[KVCache]:
+        """The caches of its own models, which hold rows of the sequence's tokens."""
+        return [runner.cache for runner in self.runners]
 
     def begin(self, seq: Sequence) -> None:
         """Prepare for a sequence that was admitted."""

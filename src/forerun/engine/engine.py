@@ -22,6 +22,7 @@ from forerun.engine.sampled import SampledRequest
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong, shown
+from forerun.kv.disk import Folder
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
@@ -70,8 +71,9 @@ class Engine:
         coins: Callable[[Sequence], Coins] = philox_coins,
         costs: Costs | None = None,
         start_ids: Seq[int] = (),
+        folder: Folder | None = None,
     ) -> None:
-        self.start_ids = start_ids
+        self.start_ids, self.folder = start_ids, folder
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing, self.costs = runner, pacing, costs or Costs()
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})

@@ -11,17 +11,19 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from forerun import drafters, ops, pacing
+from forerun import __version__, drafters, native, ops, pacing
 from forerun.blocks import Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound, UnsupportedModel, UserError
 from forerun.kv.cache import BlockCache
+from forerun.kv.disk import Folder, Limit, weights_digest
+from forerun.kv.keeping import Keeper
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import TOKENS_PER_SEQUENCE, MemoryPlan, Room, memory_plan, pool_tokens, room_of, together
 from forerun.models import named
@@ -168,6 +170,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     """
     ops.resolve(config.ops, torch_device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
+    _disk_limit(config)
     auto = auto_draft(config.target, has_loaded_draft)
     for draft in (config.draft, *config.extra_draft_specs):
         drafters.resolve(draft, auto)
@@ -521,10 +524,17 @@ def build(
         prefix_caching=config.prefix_caching,
     )
     runner = Runner(model, cache, target.num_ids, list(target.holes))
+    limit = _disk_limit(config)
+    folder = None if limit is None else Folder(limit.path, limit.num_bytes)
     start_ids = () if model.config.encoder is None else start_ids_of(checkpoint.folder, checkpoint.config)
     members = router.make([config.draft, *config.extra_draft_specs], target)
     members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
     traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
+    if folder is not None:
+        name = Path(config.target or "").name
+        _keep_on_disk(runner, folder, name)
+        for own in [own for drafter in members.members.values() for own in drafter.runners]:
+            _keep_on_disk(own, folder, f"a draft model of {name}")
     costs = Costs(usual(runner), traits=traits)
     if config.calibrate:
         models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
@@ -542,7 +552,41 @@ def build(
         catchup_tokens=config.draft_catchup_tokens,
         costs=costs,
         start_ids=start_ids,
+        folder=folder,
     )
+
+
+def _disk_limit(config: EngineConfig) -> Limit | None:
+    """What kv_disk says, None where it says nothing. Raises BadOption where nothing could be kept on disk."""
+    if config.kv_disk is None:
+        return None
+    if config.kv_cache_backend != "paged" or not config.prefix_caching:
+        raise BadOption("kv_disk needs kv_cache_backend='paged' and prefix_caching: what is on disk are shared blocks")
+    if torch_device(config.device).type != "cpu":
+        raise BadOption("kv_disk is built for CPUs alone: leave it out, or choose device='cpu'")
+    return Limit.parse(config.kv_disk)
+
+
+def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
+    """Let a model's cache use the folder, under a name for all that decides the bits of its rows."""
+    cache, model = runner.cache, cast(Any, runner.model)
+    if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
+        return
+    about = (
+        __version__,
+        torch.__version__,
+        None if (built := native.extension()) is None else (native.isa(), built.source_hash),
+        type(model).__name__,
+        type(model.ops).__name__,
+        model.precision,
+        repr(model.config),
+        repr(cache.shape),
+        str(cache.dtype),
+        runner.layers,
+        weights_digest(model.stored()),
+    )
+    sizes = [cache.pools.record_bytes(kind) for kind in range(len(cache.kinds))]
+    cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, sizes, name)))
 
 
 def _unwritten_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, config: EngineConfig) -> frozenset[int]:

@@ -39,6 +39,7 @@ from forerun.engine.prompts import (
 )
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
 from forerun.errors import BadOption, UserError, shown
+from forerun.kv.disk import Folder
 from forerun.models.loading import Checkpoint
 from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
@@ -50,6 +51,13 @@ from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
 _LET_GO = ("engine", "checkpoint", "chat_template", "_loop", "_loaded_draft", "_tokenizer")  # by `close`
+
+
+def _end(loop: Loop, folder: Folder | None) -> None:
+    """Let the engine's thread end, and write to disk what is to be kept there."""
+    loop.close()
+    if folder is not None:
+        folder.close()
 
 
 class LLM:
@@ -96,7 +104,7 @@ class LLM:
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)
-        self._at_exit = weakref.finalize(self, self._loop.close)
+        self._at_exit = weakref.finalize(self, _end, self._loop, self.engine.folder)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -380,8 +388,7 @@ class LLM:
         if "engine" not in vars(self):
             return
         self._loop.end_all()
-        self._loop.close()
-        self._at_exit.detach()
+        self._at_exit()
         for name in _LET_GO:
             vars(self).pop(name, None)
         gc.collect()  # what holds each other in a circle holds the weights, too

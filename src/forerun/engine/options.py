@@ -35,6 +35,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_tokens: int | None
     max_batch_size: int
     max_seq_len: int | None
+    kv_disk: str | None
     prefix_caching: bool
     prefill_chunk_tokens: int
     max_num_batched_tokens: int

@@ -64,6 +64,7 @@ class RequestReport:
     prices: list[float] = field(default_factory=list)  # of a lossy rule: AcceptanceTest.price of each test
     draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_disk_tokens: int = 0  # of these, fetched from disk for this request
     num_preemptions: int = 0
     arrived_at_s: float = 0.0  # by time.monotonic, as those below; None until it happened
     scheduled_at_s: float | None = None
@@ -292,6 +293,8 @@ class Request:
         self.score: float | None = None
         self.cumulative_logprob: float | None = None
         self.outputs = outputs  # that its beam search finds
+        self.is_sought = False  # whether the disk was asked for its rows
+        self.num_fetching, self.num_fetched = 0, 0  # caches whose rows are on their way, and tokens that have come
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def run(self, draft: Draft, b: int, best_only: bool) -> Run:
@@ -425,8 +428,10 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """True until the request that runs the same prompt first has run it."""
+        """True until rows have come from disk, and the request that runs the same prompt first has run it."""
         leader = self._leader
+        if self.num_fetching:
+            return True
         return leader is not None and leader.seq.finish_reason is None and leader.report.num_steps == 0
 
     @property

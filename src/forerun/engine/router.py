@@ -18,6 +18,7 @@ from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.engine import cutting
 from forerun.errors import BadOption, InternalError, UserError, shown
+from forerun.kv import KVCache
 from forerun.registry import unknown
 from forerun.sampling.random import LaterCoins
 from forerun.types import FORCED, FOUND_SHARE, MODEL_SHARE, Budget, Coins, Draft, DraftStep, Next, Sequence
@@ -111,6 +112,9 @@ class Router(Drafter):
     def of(self, seq: Sequence) -> Drafter:
         """The drafter that serves a sequence."""
         return self.members[NONE if seq.id in self._unsuited else seq.draft]
+
+    def caches(self, seq: Sequence) -> Seq[KVCache]:
+        return self.of(seq).caches(seq)
 
     def begin(self, seq: Sequence) -> None:
         with self._spared(seq.draft, [seq]):

@@ -15,11 +15,13 @@ import bisect
 import time
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.drafters import Drafter
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
 from forerun.kv import KVCache, Room
+from forerun.kv.keeping import Fetch
 from forerun.models.sources import Sources
 from forerun.types import Sequence
 
@@ -43,6 +45,14 @@ class Plan:
 
 
 _Stand = tuple[Request, Room]  # a running request, and what its cache holds
+
+
+class _Fetching(NamedTuple):
+    """Rows of a waiting request that are on their way from disk."""
+
+    request: Request
+    cache: KVCache
+    fetch: Fetch
 
 
 class Scheduler:
@@ -70,6 +80,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
         self.num_preemptions = 0
+        self._fetching: list[_Fetching] = []
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -77,7 +88,13 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Admit and preempt, then share the rows of one pass."""
+        if self._fetching:
+            self._collect()
         if self.waiting:
+            self._admit()
+        while self._fetching and not self.running:
+            self._fetching[0].fetch.wait()  # nothing else could be done
+            self._collect()
             self._admit()
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
@@ -147,6 +164,8 @@ class Scheduler:
             victims = self._victims(request, claims)
             if victims is None:
                 return
+            if not request.is_sought and self._fetch(request):
+                continue
             for victim in victims:
                 self._preempt(victim)
                 claims.pop(victim.seq.id, None)
@@ -178,6 +197,27 @@ class Scheduler:
             return None
         return self.running[len(self.running) - next(filter(fits, range(num_worse + 1))) :]
 
+    def _fetch(self, request: Request) -> bool:
+        """Look on disk for what the caches lack of a request, and return whether something is on its way."""
+        request.is_sought = True
+        if request.scores_prompt:
+            return False
+        seq = request.seq
+        for cache in (self.cache, *self.drafter.caches(seq)):
+            if (fetch := cache.fetch(seq.tokens, seq.salt)) is not None:
+                self._fetching.append(_Fetching(request, cache, fetch))
+                request.num_fetching += 1
+        return request.num_fetching > 0
+
+    def _collect(self) -> None:
+        """Let sequences find the rows of fetches that are over."""
+        for one in [one for one in self._fetching if one.fetch.is_over]:
+            self._fetching.remove(one)
+            one.request.num_fetching -= 1
+            num_tokens = one.cache.arrived(one.fetch)
+            if one.cache is self.cache:
+                one.request.num_fetched = num_tokens
+
     def _start(self, request: Request) -> None:
         seq = request.seq
         bisect.insort(self.running, request, key=_rank)  # first: whatever fails below, it is found and ended
@@ -189,6 +229,7 @@ class Scheduler:
             found = self.cache.truncate_to(seq.id, least)
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
+            request.report.num_disk_tokens = min(found, request.num_fetched)
         self.drafter.begin(seq)
 
     def _stop(self, request: Request) -> None:
@@ -201,6 +242,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._stop(request)
+        request.is_sought = False
         self.add(request)
         request.report.num_preemptions += 1
         self.num_preemptions += 1

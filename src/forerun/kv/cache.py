@@ -9,7 +9,7 @@ is never written is not there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,8 @@ from torch import Tensor
 from forerun.blocks import CacheShape as CacheShape
 from forerun.errors import BadOption, InternalError
 from forerun.kv import Held
+from forerun.kv.disk import Place
+from forerun.kv.keeping import Fetch, Keeper, Missing
 from forerun.kv.pool import Pool as Pool, Pools
 from forerun.kv.prefix import keys_of
 from forerun.kv.tables import SPARE_TOKENS, BlockTables
@@ -119,14 +121,57 @@ class BlockCache(BlockTables):
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
         """Begin a sequence with the published rows of `tokens` that the layers of all kinds have, see KVCache."""
-        keys, num = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else [], None
-        while num != len(keys):
-            num = len(keys)
-            for kind in self.kinds:
-                keys = keys[: kind.num_found(keys)]
+        keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
+        keys = self._beginning(keys, [()] * len(self.kinds))
         for kind in self.kinds:
             kind.begin(slot, keys, salt)
         return self._counted(slot, len(tokens))
+
+    def keep_on_disk(self, keeper: Keeper) -> None:
+        """Let blocks be written to a shelf and fetched from there, from now on."""
+        for number, kind in enumerate(self.kinds):
+            kind.keeper, kind.kind = keeper, number
+
+    def fetch(self, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
+        """Begin to fetch the rows of `tokens` that the disk has, see KVCache."""
+        keeper = self.keeper
+        if keeper is None or not self.prefix_caching:
+            return None
+        keys, size = keys_of(tokens, salt, self.block_tokens), self.block_tokens
+        keeper.shelf.refresh()
+        places = list[dict[bytes, Place]]()
+        for number, kind in enumerate(self.kinds):
+            lacking = {key: tokens[i * size : (i + 1) * size] for i, key in enumerate(keys) if not kind.holds(key)}
+            found = ((key, keeper.shelf.find(number, key, own)) for key, own in lacking.items())
+            places.append({key: place for key, place in found if place is not None})
+        in_memory = self._beginning(keys, [()] * len(self.kinds))
+        keys = self._beginning(keys, places)
+        while len(keys) > len(in_memory) and (few := max(kind.lacks_blocks(keys) for kind in self.kinds)):
+            keys = self._beginning(keys[: max(0, len(keys) - few)], places)
+        if len(keys) <= len(in_memory):
+            return None
+        slot, missing = keeper.next_slot(), list[Missing]()
+        for number, kind in enumerate(self.kinds):
+            absent = [keys[i] for i in kind.absent(keys)]
+            taken = kind.await_blocks(slot, keys)
+            missing += [Missing(number, key, own, places[number][key]) for key, own in zip(absent, taken, strict=True)]
+        return keeper.fetch(slot, missing)
+
+    def arrived(self, fetch: Fetch) -> int:
+        """Let sequences find what was fetched, see KVCache."""
+        found = fetch.found()
+        for number, kind in enumerate(self.kinds):
+            kind.publish_awaited(fetch.slot, {one.key: one.block for one in found if one.kind == number})
+        return self.block_tokens * sum(one.kind == 0 for one in found)
+
+    def _beginning(self, keys: list[bytes], others: Seq[Collection[bytes]]) -> list[bytes]:
+        """Return the keys with whose blocks a sequence can begin, if each kind had `others` besides."""
+        num = None
+        while num != len(keys):
+            num = len(keys)
+            for kind, more in zip(self.kinds, others, strict=True):
+                keys = keys[: kind.num_found(keys, more)]
+        return keys
 
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a sequence with the kept rows of another, see KVCache."""

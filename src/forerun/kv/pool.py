@@ -48,6 +48,7 @@ class Pools:
     ) -> None:
         self._device = device
         self._shape = shape
+        self._block_tokens = block_tokens
         self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens, num_blocks, dtype, device), strict=True))
         first = self._kept[shape.kept[0]] if shape.kept else None
         pools = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
@@ -77,6 +78,31 @@ class Pools:
         source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
         for pool in self._of_kind[kind]:
             pool.write(target, *pool.read(source))
+
+    def record_bytes(self, kind: int) -> int:
+        """Return the bytes of one block in all layers of a kind."""
+        return sum(2 * self._block_tokens * pool.keys[:1].nbytes for pool in self._of_kind[kind])
+
+    def save(self, kind: int, block: int, out: memoryview) -> None:
+        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer."""
+        self._move(kind, block, out, to_pools=False)
+
+    def load(self, kind: int, block: int, rows: memoryview) -> None:
+        """Write what `save` copied into a block."""
+        self._move(kind, block, rows, to_pools=True)
+
+    def _move(self, kind: int, block: int, rows: memoryview, *, to_pools: bool) -> None:
+        bytes_ = torch.frombuffer(rows, dtype=torch.uint8)
+        if (copied := self._copied[kind]) is not None:
+            (copied.load if to_pools else copied.save)(block, bytes_.data_ptr())
+            return
+        own = slice(block * self._block_tokens, (block + 1) * self._block_tokens)
+        parts = [part[own] for pool in self._of_kind[kind] for part in (pool.keys, pool.values)]
+        start = 0
+        for part in parts:
+            one = bytes_[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            (part if to_pools else one).copy_(one if to_pools else part)
+            start += part.nbytes
 
     def _those(self, kind: int) -> list[Pool]:
         return [pool for layer, pool in self._kept.items() if self._shape.kind_of(layer) == kind]

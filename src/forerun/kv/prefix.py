@@ -68,10 +68,12 @@ class PrefixIndex:
         """Return the block that is published under a key, if one is."""
         return self._block_of.get(key)
 
-    def publish(self, key: Key, block: int) -> None:
+    def publish(self, key: Key, block: int) -> bool:
         """Let later sequences find a block; where an equal one is published already, this one stays private."""
-        if key not in self._block_of:
-            self._block_of[key], self._key_of[block] = block, key
+        if key in self._block_of:
+            return False
+        self._block_of[key], self._key_of[block] = block, key
+        return True
 
     def remove(self, block: int) -> None:
         """Withdraw a block: no later sequence finds it."""

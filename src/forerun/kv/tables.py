@@ -38,11 +38,15 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import Held, Room
 from forerun.kv.prefix import Key, PrefixIndex, extended, keys_of, root
 from forerun.types import RaggedBatch
+
+if TYPE_CHECKING:
+    from forerun.kv.keeping import Keeper
 
 _NONE_HELD: Mapping[int, Held] = {}
 SPARE_TOKENS = 128  # two tiles of keys: a pass may read the masked lanes of one, and a cut takes hardly more than 64
@@ -107,6 +111,8 @@ class BlockTables:
         self._slots: dict[int, _Slot] = {}
         self._num_touched = 0  # blocks are taken from block 0 on
         self._prefixes = PrefixIndex()
+        self.keeper: Keeper | None = None  # what is told of blocks that are published and withdrawn
+        self.kind = 0
 
     # ------------------------------------------------------------------------------------------------ life of a slot
 
@@ -119,14 +125,14 @@ class BlockTables:
         self.begin(slot, keys[: self.num_found(keys)], salt)
         return self._counted(slot, len(tokens))
 
-    def num_found(self, keys: Seq[Key]) -> int:
+    def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
         """Return with how many of these keys' blocks a sequence can begin: the blocks that its next row sees are there.
 
-        keys: of a sequence's blocks, from the first on.
+        keys: of a sequence's blocks, from the first on. others: that count as if they were there.
         """
         most = present = 0
         for num, key in enumerate(keys, 1):
-            present = present + 1 if self._prefixes.find(key) is not None else 0
+            present = present + 1 if self._prefixes.find(key) is not None or key in others else 0
             if present >= num - self._first_seen(num * self.block_tokens):
                 most = num
             elif self.window is None:
@@ -195,7 +201,53 @@ class BlockTables:
         for i in range(len(own.keys), num_full if self.prefix_caching else 0):
             own.keys.append(extended(own.keys[-1] if i else own.root, tokens[i * size : (i + 1) * size]))
             if i >= own.first:
-                self._prefixes.publish(own.keys[i], own.table[i])
+                self._publish(own.keys[i], own.table[i], tokens[i * size : (i + 1) * size])
+
+    def _publish(self, key: Key, block: int, tokens: Seq[int]) -> None:
+        if self._prefixes.publish(key, block) and self.keeper is not None:
+            self.keeper.published(self.kind, block, key, tokens)
+
+    # ------------------------------------------------------------------------------------- blocks that come from disk
+
+    def holds(self, key: Key) -> bool:
+        """Return whether a block is published under a key."""
+        return self._prefixes.find(key) is not None
+
+    def absent(self, keys: Seq[Key]) -> list[int]:
+        """Return which of these keys' blocks the row behind them sees, and nobody has published."""
+        first = self._first_seen(len(keys) * self.block_tokens)
+        return [i for i in range(first, len(keys)) if self._prefixes.find(keys[i]) is None]
+
+    def lacks_blocks(self, keys: Seq[Key]) -> int:
+        """Return how many blocks are too few for `await_blocks`; 0 where there are enough."""
+        first = self._first_seen(len(keys) * self.block_tokens)
+        found = [self._prefixes.find(key) for key in keys[first:]]
+        unused = sum(block is not None and self._num_users[block] == 0 for block in found)
+        return max(0, found.count(None) + unused - self._num_available())
+
+    def await_blocks(self, slot: int, keys: list[Key]) -> list[int]:
+        """Hold the blocks of these keys in a slot; returns the blocks, just taken, of those that are `absent`.
+
+        The rows of these are written by whoever asked, which `publish_awaited` then says.
+        """
+        length = len(keys) * self.block_tokens
+        first = self._first_seen(length)
+        blocks = [self._prefixes.find(key) for key in keys[first:]]
+        for block in blocks:
+            if block is not None:
+                self._prefixes.wake(block)
+                self._num_users[block] += 1
+        taken = [self._take() for block in blocks if block is None]
+        rest = iter(taken)
+        table = [next(rest) if block is None else block for block in blocks]
+        self._slots[slot] = _Slot(table[:1] * first + table, b"", [], length, first)
+        return taken
+
+    def publish_awaited(self, slot: int, blocks: Mapping[Key, int]) -> None:
+        """Let sequences find these of the blocks that `await_blocks` took, whose rows are there now; end the slot."""
+        for key, block in blocks.items():
+            self._prefixes.publish(key, block)
+        BlockTables.release(self, slot)
 
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back; unknown slots are ignored.
@@ -213,7 +265,7 @@ class BlockTables:
     def clear_prefixes(self) -> None:
         """Free every published block that no slot uses; later sequences find only blocks that are in use."""
         while self._prefixes.num_evictable:
-            self._free.append(self._prefixes.evict())
+            self._free.append(self._evict())
         self._free.sort(reverse=True)  # blocks are handed out from block 0 on, as in a new pool
 
     def length(self, slot: int) -> int:
@@ -306,6 +358,7 @@ class BlockTables:
         """
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
+            self._withdrawn(block)
             return False
         i, inside = divmod(own.length, self.block_tokens)
         own.table[i] = self._take_copy(block, inside)
@@ -326,10 +379,19 @@ class BlockTables:
         """
         is_new = bool(self._free) and self._free[-1] >= self._num_touched
         spares = is_new and self._num_touched >= self.touched_blocks and self._prefixes.num_evictable > 0
-        block = self._free.pop() if self._free and not spares else self._prefixes.evict()
+        block = self._free.pop() if self._free and not spares else self._evict()
         self._num_touched = max(self._num_touched, block + 1)
         self._num_users[block] = 1
         return block
+
+    def _evict(self) -> int:
+        block = self._prefixes.evict()
+        self._withdrawn(block)
+        return block
+
+    def _withdrawn(self, block: int) -> None:
+        if self.keeper is not None:
+            self.keeper.withdrawn(self.kind, block)
 
     def _drop(self, block: int, *, is_passed: bool = False) -> None:
         """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free.

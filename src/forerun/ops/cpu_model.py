@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -174,6 +174,15 @@ class CpuModel:
         own = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
         read = round(sum(matrix.nbytes * blocks.read_share(self.config, name) for name, matrix in own.items()))
         return read + sum(v.nbytes for name, v in self._vectors.items() if not name.startswith("encoder."))
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the bytes of all weights as they are in memory."""
+        for name, matrix in self.matrices.items():
+            yield name, matrix.stored
+            if matrix.bias is not None:
+                yield f"{name}.bias", matrix.bias
+        yield from self._vectors.items()
+        yield from self._tables.items()
 
     @property
     def precision(self) -> str:

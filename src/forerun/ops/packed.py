@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import astuple, dataclass
@@ -37,6 +38,12 @@ class PackedMatrix:
     def nbytes(self) -> int:
         """The bytes in memory, padding of odd shapes included."""
         return int(self.handle.num_bytes)
+
+    @property
+    def stored(self) -> Tensor:
+        """The bytes in memory, uint8 [nbytes], which live as long as the matrix."""
+        own = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
+        return torch.frombuffer(own, dtype=torch.uint8)
 
     def unpack(self, rows: Seq[int] | None = None) -> Tensor:
         """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError.

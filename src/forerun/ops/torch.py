@@ -7,7 +7,7 @@ others with the same interface). A family that nothing else computes runs here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from forerun.blocks import (
     Spec,
 )
 from forerun.config import Quantization
-from forerun.errors import InternalError
+from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.passes import batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
@@ -501,6 +501,12 @@ class TorchModel:
         self._packed = None if join is None else parts.made
         if join is not None:  # products that have weights of their own: nothing is in memory twice
             self.weights = {}
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the bytes of all weights as they are in memory. Raises BadOption for packed ones."""
+        if self._packed is not None:
+            raise BadOption("kv_disk is not built for these operators: leave it out")
+        yield from self.weights.items()
 
     weight_bits: tuple[int, ...] = ()  # of weights that are computed with as integers: none here
 

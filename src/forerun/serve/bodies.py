@@ -366,6 +366,12 @@ class Usage:
     accepted: int | None = None
     rejected: int | None = None
     reasoning: int = 0
+    disk: int = 0
+
+    @property
+    def prompt_details(self) -> dict[str, int]:
+        """What APIs say of the prompt's tokens; those that came from disk are among the cached ones."""
+        return {"cached_tokens": self.cached} | ({"disk_tokens": self.disk} if self.disk else {})
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
@@ -378,6 +384,7 @@ class Usage:
         return cls(
             prompt=sum(len(output.prompt_ids) for output in firsts),
             cached=sum(output.report.num_cached_tokens for output in firsts),
+            disk=sum(output.report.num_disk_tokens for output in firsts),
             completion=sum(len(output.token_ids) for output in outputs),
             accepted=num_accepted if num_drafted else None,
             rejected=num_drafted - num_accepted if num_drafted else None,

@@ -60,6 +60,7 @@ class Metrics:
         self._generated = self._counter("generation_tokens", "tokens that were generated")
         self._queries = self._counter("prefix_cache_queries", "prompt tokens that were looked for in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "prompt tokens that were found there")
+        self._disk_hits = self._counter("prefix_cache_disk_hits", "of these, tokens that came from disk")
         self._preemptions = self._counter("num_preemptions", "requests that lost their cache to others")
         self._ended = self._counter("request_success", "requests that ended, by reason", "finished_reason")
         self._answers = self._counter("http_requests", "answers, by route and status", "path", "status")
@@ -127,6 +128,7 @@ class Metrics:
                 self._of(self._prompt_tokens).inc(num_prompt_tokens)
                 self._of(self._queries).inc(num_prompt_tokens)
                 self._of(self._hits).inc(report.num_cached_tokens)
+                self._of(self._disk_hits).inc(report.num_disk_tokens)
                 self._of(self._prompt_length).observe(num_prompt_tokens)
                 self._of(self._preemptions).inc(report.num_preemptions)
             if report.first_token_at_s is None or report.last_token_at_s is None:

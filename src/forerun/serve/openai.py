@@ -437,7 +437,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": usage.prompt_details,
         "completion_tokens_details": details,
     }
 

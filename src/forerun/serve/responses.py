@@ -568,7 +568,7 @@ def _logprobs(positions: Any, left: int, tokenizer: Tokenizer) -> list[dict[str,
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
+        "input_tokens_details": usage.prompt_details,
         "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,

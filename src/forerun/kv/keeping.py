@@ -1,0 +1,152 @@
+"""Between a KV cache and its shelf on disk: published blocks are written, and fetched before a request runs.
+
+Publishing a block notes it here, and the folder's thread copies its rows and writes them later: the rows of a published
+block do not change. Where the block is withdrawn before that (evicted, or made private), its rows are copied at once.
+
+A *fetch* takes blocks of the cache for what is on disk and not in memory, lets a thread read the rows into them while
+steps go on, and then publishes them, so that `open` finds them as if another sequence had left them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from forerun.kv.disk import Folder, Place, Shelf
+from forerun.kv.prefix import Key
+
+if TYPE_CHECKING:
+    from forerun.kv.pool import Pools
+
+MOST_COPIED_BYTES = 256 << 20  # that wait to be written, of blocks that are withdrawn already; more are not written
+NUM_READERS = 2
+
+
+class _Waiting(NamedTuple):
+    """A published block that is not written yet."""
+
+    key: Key
+    tokens: Seq[int]
+
+
+class Missing(NamedTuple):
+    """A block that is fetched."""
+
+    kind: int
+    key: Key
+    block: int
+    place: Place
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Blocks on their way from disk. slot: in which the cache holds them until they are there."""
+
+    slot: int
+    blocks: Seq[Missing]
+    readers: Seq[Future[list[Missing]]]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that could be read was read."""
+        return all(reader.done() for reader in self.readers)
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        wait(self.readers)
+
+    def found(self) -> list[Missing]:
+        """Return the blocks whose rows are right."""
+        return [block for reader in self.readers for block in reader.result()]
+
+
+class Keeper:
+    """Writes the published blocks of one cache to a shelf, and reads them from there."""
+
+    def __init__(self, pools: Pools, shelf: Shelf) -> None:
+        self.shelf, self._pools = shelf, pools
+        self._waiting: dict[tuple[int, int], _Waiting] = {}  # by kind and block
+        self._copied: deque[tuple[int, _Waiting, memoryview]] = deque()
+        self._copied_bytes = 0
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="forerun-kv-read")
+        self._slots = itertools.count(-1, -1)  # of fetches: sequences have slots from 0 on
+        self._buffer = _buffer(shelf)
+        shelf.folder.add(self._write_some)
+
+    @property
+    def folder(self) -> Folder:
+        """The folder of the shelf."""
+        return self.shelf.folder
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    def published(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
+        """Take note of a block that sequences can find from now on."""
+        if self.folder.is_writable and not self.shelf.has(kind, key):
+            with self._lock:
+                self._waiting[kind, block] = _Waiting(key, list(tokens))
+            self.folder.wake()
+
+    def withdrawn(self, kind: int, block: int) -> None:
+        """Copy the rows of a block that is about to be written to, if they are not written yet."""
+        with self._lock:
+            waiting = self._waiting.pop((kind, block), None)
+            if waiting is not None and self._copied_bytes < MOST_COPIED_BYTES:
+                rows = memoryview(bytearray(self.shelf.record_bytes[kind]))
+                self._pools.save(kind, block, rows)
+                self._copied.append((kind, waiting, rows))
+                self._copied_bytes += rows.nbytes
+
+    def _write_some(self) -> bool:
+        """Write one block, and return whether there was one."""
+        with self._lock:
+            if self._copied:
+                kind, waiting, rows = self._copied.popleft()
+                self._copied_bytes -= rows.nbytes
+            elif self._waiting:
+                (kind, block), waiting = next(iter(self._waiting.items()))
+                del self._waiting[kind, block]
+                rows = self._buffer[: self.shelf.record_bytes[kind]]
+                self._pools.save(kind, block, rows)
+            else:
+                return False
+        self.shelf.write(kind, waiting.key, waiting.tokens, rows)
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def fetch(self, slot: int, blocks: Seq[Missing]) -> Fetch:
+        """Begin to read the rows of these blocks, which nothing else writes to or reads until the fetch is over."""
+        share = -(-len(blocks) // NUM_READERS)
+        parts = [blocks[first : first + share] for first in range(0, len(blocks), share)]
+        self.shelf.used([missing.place.segment for missing in blocks])
+        return Fetch(slot, blocks, [self._readers.submit(self._read, part) for part in parts])
+
+    def _read(self, blocks: Seq[Missing]) -> list[Missing]:
+        found, buffer = list[Missing](), _buffer(self.shelf)
+        for missing in blocks:
+            kind, key, block, place = missing
+            rows = buffer[: place.num_bytes]
+            if self.shelf.read(kind, key, place, rows):
+                self._pools.load(kind, block, rows)
+                found.append(missing)
+        return found
+
+    def next_slot(self) -> int:
+        """Return a slot that no sequence has."""
+        return next(self._slots)
+
+    def close(self) -> None:
+        """Stop reading; what waits to be written is written when the folder is closed."""
+        self._readers.shutdown(wait=True)
+
+
+def _buffer(shelf: Shelf) -> memoryview:
+    """Return memory for the rows of one block of any kind."""
+    return memoryview(bytearray(max(shelf.record_bytes)))

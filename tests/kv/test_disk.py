@@ -1,0 +1,442 @@
+"""Blocks on disk: another process finds what one wrote, bit for bit, and nothing that is damaged or not its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, BadOption, SamplingParams
+from forerun.blocks import CacheShape
+from forerun.kv import disk
+from forerun.kv.cache import BlockCache
+from forerun.kv.disk import ENTRIES, ENTRY_BYTES, ROWS, SECRET, Folder, Limit, Shelf
+from forerun.kv.keeping import Keeper
+from forerun.models.runner import Run, pack
+from tiny import write_tiny
+
+TEXT = "what was read once is never read again, neither in this process nor in the one that comes behind it"
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+SHAPES = {
+    "all rows": CacheShape(num_layers=3, num_kv_heads=2, head_dim=4),
+    "windows": CacheShape(num_layers=4, num_kv_heads=2, head_dim=4, windows=(None, 20, 20, None)),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Random models: one like Llama, one that resembles it, one of another kind, and one with windows."""
+    folder = tmp_path_factory.mktemp("disk")
+    made = {
+        "llama": write_tiny(folder / "llama", inner_scale=0.05),
+        "draft": write_tiny(folder / "draft", inner_scale=0.04),
+        "other": write_tiny(folder / "other", seed=1),
+        "gemma3_text": write_tiny(folder / "gemma", "gemma3_text"),
+    }
+    return {name: str(path) for name, path in made.items()}
+
+
+def asked(target: str, kv_disk: Path | None, text: str = TEXT, **options: Any) -> tuple[list[int], int]:
+    """Start an engine, ask it once, and close it. Returns the answer, and how many tokens came from disk."""
+    params = options.pop("params", PARAMS)
+    given = {} if kv_disk is None else {"kv_disk": f"1GB:{kv_disk}"}
+    with LLM(target, **{"draft": "none", "max_seq_len": 256, **options}, **given) as llm:
+        (out,) = llm.generate(text, params, raw=True)
+        llm.engine.runner.cache.check_integrity()
+        return out.token_ids, out.report.num_disk_tokens
+
+
+def files(folder: Path, ending: str) -> list[Path]:
+    return sorted(folder.glob(f"*/*{ending}"))
+
+
+# ------------------------------------------------------------------------------------------------------------- restarts
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("options", [{}, {"ops": "reference"}, {"dtype": "bfloat16"}, {"draft": "lookup"}])
+def test_another_engine_finds_what_one_wrote(
+    tiny: dict[str, str], tmp_path: Path, model: str, options: dict[str, Any]
+) -> None:
+    plain, _ = asked(tiny[model], None, **options)
+    first, found = asked(tiny[model], tmp_path / "kv", **options)
+    assert (first, found) == (plain, 0)
+    again, found = asked(tiny[model], tmp_path / "kv", **options)
+    assert (again, found) == (plain, len(TEXT) // 16 * 16)
+    longer, found = asked(tiny[model], tmp_path / "kv", TEXT + " and more", **options)
+    assert longer == asked(tiny[model], None, TEXT + " and more", **options)[0]
+    assert found == len(TEXT) // 16 * 16
+
+
+def test_a_draft_model_has_its_rows_from_disk_too(tiny: dict[str, str], tmp_path: Path) -> None:
+    options = {"draft": tiny["draft"], "params": SamplingParams(temperature=0.7, seed=1, max_tokens=40)}
+    plain, _ = asked(tiny["llama"], None, **options)
+    assert asked(tiny["llama"], tmp_path / "kv", **options) == (plain, 0)
+    assert len(list((tmp_path / "kv").glob("*/"))) == 2
+    hits = list[int]()
+    with LLM(tiny["llama"], draft=tiny["draft"], max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
+        (out,) = llm.generate(TEXT, options["params"], raw=True)
+        hits += [runner.cache.prefix_hit_tokens for runner in llm.engine.drafter.members[out.report.draft].runners]  # type: ignore[attr-defined]
+    assert out.token_ids == plain
+    assert hits == [len(TEXT) // 16 * 16]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("is_native", [True, False])
+def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native: bool) -> None:
+    """200 tokens of random rows in one cache, and read in another, whose memory held other numbers."""
+    tokens = [random.Random(7).randrange(1000) for _ in range(200)]
+    folder = Folder(tmp_path / "kv", 1 << 30)
+
+    def cache(mark: float) -> BlockCache:
+        made = BlockCache.create(shape, "paged", max_batch_size=2, max_seq_len=256)
+        for pool in made.pools.tensors():
+            pool.fill_(mark)
+        if not is_native:
+            made.pools._copied = [None] * len(made.kinds)
+        sizes = [made.pools.record_bytes(kind) for kind in range(len(made.kinds))]
+        made.keep_on_disk(Keeper(made.pools, folder.shelf(["x"], sizes)))
+        return made
+
+    first = cache(1.0)
+    first.open(0)
+    for start in range(0, 200, 40):
+        first.reserve(0, 40)
+        for kind in range(len(first.kinds)):
+            view = first.view(pack([Run(0, tokens[start : start + 40])], first), kind)
+            for layer, pool in enumerate(first.pools):
+                if shape.kind_of(layer) == kind:
+                    shaped = torch.randn(
+                        40, *pool.keys.shape[1:], generator=torch.Generator().manual_seed(layer + start)
+                    )
+                    pool.write(view.write_rows, shaped, -shaped)
+        first.keep({0: range(40)})
+        first.publish(0, tokens[: start + 40])
+    folder.close()
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    second = cache(2.0)
+    fetch = second.fetch(tokens)
+    assert fetch is not None
+    second.check_integrity()
+    fetch.wait()
+    second.arrived(fetch)
+    second.check_integrity()
+    assert second.open(0, tokens) == 192
+    for layer, (ours, theirs) in enumerate(zip(second.pools, first.pools, strict=True)):
+        window = shape.windows[layer] if shape.windows else None
+        seen = range(0 if window is None else 192 - window, 192)
+        kind = shape.kind_of(layer)
+        rows = [own.rows(0, seen.start, seen.stop, kind) for own in (second, first)]
+        assert torch.equal(ours.keys[rows[0]], theirs.keys[rows[1]])
+        assert torch.equal(ours.values[rows[0]], theirs.values[rows[1]])
+    assert second.fetch(tokens) is None, "all of it is in memory"
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"target": "other"}, {"dtype": "float32"}, {"ops": "reference"}, {"quantization": "int8:group=16"}],
+)
+def test_rows_of_other_weights_or_numbers_are_not_taken(
+    tiny: dict[str, str], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    asked(tiny["llama"], tmp_path / "kv")
+    options = {name: value for name, value in change.items() if name != "target"}
+    assert asked(tiny[change.get("target", "llama")], tmp_path / "kv", **options)[1] == 0
+
+
+def test_a_salt_keeps_rows_apart(tiny: dict[str, str], tmp_path: Path) -> None:
+    salted = SamplingParams(temperature=0, max_tokens=2, cache_salt="a")
+    asked(tiny["llama"], tmp_path / "kv", params=salted)
+    assert asked(tiny["llama"], tmp_path / "kv")[1] == 0
+    assert asked(tiny["llama"], tmp_path / "kv", params=SamplingParams(max_tokens=2, cache_salt="b"))[1] == 0
+    assert asked(tiny["llama"], tmp_path / "kv", params=salted)[1] > 0
+
+
+def test_what_memory_loses_comes_from_disk(tiny: dict[str, str], tmp_path: Path) -> None:
+    """A cache for one text: each request pushes the other's blocks out, and takes its own from disk."""
+    options: dict[str, Any] = {"draft": "none", "max_seq_len": 128, "max_batch_size": 1}
+    texts = [TEXT, TEXT[::-1]]
+    with LLM(tiny["llama"], **options) as llm:
+        plain = [llm.generate(text, PARAMS, raw=True)[0].token_ids for text in texts]
+    with LLM(tiny["llama"], **options, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
+        for turn in range(4):
+            for text, ids in zip(texts, plain, strict=True):
+                (out,) = llm.generate(text, PARAMS, raw=True)
+                assert out.token_ids == ids
+                if turn > 1:
+                    assert out.report.num_disk_tokens > 0
+                    assert out.report.num_disk_tokens <= out.report.num_cached_tokens
+        llm.engine.runner.cache.check_integrity()
+
+
+def test_other_requests_go_on_while_rows_are_read(tiny: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
+    asked(tiny["llama"], tmp_path / "kv")
+    may_read, reads = threading.Event(), disk.Shelf.read
+
+    def read(self: Shelf, *given: Any) -> bool:
+        may_read.wait()
+        return reads(self, *given)
+
+    monkeypatch.setattr(disk.Shelf, "read", read)
+    with LLM(tiny["llama"], draft="none", max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
+        other = llm.submit(["x"], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), raw=True)[0]
+        late = llm.submit([TEXT], PARAMS, raw=True)[0]
+        while other.seq.finish_reason is None:
+            time.sleep(0.001)
+        assert other.seq.num_output_tokens == 200
+        assert late.report.num_steps == 0
+        may_read.set()
+        while late.seq.finish_reason is None:
+            time.sleep(0.001)
+    assert late.report.num_disk_tokens > 0
+    assert late.seq.output_ids == asked(tiny["llama"], None)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- what breaks
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def no_entry(folder: Path) -> None:
+    for path in files(folder, ENTRIES):
+        path.write_bytes(b"")
+
+
+def no_rows(folder: Path) -> None:
+    for path in files(folder, ROWS):
+        path.write_bytes(path.read_bytes()[:100])
+
+
+def a_wrong_row(folder: Path) -> None:
+    (path,) = files(folder, ROWS)
+    flip(path, 50)
+
+
+def a_wrong_entry(folder: Path) -> None:
+    (path,) = files(folder, ENTRIES)
+    flip(path, ENTRY_BYTES + 40)
+
+
+def no_rows_at_all(folder: Path) -> None:
+    for path in files(folder, ROWS):
+        path.unlink()
+
+
+def rubbish(folder: Path) -> None:
+    (path,) = files(folder, ENTRIES)
+    path.with_name("rubbish.idx").write_bytes(random.Random(3).randbytes(1000))
+    path.with_name("rubbish.kv").write_bytes(b"")
+
+
+def half_an_entry(folder: Path) -> None:
+    (path,) = files(folder, ENTRIES)
+    path.write_bytes(path.read_bytes()[: ENTRY_BYTES + 70])
+
+
+@pytest.mark.parametrize(
+    ("harm", "num_found"),
+    [
+        (no_entry, 0),
+        (no_rows, 0),
+        (no_rows_at_all, 0),
+        (a_wrong_row, 0),
+        (a_wrong_entry, 16),
+        (half_an_entry, 16),
+        (rubbish, len(TEXT) // 16 * 16),
+    ],
+)
+def test_what_is_damaged_is_read_again(tiny: dict[str, str], tmp_path: Path, harm: Any, num_found: int) -> None:
+    plain, _ = asked(tiny["llama"], tmp_path / "kv")
+    harm(tmp_path / "kv")
+    assert asked(tiny["llama"], tmp_path / "kv") == (plain, num_found)
+    assert asked(tiny["llama"], tmp_path / "kv") == (plain, len(TEXT) // 16 * 16), "written again"
+
+
+def test_rows_that_are_damaged_under_a_running_engine(
+    tiny: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = asked(tiny["llama"], tmp_path / "kv")
+    with LLM(tiny["llama"], draft="none", max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
+        a_wrong_row(tmp_path / "kv")
+        for path in files(tmp_path / "kv", ROWS):
+            os.truncate(path, 700)
+        with caplog.at_level(logging.WARNING):
+            (out,) = llm.generate(TEXT, PARAMS, raw=True)
+        llm.engine.runner.cache.check_integrity()
+    assert (out.token_ids, out.report.num_cached_tokens) == (plain, 0)
+    assert len([record for record in caplog.records if "damaged" in record.message]) == 1
+
+
+WRITE = """
+import resource, sys
+from forerun import LLM, SamplingParams
+if (limit := int(sys.argv[3])):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+with LLM(sys.argv[1], draft="none", max_seq_len=256, kv_disk=f"1GB:{sys.argv[2]}") as llm:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        (out,) = llm.generate(line.strip(), SamplingParams(temperature=0, max_tokens=12), raw=True)
+        print(out.report.num_disk_tokens, *out.token_ids, flush=True)
+"""
+
+
+def started(target: str, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
+    """A process that answers each line of its input by tokens from disk and the answer's ids."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", WRITE, target, str(folder), str(limit)]
+    made = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert made.stdout is not None
+    assert made.stdout.readline() == "ready\n", made.stderr.read() if made.stderr else ""
+    return made
+
+
+def test_a_full_disk_is_said_once(tiny: dict[str, str], tmp_path: Path) -> None:
+    plain, _ = asked(tiny["llama"], None)
+    process = started(tiny["llama"], tmp_path / "kv", limit=6000)
+    output, log = process.communicate(f"{TEXT}\n" * 3)
+    assert process.returncode == 0, log
+    assert [[int(i) for i in line.split()][1:] for line in output.splitlines()] == [plain] * 3
+    assert len(re.findall("nothing more is written there", log)) == 1
+    ids, found = asked(tiny["llama"], tmp_path / "kv")
+    assert ids == plain
+    assert 0 < found < len(TEXT) // 16 * 16
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "seteuid"), reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to_is_read(tiny: dict[str, str], tmp_path: Path) -> None:
+    plain, _ = asked(tiny["llama"], tmp_path / "kv")
+    for path in [*(tmp_path / "kv").rglob("*"), tmp_path / "kv"]:
+        os.chmod(path, 0o500 if path.is_dir() else 0o400)
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    folder.failed(OSError(30, "Read-only file system"))
+    folder.close()
+    assert asked(tiny["llama"], tmp_path / "kv") == (plain, len(TEXT) // 16 * 16)
+
+
+def test_processes_that_are_killed_leave_nothing_wrong(tiny: dict[str, str], tmp_path: Path) -> None:
+    """benchmarks.kv_disk does it a thousand times."""
+    chance = random.Random(11)
+    for turn in range(6):
+        process = started(tiny["llama"], tmp_path / "kv")
+        assert process.stdin is not None
+        process.stdin.write(f"{TEXT} {turn}\n" * 3)
+        process.stdin.flush()
+        time.sleep(chance.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for turn in range(6):
+        text = f"{TEXT} {turn}"
+        assert asked(tiny["llama"], tmp_path / "kv", text)[0] == asked(tiny["llama"], None, text)[0]
+
+
+def test_two_processes_share_a_folder(tiny: dict[str, str], tmp_path: Path) -> None:
+    texts = [f"{number} {TEXT}" for number in range(8)]
+    plain = {text: asked(tiny["llama"], None, text)[0] for text in texts}
+    both = [started(tiny["llama"], tmp_path / "kv") for _ in range(2)]
+    found = 0
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            own = both[(number + turn) % 2]
+            assert own.stdin is not None
+            assert own.stdout is not None
+            own.stdin.write(text + "\n")
+            own.stdin.flush()
+            num, *ids = map(int, own.stdout.readline().split())
+            assert ids == plain[text]
+            found += num
+        time.sleep(2 * disk.REFRESH_S)
+    assert found > 0, "one read what the other had written"
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+
+
+# -------------------------------------------------------------------------------------------------------- size, secrets
+
+
+def test_the_folder_keeps_to_its_size_and_loses_what_was_used_longest_ago(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "kv", disk.LEAST_BYTES)
+    shelf, rows = folder.shelf(["x"], [1 << 20]), memoryview(bytearray(1 << 20))
+    first, others = b"first", [str(number).encode() for number in range(150)]
+    shelf.write(0, first, range(16), rows)
+    for number, chain in enumerate(others):
+        time.sleep(0.002)
+        shelf.write(0, chain, range(16), rows)
+        if number % 5 == 0 and (place := shelf.find(0, first, range(16))) is not None:
+            place.segment.used_at = 0
+            shelf.used([place.segment])
+        assert sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*")) <= disk.LEAST_BYTES + (1 << 20)
+    folder.close()
+    shelf = Folder(tmp_path / "kv", disk.LEAST_BYTES).shelf(["x"], [1 << 20])
+    assert shelf.has(0, first), "it was used all the time"
+    assert shelf.has(0, others[-1])
+    assert not shelf.has(0, others[20])
+
+
+def test_tokens_are_compared(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    shelf = folder.shelf(["x"], [64])
+    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+    assert shelf.find(0, b"chain", range(16)) is not None
+    assert shelf.find(0, b"chain", range(1, 17)) is None
+    folder.close()
+
+
+def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    shelf = folder.shelf(["x"], [64])
+    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+    folder.close()
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    names = [path.name for path in (tmp_path / "kv").rglob("*")]
+    assert SECRET in names
+    other = Folder(tmp_path / "other", 1 << 30)
+    assert other.shelf(["x"], [64]).path.name != shelf.path.name, "the names tell nothing without the secret"
+    assert other.shelf(["x"], [64]).key(b"chain") != shelf.key(b"chain")
+    other.close()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(BadOption, match="others can read"):
+        Folder(tmp_path / "open", 1 << 30)
+    (tmp_path / "used").mkdir(mode=0o700)
+    (tmp_path / "used" / "thesis.tex").touch()
+    with pytest.raises(BadOption, match="holds other files"):
+        Folder(tmp_path / "used", 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kv_disk": "much"}, "write 20GB"),
+        ({"kv_disk": "1KB"}, "too small"),
+        ({"kv_disk": "1GB", "prefix_caching": False}, "needs kv_cache_backend='paged' and prefix_caching"),
+        ({"kv_disk": "1GB", "kv_cache_backend": "contiguous"}, "needs kv_cache_backend='paged' and prefix_caching"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_at_the_door(tiny: dict[str, str], options: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadOption, match=why):
+        LLM(tiny["llama"], **options)
+
+
+def test_sizes_and_folders() -> None:
+    assert Limit.parse("20GB:~/x") == (20 * 10**9, Path("~/x").expanduser())
+    assert Limit.parse("1.5GiB") == (3 << 29, disk.default_path())
