@@ -413,6 +413,12 @@ def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
     other.close()
 
 
+def test_a_process_may_be_killed_while_it_makes_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o700)
+    (tmp_path / "kv" / ".0123456789abcdef").touch()
+    Folder(tmp_path / "kv", 1 << 30).close()
+
+
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(BadOption, match="others can read"):

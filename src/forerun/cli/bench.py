@@ -24,6 +24,7 @@ app = App(
                 "gaps",
                 "grammars",
                 "kernels",
+                "kv_disk",
                 "peers",
                 "peers_t5",
                 "quality",

@@ -203,7 +203,8 @@ class Folder:
                 self.path.chmod(0o700)
         except OSError as error:
             raise BadOption(f"kv_disk: the folder {str(self.path)!r} cannot be made: {error.strerror}") from None
-        known, file = os.listdir(self.path), self.path / SECRET
+        file = self.path / SECRET
+        known = [name for name in os.listdir(self.path) if not name.startswith(".")]  # which killed processes leave
         if known and SECRET not in known:
             raise BadOption(
                 f"kv_disk: {str(self.path)!r} holds other files: name a folder that is empty or does not exist yet"

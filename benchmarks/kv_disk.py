@@ -1,0 +1,199 @@
+"""`benchmarks.kv_disk`: what --kv-disk gives behind a restart, how fast rows come back, and what kill -9 leaves.
+
+A long prompt is read cold, then by new engines that find its rows on disk; the answers are compared. The rate at which
+rows come back is set beside the rate at which the same files are read into memory. With --kills, processes write texts
+with a small random model and are killed at random moments; afterwards every block is verified and every text compared.
+
+    python -m benchmarks.kv_disk --target TARGET.gguf --tokens 20000
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.start import start
+from forerun.bench.results import print_ceiling
+from forerun.bench.tables import Column, table
+from forerun.cli.bench import JsonFile, keep
+from forerun.engine.llm import LLM
+from forerun.kv.disk import ROWS, SECRET, kept
+from forerun.text.terminal import make_console
+from forerun.types import SamplingParams
+
+SIZE = "64GB"
+ANSWER = SamplingParams(temperature=0, max_tokens=8)
+TEXT = "what was read once is never read again, neither in this process nor in the one that comes behind it"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One engine that was asked once. first_token_s: from the request's arrival."""
+
+    start: str
+    load_s: float
+    first_token_s: float
+    num_prompt_tokens: int
+    num_disk_tokens: int
+    is_same: bool
+
+
+COLUMNS = (
+    Column("start", "start"),
+    Column("load\ns", "load_s", "{:.2f}"),
+    Column("first token\ns", "first_token_s", "{:.3f}"),
+    Column("prompt\ntokens", "num_prompt_tokens", "{:,}"),
+    Column("from\ndisk", "num_disk_tokens", "{:,}"),
+    Column("same\ntext", "is_same"),
+)
+
+
+def prompt(llm: LLM, num_tokens: int) -> list[int]:
+    """Return the ids of a long text of code, as an agent's prompt may be."""
+    text, number = "", 0
+    while True:
+        text += "".join(
+            f"def f{n}(x, y={n % 7}):\n    return x * {n * 37 % 1009} - y\n\n" for n in range(number, number + 200)
+        )
+        number += 200
+        if len(ids := llm.tokenizer.encode(text)) >= num_tokens:
+            return ids[:num_tokens]
+
+
+def asked(
+    target: str, draft: str, folder: Path, num_tokens: int, name: str, before: list[int] | None
+) -> tuple[Line, list[int]]:
+    """Load, ask, and close."""
+    began = time.perf_counter()
+    length = num_tokens + 64
+    with LLM(target, draft=draft, max_batch_size=1, max_seq_len=length, kv_disk=f"{SIZE}:{folder}") as llm:
+        load_s = time.perf_counter() - began
+        ids = prompt(llm, num_tokens)
+        (out,) = llm.generate([ids], ANSWER)
+        report = out.report
+        assert report.first_token_at_s is not None
+        first_s = report.first_token_at_s - report.arrived_at_s
+        same = before is None or out.token_ids == before
+        return Line(name, load_s, first_s, len(ids), report.num_disk_tokens, same), out.token_ids
+
+
+def rates(target: str, draft: str, folder: Path, num_tokens: int, repeats: int) -> tuple[float, float]:
+    """Return GB/s of rows that come back into a cache, and of the same files read into memory; medians, in turns."""
+    restored, read = list[float](), list[float]()
+    files = list(folder.rglob(f"*{ROWS}"))
+    for _ in range(repeats):
+        with LLM(target, draft=draft, max_batch_size=1, max_seq_len=num_tokens + 64, kv_disk=f"{SIZE}:{folder}") as llm:
+            ids, cache = prompt(llm, num_tokens), llm.engine.runner.cache
+            began = time.perf_counter()
+            fetch = cache.fetch(ids)
+            assert fetch is not None
+            fetch.wait()
+            seconds = time.perf_counter() - began
+            restored.append(sum(block.place.num_bytes for block in fetch.blocks) / seconds / 1e9)
+            cache.arrived(fetch)
+        num_bytes, began = 0, time.perf_counter()
+        for path in files:
+            memory = bytearray(path.stat().st_size)
+            with open(path, "rb", buffering=0) as file:
+                num_bytes += file.readinto(memory) or 0
+        read.append(num_bytes / (time.perf_counter() - began) / 1e9)
+    return median(restored), median(read)
+
+
+def killed(num: int, folder: Path, model: Path, seed: int) -> dict[str, int]:
+    """Kill so many processes while they write. Returns how many wrote something, wrong texts and damaged blocks."""
+    chance, texts = random.Random(seed), [f"{number} {TEXT}" for number in range(40)]
+    options: dict[str, Any] = {"draft": "none", "max_seq_len": 256, "max_batch_size": 4}
+    num_blocks = num_grown = 0
+    for _ in range(num):
+        some = chance.sample(texts, 6)
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with LLM(str(model), **options, kv_disk=f"100MB:{folder}") as llm:
+                    os.write(tell, b".")
+                    for text in some:
+                        llm.generate(text, ANSWER, raw=True)
+            except Exception:
+                traceback.print_exc()
+            os._exit(0)
+        os.close(tell)
+        if chance.random() < 0.8:  # the others are killed while they begin
+            os.read(ready, 1)
+        time.sleep(chance.random() * 0.3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        now = sum(one.num_blocks for one in kept(folder)) if (folder / SECRET).exists() else 0
+        num_grown += now > num_blocks
+        num_blocks = now
+        if now > 250:
+            for one in kept(folder):
+                shutil.rmtree(one.path)
+            num_blocks = 0
+    found = kept(folder, verifies=True)
+    with LLM(str(model), **options) as plain, LLM(str(model), **options, kv_disk=f"100MB:{folder}") as llm:
+        pairs = [(plain.generate(t, ANSWER, raw=True)[0], llm.generate(t, ANSWER, raw=True)[0]) for t in texts]
+    return {
+        "processes": num,
+        "that wrote": num_grown,
+        "blocks at the end": sum(one.num_blocks for one in found),
+        "damaged": sum(one.num_damaged for one in found),
+        "texts from disk": sum(ours.report.num_disk_tokens > 0 for _, ours in pairs),
+        "wrong texts": sum(a.token_ids != b.token_ids for a, b in pairs),
+    }
+
+
+def kv_disk(
+    target: Annotated[str, typer.Option(help="checkpoint")] = "shipped",
+    draft: Annotated[str, typer.Option(help="draft model, or a drafter without one")] = "none",
+    tokens: Annotated[int, typer.Option(help="of the prompt", min=64)] = 1500,
+    repeats: Annotated[int, typer.Option(help="restarts, and times that files are read", min=1)] = 3,
+    kills: Annotated[int, typer.Option(help="processes to kill while they write", min=0)] = 0,
+    model: Annotated[
+        Path | None, typer.Option(help="small model for --kills; none = shipped", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="on the disk in question; none = a temporary one", show_default=False)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Read a long prompt cold and behind restarts, time how rows come back, and kill processes while they write."""
+    console = make_console()
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        place = Path(made)
+        counts = killed(kills, place / "killed", model or Path("shipped"), 1) if kills else {}
+        for name, count in counts.items():
+            console.print(f"{count:,} {name}")
+        with LLM(target, draft="none", max_seq_len=64) as llm:
+            ceiling = print_ceiling(llm.checkpoint.model, console)
+        lines = list[Line]()
+        cold, ids = asked(target, draft, place / "kv", tokens, "cold", None)
+        lines.append(cold)
+        for number in range(repeats):
+            lines.append(asked(target, draft, place / "kv", tokens, f"restart {number + 1}", ids)[0])
+        console.print(table(lines, COLUMNS))
+        ratio = cold.first_token_s / median(line.first_token_s for line in lines[1:])
+        console.print(f"first token behind a restart: {ratio:.0f} times as soon as cold")
+        restored, read = rates(target, draft, place / "kv", tokens, repeats)
+        console.print(
+            f"rows come back at {restored:.2f} GB/s; the files are read at {read:.2f} GB/s: {restored / read:.2f}"
+        )
+    record = {"bench": "kv_disk", "target": target, "draft": draft, "ceiling": asdict(ceiling), "kills": counts}
+    keep(record | {"lines": [asdict(line) for line in lines], "restored": restored, "read": read}, json_file)
+
+
+if __name__ == "__main__":
+    start(kv_disk)
