@@ -32,6 +32,7 @@ from forerun.cli.inputs import read_requests, refuse_a_message, refuse_a_model
 from forerun.cli.lab import lab
 from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.plan import plan
+from forerun.cli.prefill import prefill
 from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
 from forerun.cli.signatures import Given
@@ -459,6 +460,7 @@ def pacings(name: MethodName = None) -> None:
 
 
 app.command()(batch)
+app.command()(prefill)
 app.command()(serve)
 app.command()(lab)
 app.command()(tune)

@@ -1,0 +1,67 @@
+"""`forerun prefill` reads the beginning of conversations once; what --kv-disk keeps of it serves each of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.cli import flags
+from forerun.cli.signatures import Given
+from forerun.errors import BadOption, NotFound
+
+FILE_HELP = (
+    "a system prompt as a text, or in a .json file what every conversation begins with: messages, and tools, as in the "
+    "body of a chat completion"
+)
+RAW_HELP = "the file is the beginning of texts that are continued, not of conversations"
+
+
+def prefill(
+    engine: Annotated[Given, flags.engine()],
+    file: Annotated[Path, typer.Argument(help=FILE_HELP, show_default=False)],
+    raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
+) -> None:
+    """Read a system prompt, tools or the beginning of a text, and keep it with --kv-disk for later processes."""
+    config = flags.engine_config(engine)
+    if config.kv_disk is None:
+        raise BadOption("prefill needs --kv-disk: without it nothing is left when the command ends")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {str(file)!r}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadOption(f"{str(file)!r} cannot be read: {error}") from None
+    from forerun.engine.llm import LLM
+    from forerun.types import SamplingParams
+
+    with LLM.from_config(config) as llm:
+        ids = llm.tokenizer.encode(text) if raw else _beginning(llm, file, text)
+        (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
+        report = out.report
+        assert report.first_token_at_s is not None
+        seconds, size = report.first_token_at_s - report.arrived_at_s, llm.engine.runner.cache.block_tokens
+        typer.echo(
+            f"{len(ids):,} tokens in {seconds:.2f} s, {report.num_cached_tokens:,} of them kept before; "
+            f"{len(ids) // size * size:,} are kept"
+        )
+
+
+def _beginning(llm: Any, file: Path, text: str) -> list[int]:
+    """The ids with which every conversation begins that has these messages and tools, whatever its user says."""
+    body: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
+    if file.suffix == ".json":
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise BadOption(f"{str(file)!r} is no JSON: {error}") from None
+        if not isinstance(body, dict) or not isinstance(body.get("messages", []), list):
+            raise BadOption(f'{str(file)!r} must hold an object: {{"messages": [...], "tools": [...]}}')
+    messages, tools = body.get("messages", []), body.get("tools")
+    given = {} if tools is None else {"tools": tools}
+    two = [llm.apply_chat_template([*messages, {"role": "user", "content": own}], **given) for own in ("a", "Zum")]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*two, strict=False))
+    return [first for first, _ in same]

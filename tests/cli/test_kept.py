@@ -1,0 +1,65 @@
+"""`forerun prefill` and `forerun cache`: what one command read, the next finds; it is told of, and removed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+SYSTEM = "a careful answer in one sentence, and never a guess: what is not known is said to be unknown"
+
+
+def test_the_beginning_of_conversations_is_read_once(cli: Any, tmp_path: Path) -> None:
+    kept, file, template = f"1GB:{tmp_path / 'kv'}", tmp_path / "system.txt", tmp_path / "chat.jinja"
+    file.write_text(SYSTEM)
+    template.write_text(TEMPLATE)
+    common = ("--target", "llama", "--draft", "none", "--kv-disk", kept, "--chat-template", str(template))
+    first, again = (cli("prefill", str(file), *common) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    num = len("<system>" + SYSTEM + "<user>")
+    whole = num // 16 * 16
+    assert re.fullmatch(rf"{num} tokens in [\d.]+ s, 0 of them kept before; {whole} are kept\n", first.stdout)
+    assert f", {whole} of them kept before" in again.stdout
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "who?"}]
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": messages, "max_tokens": 3}) + "\n")
+    done = cli("generate", "--prompt-file", str(tmp_path / "asked.jsonl"), "--verbose", *common)
+    assert f"{whole} prompt tokens from the cache, {whole} of them from disk" in " ".join(done.stderr.split())
+
+
+def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -> None:
+    folder = ("--folder", str(tmp_path / "kv"))
+    file = tmp_path / "text.txt"
+    file.write_text("once upon a time " * 8)
+    cli("prefill", "--raw", str(file), "--target", "llama", "--draft", "none", "--kv-disk", f"1GB:{tmp_path / 'kv'}")
+    listed = cli("cache", "list", *folder)
+    assert re.fullmatch(r"[0-9a-f]{8}  [\d-]+ [\d:]+ +[\d.]+ GB +128 tokens  llama\n", listed.stdout)
+    assert cli("cache", "verify", *folder).stdout == "8 blocks, 0 of them damaged\n"
+    (rows,) = (tmp_path / "kv").glob("*/*.kv")
+    rows.write_bytes(b"x" + rows.read_bytes()[1:])
+    damaged = cli("cache", "verify", *folder)
+    assert (damaged.returncode, damaged.stdout) == (1, "8 blocks, 1 of them damaged\n")
+    assert cli("cache", "clear", "other", *folder).stdout == "0.000 GB removed\n"
+    assert cli("cache", "list", *folder).stdout == listed.stdout
+    cli("cache", "clear", "llama", *folder)
+    assert cli("cache", "list", *folder).stdout == "Nothing is kept there yet.\n"
+    assert (tmp_path / "kv" / "secret").exists()
+
+
+def test_refusals(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("[]")
+    kept = ("--kv-disk", f"1GB:{tmp_path / 'kv'}", "--target", "llama", "--draft", "none")
+    for arguments, why in (
+        (("prefill", str(file), "--target", "llama"), "prefill needs --kv-disk"),
+        (("prefill", str(tmp_path / "nowhere"), *kept), "there is no file"),
+        (("prefill", str(file), *kept), "must hold an object"),
+        (("cache", "clear", "--folder", str(tmp_path)), "is no folder of kv_disk"),
+        (("generate", "x", "--target", "llama", "--kv-disk", "lots"), "write 20GB"),
+    ):
+        done = cli(*arguments)
+        assert done.returncode == 2, done
+        assert why in " ".join(done.stderr.split())
