@@ -226,6 +226,16 @@ def test_a_conversation_is_asked_again_saved_and_opened_otherwise(talker: Path, 
     assert [one["role"] for one in chat.messages] == ["system", "user", "assistant"]
     chat.save(str(tmp_path / "talk.jsonl"))
     assert json.loads((tmp_path / "talk.jsonl").read_text(encoding="utf-8"))["messages"] == chat.messages
+    other = Chat(chat.llm, chat.params, "another system message")
+    assert other.load(str(tmp_path / "talk.jsonl")).startswith("1 question ")
+    assert other.messages == chat.messages
+    other.reset()
+    assert other.messages == chat.messages[:1], "the system message came with it"
+    with pytest.raises(BadOption, match="cannot be read"):
+        other.load(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "other.jsonl").write_text("[1]")
+    with pytest.raises(BadOption, match="holds no conversation"):
+        other.load(str(tmp_path / "other.jsonl"))
     chat.save(str(tmp_path / "talk.md"))
     assert (tmp_path / "talk.md").read_text(encoding="utf-8").startswith("## system\n\nbe brief\n\n## user\n\none\n")
     with pytest.raises(BadOption, match="cannot be written"):

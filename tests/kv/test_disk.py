@@ -144,6 +144,45 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
     folder.close()
 
 
+def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path) -> None:
+    """The thread that writes comes late: other sequences have taken the blocks."""
+    shape, folder = SHAPES["all rows"], Folder(tmp_path / "kv", 1 << 30)
+
+    def cache() -> BlockCache:
+        made = BlockCache.create(shape, "paged", max_batch_size=1, max_seq_len=64)
+        made.keep_on_disk(Keeper(made.pools, folder.shelf(["x"], [made.pools.record_bytes(0)])))
+        return made
+
+    def written(made: BlockCache, tokens: list[int]) -> None:
+        made.open(0, tokens)
+        made.reserve(0, 64)
+        rows = made.view(pack([Run(0, tokens)], made)).write_rows
+        for pool in made.pools.tensors():
+            pool[rows] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+        made.keep({0: range(64)})
+        made.publish(0, tokens)
+        made.release(0)
+
+    first = cache()
+    late = folder._jobs.pop()
+    written(first, list(range(64)))
+    written(first, list(range(100, 164)))
+    while late():
+        pass
+    second = cache()
+    for start in (0, 100):
+        tokens = list(range(start, start + 64))
+        fetch = second.fetch(tokens)
+        assert fetch is not None
+        fetch.wait()
+        assert second.arrived(fetch) == 48
+        assert second.open(start, tokens) == 48
+        rows = second.rows(start, 0, 48)
+        assert all(pool[rows, 0, 0].int().tolist() == tokens[:48] for pool in second.pools.tensors())
+        second.release(start)
+    folder.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [{"target": "other"}, {"dtype": "float32"}, {"ops": "reference"}, {"quantization": "int8:group=16"}],

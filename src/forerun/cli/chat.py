@@ -40,6 +40,7 @@ HELP = """\
 /retry            drop the last answer and ask again
 /system TEXT      change the system message; without TEXT, there is none
 /save FILE        write the conversation: as Markdown for FILE.md, else as a line for --prompt-file
+/load FILE        go on with a conversation that was saved as a line; with --kv-disk it is not read again
 /reset            forget the conversation
 /exit             leave; so does Ctrl-D
 Ctrl-C stops an answer; what was written stays in the conversation.
@@ -208,6 +209,21 @@ class Chat:
         except OSError as error:
             raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
         return f"written to {file}"
+
+    def load(self, name: str) -> str:
+        """Go on with a conversation that `save` wrote as a line. Raises BadOption where the file holds none."""
+        file = Path(name).expanduser()
+        try:
+            messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+            roles = [(message["role"], message["content"]) for message in messages]
+        except OSError as error:
+            raise BadOption(f"{name or 'no file'} cannot be read ({error.strerror}): write /load FILE.jsonl") from None
+        except (ValueError, TypeError, KeyError):
+            raise BadOption(f"{name} holds no conversation: load what /save FILE.jsonl wrote") from None
+        self._opening = [message for message in messages[:1] if message["role"] == "system"]
+        self.messages = messages
+        num = sum(role == "user" for role, _ in roles)
+        return f"{num} question{'s' * (num != 1)} and what was answered are back"
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
@@ -467,6 +483,8 @@ def _obey(chat: Chat, command: str) -> str:
         return chat.system(rest.strip())
     if name == "/save":
         return chat.save(rest.strip())
+    if name == "/load":
+        return chat.load(rest.strip())
     if name == "/reset":
         chat.reset()
         return "the conversation is forgotten"
