@@ -214,19 +214,17 @@ class Folder:
                 f"kv_disk: others can read {str(self.path)!r}, and what is kept there tells what was asked: "
                 "name a folder of your own, with the mode 0700"
             )
-        with suppress(FileExistsError, PermissionError):
+        if not file.exists():
             made = self.path / f".{secrets.token_hex(8)}"
             try:
                 made.touch(mode=0o600)
                 made.write_bytes(secrets.token_bytes(32))
-                os.link(made, file)  # whole, or not at all
+                with suppress(FileExistsError):
+                    os.link(made, file)  # whole, or not at all
+                made.unlink()
             except OSError as error:
-                if not file.exists():
-                    raise BadOption(
-                        f"kv_disk: nothing can be written to {str(self.path)!r}: {error.strerror}"
-                    ) from None
-            finally:
-                made.unlink(missing_ok=True)
+                why = f"nothing can be written to {str(self.path)!r}: {error.strerror}"
+                raise BadOption(f"kv_disk: {why}") from None
         return file.read_bytes()
 
     def shelf(self, about: Seq[object], record_bytes: Seq[int], model: str = "") -> Shelf:
@@ -467,13 +465,6 @@ class Shelf:
             if self._own_entries >= 0:
                 os.close(self._own_entries)
                 self._own_entries = -1
-
-    def close(self) -> None:
-        """Let go of all files."""
-        with self._lock:
-            self._end_own()
-            self._segments.clear()
-            self._places.clear()
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -142,10 +142,6 @@ class Keeper:
         """Return a slot that no sequence has."""
         return next(self._slots)
 
-    def close(self) -> None:
-        """Stop reading; what waits to be written is written when the folder is closed."""
-        self._readers.shutdown(wait=True)
-
 
 def _buffer(shelf: Shelf) -> memoryview:
     """Return memory for the rows of one block of any kind."""
