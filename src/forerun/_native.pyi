@@ -73,6 +73,10 @@ class Packed:
     def num_bytes(self) -> int:
         """Bytes in memory, padding included."""
 
+    @property
+    def address(self) -> int:
+        """Where they begin."""
+
     def unpack_row(self, index: int, out: int) -> None:
         """Writes a row as it was before packing to the address `out`."""
 
@@ -200,6 +204,14 @@ class Pools:
 
     @overload
     def __init__(self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: int) -> None: ...
+    def save(self, block: int, bytes: int) -> None:
+        """
+        Writes the rows of a block, keys then values of each pool, to an address.
+        """
+
+    def load(self, block: int, bytes: int) -> None:
+        """Reads the rows of a block from where `save` wrote them."""
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """
         Copies row sources[i] to row targets[i] in every block, one after the other.
