@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
 import traceback
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,11 +28,11 @@ from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
-from forerun.kv.disk import ROWS, SECRET, kept
+from forerun.kv.disk import ROWS, kept
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
-SIZE = "64GB"
+SIZE, KILLED_SIZE = "64GB", "100MB"
 ANSWER = SamplingParams(temperature=0, max_tokens=8)
 TEXT = "what was read once is never read again, neither in this process nor in the one that comes behind it"
 
@@ -113,16 +113,17 @@ def rates(target: str, draft: str, folder: Path, num_tokens: int, repeats: int) 
 
 def killed(num: int, folder: Path, model: Path, seed: int) -> dict[str, int]:
     """Kill so many processes while they write. Returns how many wrote something, wrong texts and damaged blocks."""
-    chance, texts = random.Random(seed), [f"{number} {TEXT}" for number in range(40)]
+    chance, texts = random.Random(seed), deque[str](maxlen=300)
     options: dict[str, Any] = {"draft": "none", "max_seq_len": 256, "max_batch_size": 4}
-    num_blocks = num_grown = 0
+    size, num_grown = 0, 0
     for _ in range(num):
-        some = chance.sample(texts, 6)
+        some = [f"{chance.randrange(10**9)} {TEXT}" for _ in range(6)]
+        texts += some
         ready, tell = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                with LLM(str(model), **options, kv_disk=f"100MB:{folder}") as llm:
+                with LLM(str(model), **options, kv_disk=f"{KILLED_SIZE}:{folder}") as llm:
                     os.write(tell, b".")
                     for text in some:
                         llm.generate(text, ANSWER, raw=True)
@@ -136,15 +137,11 @@ def killed(num: int, folder: Path, model: Path, seed: int) -> dict[str, int]:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(ready)
-        now = sum(one.num_blocks for one in kept(folder)) if (folder / SECRET).exists() else 0
-        num_grown += now > num_blocks
-        num_blocks = now
-        if now > 250:
-            for one in kept(folder):
-                shutil.rmtree(one.path)
-            num_blocks = 0
+        now = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        num_grown += now != size
+        size = now
     found = kept(folder, verifies=True)
-    with LLM(str(model), **options) as plain, LLM(str(model), **options, kv_disk=f"100MB:{folder}") as llm:
+    with LLM(str(model), **options) as plain, LLM(str(model), **options, kv_disk=f"{KILLED_SIZE}:{folder}") as llm:
         pairs = [(plain.generate(t, ANSWER, raw=True)[0], llm.generate(t, ANSWER, raw=True)[0]) for t in texts]
     return {
         "processes": num,
