@@ -179,6 +179,13 @@ class EngineConfig:
     )
     prefix_caching: bool = option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
     prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")
+    prefill_stretch: float | None = option(
+        3.0,
+        "while requests decode, prompts make a step at most so many times as long as usual; none = as "
+        "prefill_chunk_tokens allows",
+        min=1.1,
+        unit="times",
+    )
     max_num_batched_tokens: int = option(
         1024,
         "rows of one target pass at most: sequences that decode, prompt tokens and drafts",

@@ -16,6 +16,7 @@ from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.beams import SearchRequest
 from forerun.engine.catchup import CatchUp
+from forerun.engine.fair import Fair
 from forerun.engine.request import Request, unheard
 from forerun.engine.router import NONE, Router
 from forerun.engine.sampled import SampledRequest
@@ -68,6 +69,7 @@ class Engine:
         prefill_chunk_tokens: int = 512,
         max_num_batched_tokens: int = 1024,
         catchup_tokens: int = 512,
+        prefill_stretch: float | None = None,
         coins: Callable[[Sequence], Coins] = philox_coins,
         costs: Costs | None = None,
         start_ids: Seq[int] = (),
@@ -87,6 +89,7 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
             sources=runner.sources,
+            fair=Fair(prefill_stretch),
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
@@ -210,6 +213,7 @@ class Engine:
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
         """Finish requests, and tell them and the listeners of the step."""
         now_s = time.monotonic()
+        self.scheduler.fair.observe(report)
         for request in plan.decode:
             times = request.report
             times.first_token_at_s, times.last_token_at_s = times.first_token_at_s or now_s, now_s

@@ -550,6 +550,7 @@ def build(
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_num_batched_tokens=config.max_num_batched_tokens,
         catchup_tokens=config.draft_catchup_tokens,
+        prefill_stretch=config.prefill_stretch,
         costs=costs,
         start_ids=start_ids,
         folder=folder,

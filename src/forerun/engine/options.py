@@ -38,6 +38,7 @@ class LLMOptions(TypedDict, total=False):
     kv_disk: str | None
     prefix_caching: bool
     prefill_chunk_tokens: int
+    prefill_stretch: float | None
     max_num_batched_tokens: int
     draft_catchup_tokens: int
     draft_model: str | Path | Checkpoint | None

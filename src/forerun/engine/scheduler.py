@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from forerun.drafters import Drafter
+from forerun.engine.fair import Fair
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
 from forerun.kv import KVCache, Room
@@ -60,7 +61,7 @@ class Scheduler:
 
     free_kv_tokens is the least of what the caches of target and drafters have free. Slots of both are opened and
     released together. sources: of an encoder-decoder, whose sources are run before their requests: as many in one step
-    as prompts may have tokens, but one at least.
+    as prompts may have tokens, but one at least. fair: how many tokens of prompts run beside requests that decode.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Scheduler:
         prefill_chunk_tokens: int,
         max_num_batched_tokens: int,
         sources: Sources | None = None,
+        fair: Fair | None = None,
     ) -> None:
+        self.fair = fair or Fair(None)
         self.cache, self.drafter, self.sources = cache, drafter, sources
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -99,6 +102,8 @@ class Scheduler:
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
+        if decode:
+            budget = self.fair.tokens(budget)
         begun = list[Request]()
         if self.sources is not None:
             begun, held_up, budget = self._begin(stands, budget)
