@@ -22,6 +22,7 @@ from forerun.engine.fair import Fair
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
 from forerun.kv import KVCache, Room
+from forerun.kv.cache import BlockCache
 from forerun.kv.keeping import Fetch
 from forerun.models.sources import Sources
 from forerun.types import Sequence
@@ -52,7 +53,7 @@ class _Fetching(NamedTuple):
     """Rows of a waiting request that are on their way from disk."""
 
     request: Request
-    cache: KVCache
+    cache: BlockCache
     fetch: Fetch
 
 
@@ -102,7 +103,7 @@ class Scheduler:
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
-        if decode:
+        if decode and self.sources is None:  # an encoder reads a source at once
             budget = self.fair.tokens(budget)
         begun = list[Request]()
         if self.sources is not None:
@@ -209,7 +210,7 @@ class Scheduler:
             return False
         seq = request.seq
         for cache in (self.cache, *self.drafter.caches(seq)):
-            if (fetch := cache.fetch(seq.tokens, seq.salt)) is not None:
+            if isinstance(cache, BlockCache) and (fetch := cache.fetch(seq.tokens, seq.salt)) is not None:
                 self._fetching.append(_Fetching(request, cache, fetch))
                 request.num_fetching += 1
         return request.num_fetching > 0

@@ -342,13 +342,6 @@ class ModuleCache:
         self.texts[slot] = Text()
         return 0
 
-    def fetch(self, tokens: Seq[int], salt: str | None = None) -> None:
-        """Nothing is on disk."""
-
-    def arrived(self, fetch: object) -> int:
-        """Nothing was fetched."""
-        return 0
-
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a text with the kept tokens of another; but for a source, its keys and values are computed again."""
         self.texts[new_slot] = Text(kept=list(self.texts[slot].kept), encoded=self.texts[slot].encoded)

@@ -9,10 +9,7 @@ Afterwards the rows of the run are kept, held as pending, or overwritten by the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from forerun.kv.keeping import Fetch
+from typing import NamedTuple, Protocol
 
 
 class Room(NamedTuple):
@@ -56,15 +53,6 @@ class KVCache(Protocol):
         Returns the number of those rows, 0 where nothing is shared. tokens: the committed ones, from the beginning.
         salt: only rows that were published under the same salt are found.
         """
-
-    def fetch(self, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
-        """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
-
-        Their blocks are in use until the fetch is over and `arrived` was called; then `open` finds them.
-        """
-
-    def arrived(self, fetch: Fetch) -> int:
-        """Let sequences find what a fetch that is over has read, and return how many tokens that are."""
 
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a sequence with the kept rows of another; both may go on. Raises CapacityError without room."""

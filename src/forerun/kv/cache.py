@@ -133,7 +133,10 @@ class BlockCache(BlockTables):
             kind.keeper, kind.kind = keeper, number
 
     def fetch(self, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
-        """Begin to fetch the rows of `tokens` that the disk has, see KVCache."""
+        """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
+
+        Their blocks are in use until the fetch is over and `arrived` was called; then `open` finds them.
+        """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
             return None
@@ -158,7 +161,7 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def arrived(self, fetch: Fetch) -> int:
-        """Let sequences find what was fetched, see KVCache."""
+        """Let sequences find what a fetch that is over has read, and return how many tokens that are."""
         found = fetch.found()
         for number, kind in enumerate(self.kinds):
             kind.publish_awaited(fetch.slot, {one.key: one.block for one in found if one.kind == number})
