@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -28,6 +28,7 @@ from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
+from forerun.kv.cache import BlockCache
 from forerun.kv.disk import ROWS, kept
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
@@ -94,7 +95,7 @@ def rates(target: str, draft: str, folder: Path, num_tokens: int, repeats: int) 
     files = list(folder.rglob(f"*{ROWS}"))
     for _ in range(repeats):
         with LLM(target, draft=draft, max_batch_size=1, max_seq_len=num_tokens + 64, kv_disk=f"{SIZE}:{folder}") as llm:
-            ids, cache = prompt(llm, num_tokens), llm.engine.runner.cache
+            ids, cache = prompt(llm, num_tokens), cast(BlockCache, llm.engine.runner.cache)
             began = time.perf_counter()
             fetch = cache.fetch(ids)
             assert fetch is not None
