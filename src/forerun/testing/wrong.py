@@ -78,6 +78,8 @@ def find(name: str) -> Wrong:
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Give attributes, as (owner, name, value), other values until the block ends."""
+    for owner, name, _ in changes:
+        getattr(owner, name)  # a module may load it when it is first used
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
