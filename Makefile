@@ -6,7 +6,7 @@
 #                 is the CUDA build, of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
 #   ARGS          more arguments for demo, bench, test, test-isas, parity and clients: make bench ARGS="--help"
-#   FORERUN_CLIENTS_MODEL   what the server of `make clients` loads; qwen2.5-coder-1.5b if not given
+#   CLIENTS_MODEL what the server of `make clients` loads; qwen2.5-coder-1.5b if not given
 #
 # FORERUN_REQUIRE_NATIVE=1 in the environment: no set-up without the native kernels.
 

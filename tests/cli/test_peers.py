@@ -154,7 +154,12 @@ def test_a_flag_of_another_command(refused: Any, line: str) -> None:
 
 def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag of the engine that `forerun chat` and `forerun demo` have not."""
-    words = {"ops": "reference", "kv_cache_backend": "contiguous", "generation_config": "model"}
+    words = {
+        "ops": "reference",
+        "kv_cache_backend": "contiguous",
+        "generation_config": "model",
+        "prefill_stretch": "32.0",
+    }
     words["prefix_caching"] = words["calibrate"] = "False"
     for command in ("chat", "demo"):
         missing = FLAGS["generate"].keys() - {p.name for p in ROOT.commands[command].params}

@@ -6,7 +6,7 @@ Each is installed into a folder of its own below build/clients, with the version
 function in clients.py does. It prints one line for each: version, ok or the reason, seconds, and what was done. The
 exit status is 1 where one fails or none could run; one that cannot be installed is named with the reason.
 
-The model is --model, else the variable FORERUN_CLIENTS_MODEL, else qwen2.5-coder-1.5b: its template must know tools.
+The model is --model, else the variable CLIENTS_MODEL, else qwen2.5-coder-1.5b: its template must know tools.
 The output of the server and of each client is in build/clients/logs.
 """
 
@@ -150,7 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="clients; all if none is named")
     cached = str(CACHED) if CACHED.exists() else MODEL
-    parser.add_argument("--model", default=os.environ.get("FORERUN_CLIENTS_MODEL") or cached)
+    parser.add_argument("--model", default=os.environ.get("CLIENTS_MODEL") or cached)
     parser.add_argument("--url", help="a server that runs already, with a model that is called served")
     parser.add_argument("--install", action="store_true", help="install, and run none")
     given = parser.parse_args()
