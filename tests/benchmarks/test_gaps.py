@@ -30,7 +30,7 @@ PLAN = GapsPlan(spec_length=2, prompt_tokens=70, long_prompt_tokens=90, num_step
 
 
 def test_the_command_on_a_target_that_drafts_for_itself(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes: dict[str, Any] = {"prefill_chunk_tokens": 32, "draft_catchup_tokens": 20}
+    sizes: dict[str, Any] = {"prefill_chunk_tokens": 32, "draft_catchup_tokens": 20, "prefill_stretch": None}
     record = json.loads(json.dumps(run(EngineConfig(target=str(tiny), draft=str(tiny), **sizes), PLAN)))
     printed = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in printed)
