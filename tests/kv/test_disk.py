@@ -144,32 +144,68 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
     folder.close()
 
 
+def small_cache(folder: Folder) -> BlockCache:
+    """A cache of four blocks beside a shelf."""
+    made = BlockCache.create(SHAPES["all rows"], "paged", max_batch_size=1, max_seq_len=64)
+    made.keep_on_disk(Keeper(made.pools, folder.shelf(["x"], [made.pools.record_bytes(0)])))
+    return made
+
+
+def written(cache: BlockCache, tokens: list[int]) -> None:
+    """Run and publish 64 tokens, each row of which holds its token, and end."""
+    cache.open(0, tokens)
+    cache.reserve(0, 64)
+    rows = cache.view(pack([Run(0, tokens)], cache)).write_rows
+    for pool in cache.pools.tensors():
+        pool[rows] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+    cache.keep({0: range(64)})
+    cache.publish(0, tokens)
+    cache.release(0)
+
+
+def test_a_fetch_takes_no_more_blocks_than_are_free(tmp_path: Path) -> None:
+    tokens = list(range(64))
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    written(small_cache(folder), tokens)
+    folder.close()
+    cache = small_cache(folder := Folder(tmp_path / "kv", 1 << 30))
+    cache.open(7)
+    cache.reserve(7, 40)
+    fetch = cache.fetch(tokens)
+    assert fetch is not None
+    cache.check_integrity()
+    assert cache.fetch(tokens) is None, "its block is on its way, and there is no other"
+    fetch.wait()
+    assert cache.arrived(fetch) == 16
+    cache.check_integrity()
+    assert cache.open(0, tokens) == 16
+    folder.close()
+
+
+def test_what_another_process_removed_is_not_there(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    shelf = folder.shelf(["x"], [64])
+    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+    for path, _, _ in folder.segments():
+        disk.remove(path)
+    shelf._looked_at = 0
+    shelf.refresh()
+    assert not shelf.has(0, b"chain")
+    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+    assert len(folder.segments()) == 1, "it is written again, where others find it"
+    folder.close()
+
+
 def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path) -> None:
     """The thread that writes comes late: other sequences have taken the blocks."""
-    shape, folder = SHAPES["all rows"], Folder(tmp_path / "kv", 1 << 30)
-
-    def cache() -> BlockCache:
-        made = BlockCache.create(shape, "paged", max_batch_size=1, max_seq_len=64)
-        made.keep_on_disk(Keeper(made.pools, folder.shelf(["x"], [made.pools.record_bytes(0)])))
-        return made
-
-    def written(made: BlockCache, tokens: list[int]) -> None:
-        made.open(0, tokens)
-        made.reserve(0, 64)
-        rows = made.view(pack([Run(0, tokens)], made)).write_rows
-        for pool in made.pools.tensors():
-            pool[rows] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
-        made.keep({0: range(64)})
-        made.publish(0, tokens)
-        made.release(0)
-
-    first = cache()
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    first = small_cache(folder)
     late = folder._jobs.pop()
     written(first, list(range(64)))
     written(first, list(range(100, 164)))
     while late():
         pass
-    second = cache()
+    second = small_cache(folder)
     for start in (0, 100):
         tokens = list(range(start, start + 64))
         fetch = second.fetch(tokens)
@@ -399,7 +435,9 @@ def test_two_processes_share_a_folder(tiny: dict[str, str], tmp_path: Path) -> N
             num, *ids = map(int, own.stdout.readline().split())
             assert ids == plain[text]
             found += num
-        time.sleep(2 * disk.REFRESH_S)
+        while not turn and len(files(tmp_path / "kv", ENTRIES)) < 2:
+            time.sleep(0.01)  # until both have written
+        time.sleep(2 * disk.REFRESH_S)  # so that each looks again
     assert found > 0, "one read what the other had written"
     for process in both:
         process.communicate()
