@@ -49,7 +49,8 @@ from forerun.types import SamplingParams, StepReport
 STREAM_PROMPT_TOKENS = 64
 ALONE_STEPS = 40  # of the stream, before the long prompt comes in
 WARM_UP_TOKENS = 32
-SPARE_BLOCKS = 4  # the scheduler admits a request only with a spare block for each one that may grow
+LEAST_CHUNK_TOKENS = 4  # of the long prompt in a step, on average, where streams are not to wait for whole ones
+SPARE_BLOCKS = 2  # for each request: the scheduler admits a request only with a spare block for each one that may grow
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class GapsPlan(Plan):
     spec_length: int = option(DEFAULT_SPEC_LENGTH, "fixed draft length beside plain decoding and auto", min=1)
     prompt_tokens: int = option(2000, "of the prompt that is read twice", min=2)
     long_prompt_tokens: int = option(4000, "of the prompt that comes in beside a stream", min=2)
+    num_streams: int = option(1, "that decode meanwhile", flag="--streams", min=1)
     num_steps: int = option(
         100, "behind the first token of that, of which the gaps are measured", flag="--steps", min=2
     )
@@ -103,6 +105,8 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
         "draft": config.draft,
         "draft_catchup_tokens": config.draft_catchup_tokens,
         "prefill_chunk_tokens": config.prefill_chunk_tokens,
+        "prefill_stretch": config.prefill_stretch,
+        "max_itl_ms": config.max_itl_ms,
         **record_of(
             [], checkpoint.model, latency.draft_models({Variant(n, 0): llm for n, llm in llms.items()}), ceiling
         ),
@@ -133,13 +137,16 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: EngineConfig, plan: GapsPlan) -> _Sizes:
-        chunk = max(1, min(config.prefill_chunk_tokens, config.max_num_batched_tokens - 2))
+        chunk = max(1, min(config.prefill_chunk_tokens, config.max_num_batched_tokens - 1 - plan.num_streams))
+        if config.prefill_stretch is not None or config.max_itl_ms is not None:
+            chunk = min(chunk, LEAST_CHUNK_TOKENS)
         num_reading = -(-plan.long_prompt_tokens // chunk) + 2
         stream = (ALONE_STEPS + num_reading + plan.num_steps + 1) * plan.tokens_per_step
         longer = (plan.num_steps + 2) * plan.tokens_per_step
         both = (STREAM_PROMPT_TOKENS + stream, plan.long_prompt_tokens + longer)
         single = plan.prompt_tokens + plan.tokens_per_step, config.prefill_chunk_tokens + WARM_UP_TOKENS
-        blocks = -(-max(sum(both), *single) // PAGED_BLOCK_TOKENS) + SPARE_BLOCKS
+        blocks = -(-max(plan.num_streams * both[0] + both[1], *single) // PAGED_BLOCK_TOKENS)
+        blocks += (1 + plan.num_streams) * SPARE_BLOCKS
         pool = blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None
         return cls(stream, longer, max(*both, *single), pool)
 
@@ -166,8 +173,8 @@ def _build(
     """Build one engine per variant over the same weights; `late` only for a draft model, which can be behind."""
     options: dict[str, Any] = {
         **config.options(),
-        "max_batch_size": 2,
-        "max_num_batched_tokens": max(2, config.max_num_batched_tokens),
+        "max_batch_size": 1 + plan.num_streams,
+        "max_num_batched_tokens": max(1 + plan.num_streams, config.max_num_batched_tokens),
         "max_seq_len": sizes.max_seq_len,
         "kv_cache_tokens": sizes.kv_cache_tokens,
     }
@@ -279,10 +286,12 @@ def _first_token(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[f
 def _around_a_long_prompt(
     llm: LLM, prompt: list[int], long_prompt: list[int], repeat: int, plan: GapsPlan, sizes: _Sizes
 ) -> dict[str, Any]:
-    """Measure a stream and a long prompt that arrives beside it; returns these fields of a run."""
+    """Measure streams and a long prompt that arrives beside them; returns these fields of a run."""
     salt, clock = f"{repeat}, long", _Clock(llm)
-    stream = clock.submit(prompt, sizes.params(sizes.stream_tokens, salt))
-    alone = clock.until(lambda: stream.report.num_steps > ALONE_STEPS)
+    streams = [clock.submit(prompt, sizes.params(sizes.stream_tokens, salt)) for _ in range(plan.num_streams)]
+    clock.until(lambda: all(stream.report.num_steps for stream in streams))
+    first = streams[0].report.num_steps
+    alone = clock.until(lambda: streams[0].report.num_steps >= first + ALONE_STEPS)
     start = time.perf_counter()
     longer = clock.submit(long_prompt, sizes.params(sizes.long_tokens, salt))
     reading = clock.until(lambda: longer.report.num_steps > 0)
@@ -314,6 +323,8 @@ def command(
             "ignore_config_keys",
             "draft",
             "prefill_chunk_tokens",
+            "prefill_stretch",
+            "max_itl_ms",
             "draft_catchup_tokens",
             *flags.MODEL,
         ),

@@ -186,6 +186,12 @@ class EngineConfig:
         min=1.1,
         unit="times",
     )
+    max_itl_ms: float | None = option(
+        None,
+        "while requests decode, prompts make a step at most so long; beside prefill_stretch the smaller of both holds",
+        min=1.0,
+        unit="ms",
+    )
     max_num_batched_tokens: int = option(
         1024,
         "rows of one target pass at most: sequences that decode, prompt tokens and drafts",

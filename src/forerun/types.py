@@ -1007,6 +1007,7 @@ class StepReport:
     """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
+    num_prefill_keys: int = 0  # that their rows saw, themselves among them
     num_decoding: int = 0  # sequences that emitted
     num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
     num_experts: float = 0.0  # that some row of it chose, on average over the layers with experts; 0 = it has none

@@ -58,7 +58,7 @@ def check_counts(record: dict[str, Any]) -> None:
     chunks = 3  # 32 + 32 + 25 of the 89 tokens before the last, then the step that decodes it
     assert [record[phase]["num"] for phase in ("alone", "reading", "behind")] == [ALONE_STEPS, chunks + 1, 2 * 12]
     for phase in ("alone", "reading", "behind"):
-        assert 0 < record[phase]["median_s"] <= record[phase]["max_s"]
+        assert 0 < record[phase]["median_s"] <= record[phase]["p99_s"] <= record[phase]["max_s"]
     if record["variant"] == PLAIN:
         assert record["draft_prefill_s"] == 0
     if record["variant"] == "K=2":
@@ -97,25 +97,34 @@ def test_a_model_with_more_positions_has_the_same_weights(tiny: Path) -> None:
 
 
 def known_run(variant: str, repeat: int, behind: tuple[float, float], late: Gaps | None = None) -> Run:
-    rest = {"reading": Gaps(4, 2.0, 3.0), "behind": Gaps(20, *behind), "catching_up": late, "most_caught_up": repeat}
+    rest = {
+        "reading": Gaps(4, 2.0, 2.5, 3.0),
+        "behind": Gaps(20, behind[0], *behind),
+        "catching_up": late,
+        "most_caught_up": repeat,
+    }
     return Run(
-        variant, repeat, 4.0, 0, 1.0 + repeat, 64, Gaps(40, 1.0, 1.5), **rest, long_prompt_s=9, draft_prefill_s=1
+        variant, repeat, 4.0, 0, 1.0 + repeat, 64, Gaps(40, 1.0, 1.2, 1.5), **rest, long_prompt_s=9, draft_prefill_s=1
     )
 
 
 def test_every_number_of_a_line() -> None:
     runs = [
-        known_run("a", 0, (1.0, 2.0), Gaps(3, 1.5, 2.0)),
+        known_run("a", 0, (1.0, 2.0), Gaps(3, 1.5, 1.9, 2.0)),
         known_run("b", 0, (1.0, 9.0)),
         known_run("a", 1, (2.0, 3.0)),
-        known_run("a", 2, (4.0, 5.0), Gaps(9, 5.0, 5.0)),
+        known_run("a", 2, (4.0, 5.0), Gaps(9, 5.0, 5.0, 5.0)),
     ]
     line, other = lines_of(runs)
     assert (line.variant, other.variant) == ("a", "b")
     assert (line.cold_s, line.repeated_s, line.long_prompt_s, line.draft_prefill_s) == (4.0, 2.0, 9, 1)
     assert line.repeated_over_cold.values == (0.25, 0.5, 0.75)
     assert (line.alone_median_s, line.alone_max_over_median.median) == (1.0, 1.5)
-    assert (line.reading_median_s, line.reading_max_over_median.median) == (2.0, 1.5)
+    assert (line.reading_median_s, line.reading_over_alone.median, line.reading_p99_over_alone.median) == (
+        2.0,
+        2.0,
+        2.5,
+    )
     assert (line.behind_median_s, line.behind_max_s) == (2.0, 3.0)
     assert line.behind_max_over_median.values == (2.0, 1.5, 1.25)
     assert (line.behind_max_over_median.median, line.behind_max_over_median.range) == (1.5, (1.25, 2.0))
@@ -152,3 +161,21 @@ def test_plans_that_leave_nothing_to_measure(options: dict[str, Any], sentence: 
 def test_what_is_a_variant_already_is_refused_before_anything_is_loaded(option: str, value: str) -> None:
     with pytest.raises(BadOption, match=f"{option}='{value}' is "):
         run(EngineConfig(target="nowhere", **{option: value}), PLAN)
+
+
+def test_the_99th_percentile_is_a_gap_that_99_of_100_do_not_exceed() -> None:
+    gaps = Gaps.of([float(n) for n in range(200, 0, -1)])
+    assert (gaps.num, gaps.median_s, gaps.p99_s, gaps.max_s) == (200, 100.5, 198.0, 200.0)
+    assert Gaps.of([3.0]).p99_s == 3.0
+
+
+def test_streams_wait_no_more_than_was_asked(tiny: Path, bench: Any) -> None:
+    """Two streams, and a prompt that is read in pieces beside them: at least a step for every piece."""
+    sizes = ("--prompt-tokens", "40", "--long-prompt-tokens", "90", "--steps", "5", "--repeats", "1", "--streams", "2")
+    done = bench("gaps", "--target", str(tiny), "--draft", "lookup", *sizes, "--max-itl-ms", "1", "--json", "-")
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert (record["max_itl_ms"], record["prefill_stretch"]) == (1.0, 3.0)
+    for each in record["runs"]:
+        assert each["alone"]["num"] == 2 * ALONE_STEPS
+        assert each["reading"]["num"] > 2 * 90 // 32, "not in chunks of 512"

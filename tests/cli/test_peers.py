@@ -159,6 +159,7 @@ def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> No
         "kv_cache_backend": "contiguous",
         "generation_config": "model",
         "prefill_stretch": "32.0",
+        "max_itl_ms": "32.0",
     }
     words["prefix_caching"] = words["calibrate"] = "False"
     for command in ("chat", "demo"):

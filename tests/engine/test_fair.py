@@ -3,73 +3,194 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from typing import Any
 
 import pytest
 
 from engine.load import alone, engine_with, run
-from forerun.engine.fair import FIRST_TOKENS, LEAST_TOKENS, Fair
+from forerun.config import EngineConfig
+from forerun.engine.fair import FIRST_SHARE, FIRST_TOKENS, LEAST_SHARE, LEAST_TOKENS, RENEWED_AFTER, Fair
+from forerun.errors import BadOption
 from forerun.types import SamplingParams, StepReport
 
-DECODING = StepReport(num_decoding=2, score_s=0.010)
+USUAL_S = 0.010
+DECODING = StepReport(num_decoding=2, score_s=USUAL_S)
 
 
-def mixed(num_tokens: int, seconds: float) -> StepReport:
-    return StepReport(num_decoding=2, num_prefill_tokens=num_tokens, score_s=seconds)
+def mixed(num_tokens: int, seconds: float, num_before: int = 0, num_decoding: int = 2) -> StepReport:
+    keys = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+    return StepReport(num_decoding=num_decoding, num_prefill_tokens=num_tokens, num_prefill_keys=keys, score_s=seconds)
 
 
-def known(stretch: float | None, *reports: StepReport) -> Fair:
-    fair = Fair(stretch)
+def known(stretch: float | None, *reports: StepReport, max_itl_s: float | None = None) -> Fair:
+    fair = Fair(stretch, max_itl_s)
     for report in reports:
         fair.observe(report)
     return fair
 
 
 def test_a_step_takes_so_many_times_as_long_as_usual() -> None:
-    """A usual step takes 10 ms, a token of a prompt 0.2 ms: 20 ms more are 100 tokens."""
+    """A usual step takes 10 ms, a token of a prompt 0.2 ms: of the 20 ms that are allowed 90 % are 90 tokens."""
     fair = known(3.0, DECODING, mixed(50, 0.020))
-    assert fair.tokens(512) == 100
-    assert fair.tokens(64) == 64
-    assert known(2.0, DECODING, mixed(50, 0.020)).tokens(512) == 50
-    assert known(None, DECODING, mixed(50, 0.020)).tokens(512) == 512
+    assert fair.tokens(512, 2) == int(100 * FIRST_SHARE) == 90
+    assert fair.tokens(64, 2) == 64
+    assert known(2.0, DECODING, mixed(50, 0.020)).tokens(512, 2) == 45
+    assert known(None, DECODING, mixed(50, 0.020)).tokens(512, 2) == 512
+
+
+def test_of_factor_and_milliseconds_the_smaller_holds() -> None:
+    seen = DECODING, mixed(50, 0.020)
+    assert known(3.0, *seen, max_itl_s=0.020).tokens(512, 2) == 45
+    assert known(3.0, *seen, max_itl_s=0.050).tokens(512, 2) == 90
+    assert known(None, *seen, max_itl_s=0.020).tokens(512, 2) == 45
+    assert known(None, *seen, max_itl_s=0.005).tokens(512, 2) == LEAST_TOKENS, "a step is longer without any prompt"
 
 
 def test_what_is_not_known_and_what_is_too_dear() -> None:
-    assert known(3.0).tokens(512) == FIRST_TOKENS
-    assert known(3.0, DECODING).tokens(512) == FIRST_TOKENS
-    assert known(3.0, DECODING, mixed(4, 5.0)).tokens(512) == LEAST_TOKENS
-    assert known(3.0, DECODING, mixed(4, 5.0)).tokens(3) == 3
-    assert known(3.0, DECODING, mixed(64, 0.001)).tokens(512) == 512, "a token that takes no time"
+    assert known(3.0).tokens(512, 2) == 0, "a step shows first how long it is without prompts"
+    assert known(3.0, DECODING).tokens(512, 2) == FIRST_TOKENS
+    assert known(3.0, DECODING, mixed(4, 5.0)).tokens(512, 2) == LEAST_TOKENS
+    assert known(3.0, DECODING, mixed(50, 0.020)).tokens(0, 2) == 0, "no row is left"
+    assert known(3.0, DECODING, mixed(64, 0.001)).tokens(512, 2) == 512, "a token that takes no time"
 
 
 def test_the_latest_chunks_count_and_the_usual_step_is_a_median() -> None:
     slow = dataclasses.replace(DECODING, score_s=1.0)
     fair = known(3.0, DECODING, DECODING, slow, *[mixed(50, 0.020)] * 9)
-    assert fair.tokens(512) == 100, "one step that was disturbed says nothing"
-    for _ in range(3):
-        fair.observe(mixed(50, 0.030))  # far into a long text
-    assert fair.tokens(512) == 50
+    assert fair.tokens(512, 2) == pytest.approx(100 * FIRST_SHARE, abs=1), "one step that was disturbed says nothing"
+    fair.observe(mixed(50, 0.5))
+    assert fair.tokens(512, 2) > 70, "nor does one chunk"
+    for _ in range(40):
+        fair.observe(mixed(25, 0.028))  # the machine has become slower
+    assert fair.tokens(512, 2) == pytest.approx(FIRST_SHARE * 20 / 0.72, abs=1)
+
+
+def test_how_long_a_step_usually_is_goes_by_how_many_decode_and_is_looked_at_again() -> None:
+    """Otherwise eight streams would count as one whose prompts are dear, and prompts might never be read."""
+    eight = StepReport(num_decoding=8, score_s=0.040)
+    fair = known(3.0, DECODING, mixed(50, 0.020))
+    assert fair.tokens(512, 8) == 0
+    fair.observe(eight)
+    assert fair.tokens(512, 8) == pytest.approx(400 * FIRST_SHARE, abs=2)
+    for _ in range(RENEWED_AFTER - 1):
+        assert fair.tokens(512, 2) > 0
+        fair.observe(mixed(50, 0.020))
+    assert fair.tokens(512, 2) == 0
+    fair.observe(DECODING)
+    assert fair.tokens(512, 2) > 0
+
+
+def test_a_token_takes_longer_behind_many_others() -> None:
+    """What two texts showed serves a third that begins where neither is: the base and the slope are learned."""
+    fair = known(3.0, DECODING)
+    for _ in range(20):
+        fair.observe(DECODING)
+        for before in (0, 8_000):
+            fair.observe(mixed(16, USUAL_S + 16 * (1e-3 + 5e-7 * (before + 8.5)), before))
+    at = {before: fair.tokens(512, 2, before) for before in (0, 4_000, 8_000, 16_000)}
+    wanted = {before: fair._share * 2 * USUAL_S / (1e-3 + 5e-7 * before) for before in at}
+    assert at == pytest.approx(wanted, rel=0.1, abs=1)
+
+
+def test_a_chunk_that_is_long_itself_is_dearer_than_its_first_token() -> None:
+    fair = known(300.0, DECODING)
+    for _ in range(20):
+        for before in (0, 4_000):
+            fair.observe(mixed(64, USUAL_S + 64 * (1e-3 + 1e-6 * (before + 32.5)), before))
+    num = fair.tokens(10**9, 2)
+    assert num * 1e-3 + num * num / 2 * 1e-6 == pytest.approx(299 * USUAL_S * fair._share, rel=0.05)
+
+
+@pytest.mark.parametrize(("noise", "pauses"), [(0.02, 0.0), (0.1, 0.0), (0.05, 0.001)])
+@pytest.mark.parametrize("num_tokens", [2_400, 16_000])
+def test_the_promise_holds_for_99_of_100_steps_of_a_noisy_machine(num_tokens: int, noise: float, pauses: float) -> None:
+    """A simulated machine, with the times of a 0.5 B model on two cores; steps and chunks are noisy, some pause."""
+    chance, fair, seconds, usual_s = random.Random(7), Fair(3.0), list[float](), 0.013
+
+    def noisy(s: float) -> float:
+        return s * chance.lognormvariate(0, noise) * (3 if chance.random() < pauses else 1)
+
+    def token_s(at: float) -> float:
+        return 1.4e-3 + 5e-7 * at
+
+    for _ in range(20):
+        fair.observe(StepReport(num_decoding=2, score_s=noisy(usual_s)))
+    for _ in range(3):  # texts, one behind the other
+        done = 0
+        while done < num_tokens:
+            num, step_s = min(fair.tokens(512, 2, done), num_tokens - done), noisy(usual_s)
+            if num:
+                step_s += noisy(num * token_s(done + num / 2) + 5e-7 * done)  # each pass reads all keys once
+                fair.observe(mixed(num, step_s, done))
+            else:
+                fair.observe(dataclasses.replace(DECODING, score_s=step_s))
+            seconds.append(step_s)
+            done += num
+    late = [step_s for step_s in seconds if step_s > 3 * usual_s]
+    assert len(late) <= 0.01 * len(seconds)
+    alone_s = 3 * sum(token_s(at) for at in range(num_tokens))
+    assert sum(seconds) <= alone_s * 3.5, "and prompts are read all the same"
+
+
+def test_pauses_that_no_chunk_has_made_do_not_make_chunks_smaller() -> None:
+    fair = known(3.0, DECODING, *[mixed(50, 0.020)] * 9)
+    before = fair._share
+    for _ in range(50):
+        fair.observe(mixed(10, 0.500))
+        fair.observe(mixed(10, 0.012))
+        fair.observe(mixed(10, 0.012))
+    assert fair._share >= before
+    for _ in range(50):
+        fair.observe(mixed(90, 0.031))
+    assert fair._share == LEAST_SHARE
 
 
 def test_steps_in_which_nothing_decodes_are_not_limited_and_teach_nothing() -> None:
     fair = known(3.0, DECODING, mixed(50, 0.020), StepReport(num_prefill_tokens=512, score_s=9.0))
-    assert fair.tokens(512) == 100
+    assert fair.tokens(512, 2) == 90
 
 
-@pytest.mark.parametrize("stretch", [3.0, None])
+@pytest.mark.parametrize("value", [0.5, 0, "fast"])
+def test_milliseconds_are_checked_at_the_door(value: Any) -> None:
+    with pytest.raises(BadOption, match="max_itl_ms"):
+        EngineConfig(max_itl_ms=value)
+
+
+@pytest.mark.parametrize("options", [{"prefill_stretch": 3.0}, {"max_itl_s": 0.001}, {}])
 def test_a_prompt_is_read_in_pieces_beside_others_and_the_texts_are_the_same(
-    stretch: float | None, speculation: object, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], speculation: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler asks; what it is told here is that tokens are dear."""
-    monkeypatch.setattr(Fair, "tokens", lambda self, most: most if self.stretch is None else min(most, 5))
+    asked = list[tuple[int, int]]()
+
+    def tokens(self: Fair, most: int, num_decoding: int, num_before: int = 0) -> int:
+        asked.append((num_decoding, num_before))
+        return most if self.is_off else min(most, 5)
+
+    monkeypatch.setattr(Fair, "tokens", tokens)
     wanted = [
         ([1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)),
         (list(range(3, 23)) * 3, SamplingParams(temperature=0.8, seed=4, max_tokens=9)),
     ]
-    engine, chunks = engine_with(prefill_stretch=stretch), list[int]()
+    engine, chunks = engine_with(**options), list[tuple[int, int]]()
     first = engine.add(*wanted[0])
     engine.step()
-    engine.listen(lambda step: chunks.append(step.num_prefill_tokens) if step.num_prefill_tokens else None)
+    engine.listen(lambda step: chunks.append((step.num_prefill_tokens, step.num_prefill_keys)))
     made = run(engine, [first, engine.add(*wanted[1])])
     assert made == alone(wanted)
-    assert chunks[:-1] == ([] if stretch is None else [5] * 11)
-    assert sum(chunks) == 59
+    read = [tokens for tokens, _ in chunks if tokens]
+    assert read == ([59] if not options else [5] * 11 + [4])
+    assert sum(keys for _, keys in chunks) == 59 * 60 // 2, "a row sees all before it, and itself"
+    assert asked == [(1, at) for at in (range(0, 59, 5) if options else (0,))]
+
+
+def test_a_prompt_waits_for_a_step_that_shows_how_long_it_is_without() -> None:
+    engine, steps = engine_with(prefill_stretch=3.0), list[StepReport]()
+    first = engine.add([1, 2], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.listen(steps.append)
+    second = engine.add(list(range(3, 23)), SamplingParams(temperature=0, max_tokens=2))
+    run(engine, [first, second])
+    assert steps[0].num_decoding == 1
+    assert sum(step.num_prefill_tokens for step in steps) == 19

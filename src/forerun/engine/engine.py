@@ -70,6 +70,7 @@ class Engine:
         max_num_batched_tokens: int = 1024,
         catchup_tokens: int = 512,
         prefill_stretch: float | None = None,
+        max_itl_s: float | None = None,
         coins: Callable[[Sequence], Coins] = philox_coins,
         costs: Costs | None = None,
         start_ids: Seq[int] = (),
@@ -89,7 +90,7 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
             sources=runner.sources,
-            fair=Fair(prefill_stretch),
+            fair=Fair(prefill_stretch, max_itl_s),
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()

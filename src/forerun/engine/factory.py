@@ -551,6 +551,7 @@ def build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         catchup_tokens=config.draft_catchup_tokens,
         prefill_stretch=config.prefill_stretch,
+        max_itl_s=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         costs=costs,
         start_ids=start_ids,
         folder=folder,

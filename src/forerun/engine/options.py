@@ -39,6 +39,7 @@ class LLMOptions(TypedDict, total=False):
     prefix_caching: bool
     prefill_chunk_tokens: int
     prefill_stretch: float | None
+    max_itl_ms: float | None
     max_num_batched_tokens: int
     draft_catchup_tokens: int
     draft_model: str | Path | Checkpoint | None

@@ -62,7 +62,8 @@ class Scheduler:
 
     free_kv_tokens is the least of what the caches of target and drafters have free. Slots of both are opened and
     released together. sources: of an encoder-decoder, whose sources are run before their requests: as many in one step
-    as prompts may have tokens, but one at least. fair: how many tokens of prompts run beside requests that decode.
+    as prompts may have tokens, but one at least. fair: how many tokens of prompts run beside requests that decode; a
+    step may have none.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Scheduler:
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
-        if decode and self.sources is None:  # an encoder reads a source at once
-            budget = self.fair.tokens(budget)
+        if decode and self.sources is None and len(decode) < len(stands):  # an encoder reads a source at once
+            first = next(room for request, room in stands if len(request.seq.tokens) > room.length + 1)
+            budget = self.fair.tokens(budget, len(decode), first.length)
         begun = list[Request]()
         if self.sources is not None:
             begun, held_up, budget = self._begin(stands, budget)

@@ -213,6 +213,8 @@ class Stepper:
         report = _report(done)
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_prefill_tokens += sum([len(request.seq.source_ids) for request in plan.sources])
+        for request, take in plan.prefill:
+            report.num_prefill_keys += take * self.runner.cache.length(request.seq.id) - take * (take - 1) // 2
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_experts = scores.num_experts
         report.num_context_tokens = num_context_tokens
