@@ -49,7 +49,7 @@ from forerun.types import SamplingParams, StepReport
 STREAM_PROMPT_TOKENS = 64
 ALONE_STEPS = 40  # of the stream, before the long prompt comes in
 WARM_UP_TOKENS = 32
-LEAST_CHUNK_TOKENS = 4  # of the long prompt in a step, on average, where streams are not to wait for whole ones
+LEAST_CHUNK_TOKENS = 2  # of the long prompt in a step, on average, where streams are not to wait for whole ones
 SPARE_BLOCKS = 2  # for each request: the scheduler admits a request only with a spare block for each one that may grow
 
 
@@ -116,9 +116,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
 
 
 def _refuse(config: EngineConfig) -> None:
-    """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
-    if drafters.resolve(config.draft)[0] == "none":
-        raise BadOption(f"draft={shown(config.draft)} is measured here in any case: name a drafter to compare with it")
+    """Raise BadOption for a pacing policy that the benchmark has no variant for, before any loading."""
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
         raise BadOption(f"pacing={shown(config.pacing)} is not possible here: leave it out, or name auto's options")
 
@@ -141,8 +139,9 @@ class _Sizes:
         if config.prefill_stretch is not None or config.max_itl_ms is not None:
             chunk = min(chunk, LEAST_CHUNK_TOKENS)
         num_reading = -(-plan.long_prompt_tokens // chunk) + 2
-        stream = (ALONE_STEPS + num_reading + plan.num_steps + 1) * plan.tokens_per_step
-        longer = (plan.num_steps + 2) * plan.tokens_per_step
+        per_step = 1 if _is_plain(config) else plan.tokens_per_step
+        stream = (ALONE_STEPS + num_reading + plan.num_steps + 1) * per_step
+        longer = (plan.num_steps + 2) * per_step
         both = (STREAM_PROMPT_TOKENS + stream, plan.long_prompt_tokens + longer)
         single = plan.prompt_tokens + plan.tokens_per_step, config.prefill_chunk_tokens + WARM_UP_TOKENS
         blocks = -(-max(plan.num_streams * both[0] + both[1], *single) // PAGED_BLOCK_TOKENS)
@@ -153,6 +152,11 @@ class _Sizes:
     def params(self, max_tokens: int, salt: str) -> SamplingParams:
         """Return greedy parameters that ignore the end of sequence. salt: requests with the same one share prompts."""
         return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
+
+
+def _is_plain(config: EngineConfig) -> bool:
+    """Whether nothing is compared with plain decoding."""
+    return drafters.resolve(config.draft)[0] == "none"
 
 
 def _with_positions(checkpoint: Checkpoint, num: int, console: Console) -> Checkpoint:
@@ -170,7 +174,10 @@ def _with_positions(checkpoint: Checkpoint, num: int, console: Console) -> Check
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: GapsPlan, sizes: _Sizes, console: Console
 ) -> dict[str, LLM]:
-    """Build one engine per variant over the same weights; `late` only for a draft model, which can be behind."""
+    """Build one engine per variant over the same weights; `late` only for a draft model, which can be behind.
+
+    Where draft is "none", plain decoding is the only one.
+    """
     options: dict[str, Any] = {
         **config.options(),
         "max_batch_size": 1 + plan.num_streams,
@@ -178,13 +185,16 @@ def _build(
         "max_seq_len": sizes.max_seq_len,
         "kv_cache_tokens": sizes.kv_cache_tokens,
     }
+    plain: dict[str, Any] = {"draft": "none", "pacing": "fixed", "spec_length": None}
+    if _is_plain(config):
+        return {PLAIN: LLM(checkpoint, **{**options, **plain})}
     draft = latency.loaded_once(config.draft, checkpoint, config.ignored_config_keys)
     if isinstance(draft, Checkpoint):
         draft = _with_positions(draft, sizes.max_seq_len, console)
     fixed: dict[str, Any] = {"draft": draft, "pacing": "fixed", "spec_length": plan.spec_length}
     name = fixed_name(plan.spec_length)
     wanted: dict[str, dict[str, Any]] = {
-        PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None},
+        PLAIN: plain,
         name: fixed,
         f"{name}, late": fixed,
         AUTO: {"draft": draft, "pacing": config.pacing or AUTO, "spec_length": config.spec_length},

@@ -157,8 +157,8 @@ def print_summary(lines: Seq[Line], plain: str, console: Console) -> None:
         for line in lines
     }
     ceiling = told.pop(plain)
-    others = "; ".join(f"{variant} {number}" for variant, number in told.items())
+    others = "".join(f"{variant} {number}; " for variant, number in told.items())
     console.print(
-        f"largest gap over the median, behind the first token of the long prompt: {others}; plain decoding in the same "
-        f"runs {ceiling}"
+        f"largest gap over the median, behind the first token of the long prompt: {others}plain decoding"
+        f"{' in the same runs' if others else ''} {ceiling}"
     )
