@@ -23,7 +23,9 @@ from rich.console import Console
 
 import processes
 from forerun import LLM, SamplingParams
-from forerun.cli.chat import LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
+from forerun.cli import conversations
+from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
+from forerun.cli.conversations import Conversations
 from forerun.cli.page import page
 from forerun.config import EngineConfig
 from forerun.engine.factory import usual_fields
@@ -541,3 +543,104 @@ def test_a_suggested_limit_is_a_limit_whatever_its_value(cli: Any, talker: Path,
         (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "max_new_tokens": limit}))
         done = cli("chat", str(folder), "--draft", "none", "--no-stop-loops", stdin="hello\n")
         assert f"[{limit} tokens, " in done.stderr
+
+
+# --------------------------------------------------------------------------------------------- what is kept by itself
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of conversations, in a cache of its own."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "chats"
+
+
+def test_a_conversation_is_kept_behind_every_answer(talker: Path, chats: Path) -> None:
+    llm = LLM(talker, draft="none")
+    chat = Chat(llm, GREEDY, kept=Conversations(chats))
+    with pytest.raises(BadOption, match="no conversation was kept yet"):
+        chat.load("")
+    assert not chats.exists(), "nothing was answered yet"
+    chat.answer("one", io.StringIO())
+    (file,) = chats.iterdir()
+    assert (file.stat().st_mode & 0o777, chats.stat().st_mode & 0o777) == (0o600, 0o700)
+    chat.answer("two", io.StringIO())
+    assert json.loads(file.read_text(encoding="utf-8"))["messages"] == chat.messages
+    assert [*chats.iterdir()] == [file]
+
+    again = Chat(llm, GREEDY, kept=Conversations(chats))
+    assert again.load("").startswith("2 questions ")
+    assert again.messages == chat.messages
+    again.answer("three", io.StringIO())
+    assert [*chats.iterdir()] == [file], "it goes on in the same file"
+    again.reset()
+    again.answer("four", io.StringIO())
+    assert len([*chats.iterdir()]) == 2, "what is forgotten here stays as it was"
+    assert json.loads(file.read_text(encoding="utf-8"))["messages"][-2]["content"] == "three"
+    again.load(str(file))
+    again.answer("five", io.StringIO())
+    assert json.loads(file.read_text(encoding="utf-8"))["messages"][-2]["content"] == "three"
+    assert len([*chats.iterdir()]) == 3, "one that was named goes on elsewhere, and its file stays as it is"
+
+
+def test_the_oldest_conversations_go_and_a_chat_goes_on_where_nothing_can_be_written(
+    chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conversations, "MOST_KEPT", 3)
+    kept = Conversations(chats)
+    for number in range(5):
+        kept.begin()
+        kept.write([{"role": "user", "content": str(number)}])
+        assert kept.file is not None
+        os.utime(kept.file, (number, number))
+    texts = {json.loads(file.read_text(encoding="utf-8"))["messages"][0]["content"] for file in chats.iterdir()}
+    assert texts == {"2", "3", "4"}
+    assert kept.last() == kept.file
+    chats.rename(chats.with_name("away"))
+    chats.write_text("a file")
+    for _ in range(2):
+        kept.write([{"role": "user", "content": "6"}])
+    assert capsys.readouterr().err.count("the conversation is not kept") == 1
+
+
+def test_a_chat_goes_on_behind_the_end_of_its_process(talker: Path, chats: Path, tmp_path: Path) -> None:
+    """In a terminal; what was read is found on disk, and without kv_disk nothing is written."""
+    disk = ("--kv-disk", f"1GB:{tmp_path / 'kv'}")
+    common = ("--draft", "none", "--temperature", "0", "--max-tokens", "40")
+    command = [sys.executable, "-m", "forerun", "chat", str(talker), *common]
+
+    def held(*more: str, message: str) -> str:
+        child = processes.spawn([*command, *more], encoding="utf-8", timeout=90, dimensions=(50, 120))
+        child.expect_exact(READY)
+        child.send(f"{message}\r")
+        child.expect(r"\[\d+ tokens")
+        child.expect_exact(READY)
+        child.sendeof()
+        child.expect(pexpect.EOF)
+        child.close()
+        return str(child.before).replace("\r\n", "\n")
+
+    assert "is kept" not in held(message="a question that nobody else is to read")
+    assert not chats.exists()
+    said = held(*disk, message="a question that is asked here for the first time")
+    assert " ".join(said.split()).endswith(KEPT)
+    (file,) = chats.iterdir()
+    again = subprocess.run(
+        [*command, *disk, "--continue", "--system", "be brief"],
+        input="and a second one\n",
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "1 question and what was answered are back" in again.stderr
+    assert again.stderr.rstrip().endswith(KEPT)
+    messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(("more", "why"), [((), "needs --kv-disk"), (("--kv-disk", "1GB"), "no conversation was kept")])
+def test_there_is_nothing_to_continue(cli: Any, talker: Path, chats: Path, more: tuple[str, ...], why: str) -> None:
+    done = cli("chat", str(talker), "--continue", *more)
+    assert done.returncode == 2
+    assert why in " ".join(done.stderr.split())

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from forerun import verify
+from forerun.cli.conversations import Conversations, default_folder
 from forerun.cli.tool_file import ToolFile
 from forerun.cli.words import counted, drafting, drawing, ending, lossy, model_name, note, percent, precision
 from forerun.config import EngineConfig
@@ -41,6 +42,7 @@ HELP = """\
 /system TEXT      change the system message; without TEXT, there is none
 /save FILE        write the conversation: as Markdown for FILE.md, else as a line for --prompt-file
 /load FILE        go on with a conversation that was saved as a line; with --kv-disk it is not read again
+/load             go on with the last one that was kept; with --kv-disk each is kept by itself
 /reset            forget the conversation
 /exit             leave; so does Ctrl-D
 Ctrl-C stops an answer; what was written stays in the conversation.
@@ -52,6 +54,8 @@ MOST_CALLS = 32  # different ones in one answer
 HOT = 2.0  # temperature above which any model writes noise
 LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # so many tokens at least, so often in a row, are a loop
 LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
+KEPT = "The conversation is kept: forerun chat --continue, with the same options, goes on with it."
+NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 SETTABLE = (
     *sorted(DRAWING),
@@ -125,7 +129,8 @@ class Chat:
     """One conversation with an LLM. params: those of every answer. system: the first message, if any.
 
     verbose: whether the line of numbers has the details, too. stop_loops: whether an answer ends that repeats itself.
-    tools: functions that the model may call. may_run: whether a call may be run; it is shown what would be.
+    tools: functions that the model may call. may_run: whether a call may be run; it is shown what would be. kept: where
+    the conversation is kept, None = nowhere.
     """
 
     def __init__(
@@ -138,7 +143,9 @@ class Chat:
         stop_loops: bool = True,
         tools: ToolFile | None = None,
         may_run: Callable[[str], bool] = lambda _: False,
+        kept: Conversations | None = None,
     ) -> None:
+        self.kept = kept
         self.llm, self.params, self.verbose, self.stop_loops = llm, params, verbose, stop_loops
         self.tools, self._may_run = tools, may_run
         self._given: dict[str, Any] = {} if tools is None else {"tools": tools.schemas}
@@ -150,6 +157,13 @@ class Chat:
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = list(self._opening)
+        self._begin()
+
+    def _begin(self, file: Path | None = None) -> None:
+        """Keep what comes in a file of its own, or in the one that was kept."""
+        if self.kept is not None:
+            self.kept.begin()
+            self.kept.file = file
 
     def set(self, words: str) -> str:
         """Change a parameter of the answers, as in "temperature 0.2", and say so; without words, list all of them.
@@ -211,8 +225,14 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Go on with a conversation that `save` wrote as a line. Raises BadOption where the file holds none."""
-        file = Path(name).expanduser()
+        """Go on with a conversation that `save` wrote as a line, or without a name with the last one that was kept.
+
+        Raises BadOption where there is none.
+        """
+        last = self.kept.last() if self.kept is not None and not name else None
+        if self.kept is not None and not name and last is None:
+            raise BadOption(NONE_KEPT)
+        file = last or Path(name).expanduser()
         try:
             messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
             roles = [(message["role"], message["content"]) for message in messages]
@@ -222,6 +242,7 @@ class Chat:
             raise BadOption(f"{name} holds no conversation: load what /save FILE.jsonl wrote") from None
         self._opening = [message for message in messages[:1] if message["role"] == "system"]
         self.messages = messages
+        self._begin(last)
         num = sum(role == "user" for role, _ in roles)
         return f"{num} question{'s' * (num != 1)} and what was answered are back"
 
@@ -251,6 +272,8 @@ class Chat:
         if not answer.text:
             out.write("\n")
         self.messages = [*messages, answer.message]
+        if self.kept is not None:
+            self.kept.write(self.messages)
         line = numbers.summary(
             answer.finish_reason,
             self.params,
@@ -432,14 +455,20 @@ def run(
     verbose: bool = False,
     stop_loops: bool = True,
     tools: ToolFile | None = None,
+    goes_on: bool = False,
 ) -> None:
     """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe.
 
-    Calls of tools are run where somebody at a terminal says yes, each by itself.
+    Calls of tools are run where somebody at a terminal says yes, each by itself. With kv_disk the conversation is kept;
+    goes_on: the last one that was is taken up, and raises BadOption where there is none.
     """
+    kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()
     more: dict[str, Any] = {"may_run": _asked} if terminal else {}
-    chat = Chat(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=tools, **more)
+    chat = Chat(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=tools, kept=kept, **more)
+    back = chat.load("") if goes_on else ""
+    if goes_on and system is not None:
+        chat.system(system)
     opening = [*chat.messages, {"role": "user", "content": "?"}]
     chat.llm.apply_chat_template(opening, **({} if tools is None else {"tools": tools.schemas}))  # refuse before it
     if terminal:
@@ -449,6 +478,17 @@ def run(
         if tools is not None:
             note(f"The model may call {', '.join(tools.names)}; you are asked before each call.")
         note("Type a message. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
+    if back:
+        note(back)
+    try:
+        _talk(chat, terminal)
+    finally:
+        if kept is not None and kept.file is not None:
+            note(KEPT)
+
+
+def _talk(chat: Chat, terminal: bool) -> None:
+    """Answer messages and obey commands, until the input ends."""
     for text in _typed() if terminal else _piped():
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
         if command == "/exit":

@@ -374,6 +374,10 @@ def chat(
             metavar="FILE.py", help="its functions may be called by the model, which asks you before each call"
         ),
     ] = None,
+    goes_on: Annotated[
+        bool,
+        typer.Option("--continue", help="the last conversation; with --kv-disk each is kept, and is not read again"),
+    ] = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
@@ -381,16 +385,20 @@ def chat(
     flags.sampling_params(sampling, {"max_tokens": None})
     refuse_a_message(target)
     config = flags.engine_config({**engine, "target": target})
-    from forerun.cli import chat as session
+    from forerun.cli import chat as session, conversations
     from forerun.cli.tool_file import ToolFile
     from forerun.engine.factory import usual_fields
 
+    if goes_on and config.kv_disk is None:
+        raise BadOption("--continue needs --kv-disk: without it no conversation is kept")
+    if goes_on and conversations.Conversations(conversations.default_folder()).last() is None:
+        raise BadOption(session.NONE_KEPT)
     found = None if tools is None else ToolFile(tools)  # before a model is loaded
     fields = usual_fields(config)
     is_limited = "max_tokens" in fields or max_tokens is not None
     params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, config)
     llm = session.open_models(config)
-    session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=found)
+    session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=found, goes_on=goes_on)
 
 
 # --------------------------------------------------------------------------------------------- demo, models, drafters

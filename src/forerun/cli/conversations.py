@@ -1,0 +1,73 @@
+"""Conversations that `forerun chat` keeps by itself, where --kv-disk keeps what was read of them.
+
+Each is a file with a line as `/save` writes it, in a folder of the user's cache, which nobody else can read. It is
+written behind every answer, whole or not at all. Of more than MOST_KEPT those that were written longest ago go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forerun.native import cache_folder
+from forerun.text.terminal import note
+
+MOST_KEPT = 100
+ENDING = ".jsonl"
+
+
+def default_folder() -> Path:
+    """Return the folder of conversations in the user's cache."""
+    return cache_folder() / "chats"
+
+
+class Conversations:
+    """The conversations of a folder, one of which is held. file: of that one, None before its first answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file: Path | None = None
+        self._has_failed = False
+
+    def last(self) -> Path | None:
+        """Return the one that was written last; None where there is none."""
+        found = self._by_time()
+        return found[-1] if found else None
+
+    def begin(self) -> None:
+        """Leave the conversation as it is: the next answer begins another one."""
+        self.file = None
+
+    def write(self, messages: Seq[Mapping[str, Any]]) -> None:
+        """Keep the conversation. Where that is not possible, it is said once, and the chat goes on."""
+        file = self.file or self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}{ENDING}"
+        made = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+                out.write(json.dumps({"messages": list(messages)}, ensure_ascii=False) + "\n")
+            os.replace(made, file)
+            self.file = file
+            others = [old for old in self._by_time() if old != file]  # the clock may have been set back
+            for old in others[: max(0, len(others) + 1 - MOST_KEPT)]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            with suppress(OSError):
+                made.unlink()
+            if not self._has_failed:
+                note(f"the conversation is not kept: nothing can be written to {self.folder} ({error.strerror})")
+            self._has_failed = True
+
+    def _by_time(self) -> list[Path]:
+        """The files, the one that was written longest ago first."""
+        found = list[tuple[int, str, Path]]()
+        for file in self.folder.glob(f"*{ENDING}"):
+            with suppress(OSError):  # another chat has removed it
+                found.append((file.stat().st_mtime_ns, file.name, file))
+        return [file for _, _, file in sorted(found)]
