@@ -466,6 +466,24 @@ def test_the_folder_keeps_to_its_size_and_loses_what_was_used_longest_ago(tmp_pa
     assert not shelf.has(0, others[20])
 
 
+@pytest.mark.parametrize("ahead_s", [400 * 86_400, -20_000 * 86_400, 0])
+def test_what_a_wrong_clock_left_does_not_stay_for_ever(tmp_path: Path, ahead_s: float) -> None:
+    """A folder that is full of files from the future goes on: they go, and what is written now stays."""
+    folder = Folder(tmp_path / "kv", disk.LEAST_BYTES)
+    shelf, rows = folder.shelf(["x"], [1 << 20]), memoryview(bytearray(1 << 20))
+    for number in range(80):
+        shelf.write(0, b"old %d" % number, range(16), rows)
+    for file in files(tmp_path / "kv", ENTRIES):
+        os.utime(file, (time.time() + ahead_s,) * 2)
+    for number in range(40):
+        shelf.write(0, b"new %d" % number, range(16), rows)
+    folder.close()
+    again = Folder(tmp_path / "kv", disk.LEAST_BYTES)
+    shelf = again.shelf(["x"], [1 << 20])
+    assert sum(shelf.has(0, b"new %d" % number) for number in range(40)) >= 30
+    again.close()
+
+
 def test_tokens_are_compared(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "kv", 1 << 30)
     shelf = folder.shelf(["x"], [64])

@@ -46,6 +46,7 @@ FORM = 1  # of the files; others are not read
 SECRET, ROWS, ENTRIES, ABOUT = "secret", ".kv", ".idx", "about.json"
 SEGMENT_BYTES = 256 << 20  # of rows, at most
 LEAST_BYTES = 64 << 20  # of a folder
+AHEAD_S = 60.0  # a file's time that lies further in the future is wrong
 REFRESH_S = 0.2  # between two looks at what other processes wrote
 BLOCK_TOKENS = 16
 _ENTRY = struct.Struct("<32s64sB3xIQQ")  # key, tokens, kind, bytes, where they begin, what they hash to
@@ -282,12 +283,17 @@ class Folder:
     # ------------------------------------------------------------------------------------------------- what there is
 
     def segments(self) -> list[tuple[Path, int, float]]:
-        """Return each segment's path without ending, its bytes, and when it was used last, longest ago first."""
-        found = []
+        """Return each segment's path without ending, its bytes, and when it was used last, longest ago first.
+
+        A time in the future was a wrong clock's, and counts as 0: such a segment would stay for ever, and what is
+        written now would go in its place.
+        """
+        found, latest = [], time.time() + AHEAD_S
         for entries in self.path.glob(f"*/*{ENTRIES}"):
             with suppress(OSError):
                 own, rows = entries.stat(), entries.with_suffix(ROWS).stat()
-                found.append((entries.with_suffix(""), own.st_size + rows.st_size, own.st_mtime))
+                used_at = own.st_mtime if own.st_mtime <= latest else 0.0
+                found.append((entries.with_suffix(""), own.st_size + rows.st_size, used_at))
         return sorted(found, key=lambda one: one[2])
 
     def shrink(self, room: int = 0) -> None:
