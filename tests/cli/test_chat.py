@@ -641,6 +641,6 @@ def test_a_chat_goes_on_behind_the_end_of_its_process(talker: Path, chats: Path,
 
 @pytest.mark.parametrize(("more", "why"), [((), "needs --kv-disk"), (("--kv-disk", "1GB"), "no conversation was kept")])
 def test_there_is_nothing_to_continue(cli: Any, talker: Path, chats: Path, more: tuple[str, ...], why: str) -> None:
-    done = cli("chat", str(talker), "--continue", *more)
+    done = cli("chat", str(talker), "--continue", *more, FORERUN_CACHE_DIR=str(chats.parent))
     assert done.returncode == 2
     assert why in " ".join(done.stderr.split())
