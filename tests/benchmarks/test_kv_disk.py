@@ -1,0 +1,22 @@
+"""`benchmarks.kv_disk`: a whole run on a tiny model; the counts are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tiny import write_tiny
+
+
+def test_restarts_find_what_was_read_and_rates_are_measured(bench: Any, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny", max_positions=512)
+    sizes = ("--tokens", "200", "--repeats", "2", "--folder", str(tmp_path))
+    done = bench("kv_disk", "--target", str(model), *sizes, "--json", "-")
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    lines = record["lines"]
+    assert [line["start"] for line in lines] == ["cold", "restart 1", "restart 2"]
+    assert [line["num_disk_tokens"] for line in lines] == [0, 192, 192]
+    assert all(line["is_same"] for line in lines)
+    assert all(record[name] > 0 for name in ("restored_new", "restored", "read_new", "read"))
