@@ -136,7 +136,7 @@ class _Sizes:
     @classmethod
     def of(cls, config: EngineConfig, plan: GapsPlan) -> _Sizes:
         chunk = max(1, min(config.prefill_chunk_tokens, config.max_num_batched_tokens - 1 - plan.num_streams))
-        if config.prefill_stretch is not None or config.max_itl_ms is not None:
+        if config.prefill_stretch or config.max_itl_ms:
             chunk = min(chunk, LEAST_CHUNK_TOKENS)
         num_reading = -(-plan.long_prompt_tokens // chunk) + 2
         per_step = 1 if _is_plain(config) else plan.tokens_per_step

@@ -181,15 +181,17 @@ class EngineConfig:
     prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")
     prefill_stretch: float | None = option(
         3.0,
-        "while requests decode, prompts make a step at most so many times as long as usual; none = as "
+        "while requests decode, prompts make a step at most so many times as long as usual; 0 = as "
         "prefill_chunk_tokens allows",
         min=1.1,
+        also=(0,),
         unit="times",
     )
     max_itl_ms: float | None = option(
         None,
         "while requests decode, prompts make a step at most so long; beside prefill_stretch the smaller of both holds",
         min=1.0,
+        also=(0,),
         unit="ms",
     )
     max_num_batched_tokens: int = option(

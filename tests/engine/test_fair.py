@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.load import alone, engine_with, run
+from forerun import LLM
 from forerun.config import EngineConfig
 from forerun.engine.fair import FIRST_SHARE, FIRST_TOKENS, LEAST_SHARE, LEAST_TOKENS, RENEWED_AFTER, Fair
 from forerun.errors import BadOption
@@ -151,10 +152,20 @@ def test_steps_in_which_nothing_decodes_are_not_limited_and_teach_nothing() -> N
     assert fair.tokens(512, 2) == 90
 
 
-@pytest.mark.parametrize("value", [0.5, 0, "fast"])
-def test_milliseconds_are_checked_at_the_door(value: Any) -> None:
-    with pytest.raises(BadOption, match="max_itl_ms"):
-        EngineConfig(max_itl_ms=value)
+@pytest.mark.parametrize("value", [0.5, -1, "fast"])
+@pytest.mark.parametrize("name", ["max_itl_ms", "prefill_stretch"])
+def test_limits_are_checked_at_the_door(name: str, value: Any) -> None:
+    with pytest.raises(BadOption, match=name):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, None, "0"])
+def test_zero_is_no_limit(value: Any) -> None:
+    with LLM("shipped", draft="none", max_itl_ms=value, prefill_stretch=value) as llm:
+        assert llm.engine.scheduler.fair.is_off
+    with LLM("shipped", draft="none", max_itl_ms=20) as llm:
+        fair = llm.engine.scheduler.fair
+        assert (fair.stretch, fair.max_itl_s) == (3.0, 0.02)
 
 
 @pytest.mark.parametrize("options", [{"prefill_stretch": 3.0}, {"max_itl_s": 0.001}, {}])
