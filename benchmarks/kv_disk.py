@@ -72,13 +72,18 @@ def prompt(llm: LLM, num_tokens: int) -> list[int]:
             return ids[:num_tokens]
 
 
+def options_of(draft: str, spec_length: int | None, num_tokens: int, folder: Path) -> dict[str, Any]:
+    """The options of every engine."""
+    made = {"draft": draft, "max_batch_size": 1, "max_seq_len": num_tokens + 64, "kv_disk": f"{SIZE}:{folder}"}
+    return made | ({} if spec_length is None else {"spec_length": spec_length})
+
+
 def asked(
-    target: str, draft: str, folder: Path, num_tokens: int, name: str, before: list[int] | None
+    target: str, options: dict[str, Any], num_tokens: int, name: str, before: list[int] | None
 ) -> tuple[Line, list[int]]:
     """Load, ask, and close."""
     began = time.perf_counter()
-    length = num_tokens + 64
-    with LLM(target, draft=draft, max_batch_size=1, max_seq_len=length, kv_disk=f"{SIZE}:{folder}") as llm:
+    with LLM(target, **options) as llm:
         load_s = time.perf_counter() - began
         ids = prompt(llm, num_tokens)
         (out,) = llm.generate([ids], ANSWER)
@@ -101,12 +106,11 @@ class Rates(NamedTuple):
     read: float
 
 
-def rates(target: str, draft: str, folder: Path, num_tokens: int, repeats: int) -> Rates:
+def rates(target: str, options: dict[str, Any], folder: Path, num_tokens: int, repeats: int) -> Rates:
     """Measure both, in turns; the files are in the page cache."""
     found, files = list[Rates](), list(folder.rglob(f"*{ROWS}"))
-    options: dict[str, Any] = {"draft": draft, "max_batch_size": 1, "max_seq_len": num_tokens + 64}
     for _ in range(repeats):
-        with LLM(target, **options, kv_disk=f"{SIZE}:{folder}") as llm:
+        with LLM(target, **options) as llm:
             ids, cache = prompt(llm, num_tokens), cast(BlockCache, llm.engine.runner.cache)
             began = time.perf_counter()
             fetch = cache.fetch(ids)
@@ -178,6 +182,10 @@ def killed(num: int, folder: Path, model: Path, seed: int) -> dict[str, int]:
 def command(
     target: Annotated[str, typer.Option(help="checkpoint")] = "shipped",
     draft: Annotated[str, typer.Option(help="draft model, or a drafter without one")] = "none",
+    spec_length: Annotated[
+        int | None,
+        typer.Option(help="a fixed length, for which a draft model reads the prompt, too; none = auto", min=1),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="of the prompt", min=64)] = 1500,
     repeats: Annotated[int, typer.Option(help="restarts, and times that files are read", min=1)] = 3,
     kills: Annotated[int, typer.Option(help="processes to kill while they write", min=0)] = 0,
@@ -198,21 +206,25 @@ def command(
             console.print(f"{count:,} {name}")
         with LLM(target, draft="none", max_seq_len=64) as llm:
             ceiling = print_ceiling(llm.checkpoint.model, console)
-        lines = list[Line]()
-        cold, ids = asked(target, draft, place / "kv", tokens, "cold", None)
+        lines, options = list[Line](), options_of(draft, spec_length, tokens, place / "kv")
+        cold, ids = asked(target, options, tokens, "cold", None)
         lines.append(cold)
         for number in range(repeats):
-            lines.append(asked(target, draft, place / "kv", tokens, f"restart {number + 1}", ids)[0])
+            lines.append(asked(target, options, tokens, f"restart {number + 1}", ids)[0])
         console.print(table(lines, COLUMNS))
+        shelves = kept(place / "kv")
+        for shelf in shelves:
+            console.print(f"kept of {shelf.model}: {shelf.num_tokens:,} tokens, {shelf.num_bytes / 1e9:.3f} GB")
         ratio = cold.first_token_s / median(line.first_token_s for line in lines[1:])
         console.print(f"first token behind a restart: {ratio:.0f} times as soon as cold")
-        found = rates(target, draft, place / "kv", tokens, repeats)
+        found = rates(target, options, place / "kv", tokens, repeats)
         console.print(
             f"into new memory rows come back at {found.restored_new:.2f} GB/s, and the files are read at "
             f"{found.read_new:.2f} GB/s: {found.restored_new / found.read_new:.2f}; into memory that is there at "
             f"{found.restored:.2f} and {found.read:.2f} GB/s: {found.restored / found.read:.2f}"
         )
-    record = {"bench": "kv_disk", "target": target, "draft": draft, "ceiling": asdict(ceiling), "kills": counts}
+    record = {"bench": "kv_disk", "target": target, "draft": draft, "spec_length": spec_length, "kills": counts}
+    record |= {"ceiling": asdict(ceiling), "kept_tokens": [shelf.num_tokens for shelf in shelves]}
     keep(record | {"lines": [asdict(line) for line in lines], **found._asdict()}, json_file)
 
 
