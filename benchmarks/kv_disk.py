@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
 SIZE, KILLED_SIZE = "64GB", "100MB"
+IN_TURNS = 5
 ANSWER = SamplingParams(temperature=0, max_tokens=8)
 TEXT = "what was read once is never read again, neither in this process nor in the one that comes behind it"
 
@@ -95,46 +97,59 @@ def asked(
 
 
 class Rates(NamedTuple):
-    """GB/s, medians: of rows that come back into a cache, and of the same files read by one thread.
+    """GB/s of rows that come back into a cache, and of the same files read by one thread; medians.
 
     new: into memory that was never touched, page faults included, as behind a restart; else into memory that is there.
+    part: of rows over files, the median of the ratios of measurements that came one behind the other.
     """
 
     restored_new: float
-    restored: float
     read_new: float
+    part_new: float
+    restored: float
     read: float
+    part: float
 
 
 def rates(target: str, options: dict[str, Any], folder: Path, num_tokens: int, repeats: int) -> Rates:
-    """Measure both, in turns; the files are in the page cache."""
-    found, files = list[Rates](), list(folder.rglob(f"*{ROWS}"))
+    """Measure both in turns, into new memory once for each of the repeats. The files are in the page cache."""
+    new, again = list[tuple[float, float]](), list[tuple[float, float]]()
+    files = [os.open(path, os.O_RDONLY) for path in folder.rglob(f"*{ROWS}")]
     for _ in range(repeats):
         with LLM(target, **options) as llm:
             ids, cache = prompt(llm, num_tokens), cast(BlockCache, llm.engine.runner.cache)
+            keeper = cache.keeper
+            assert keeper is not None
             began = time.perf_counter()
             fetch = cache.fetch(ids)
             assert fetch is not None
-            assert cache.keeper is not None
             fetch.wait()
-            first_s = time.perf_counter() - began
-            began = time.perf_counter()
-            cache.keeper.fetch(fetch.slot, fetch.blocks).wait()  # into the same blocks once more
-            again_s = time.perf_counter() - began
             size = sum(block.place.num_bytes for block in fetch.blocks) / 1e9
+            restored = size / (time.perf_counter() - began)
+            began = time.perf_counter()
+            buffers = [bytearray(os.fstat(file).st_size) for file in files]
+            new.append((restored, _read(files, buffers, began)))
+            for _ in range(IN_TURNS):
+                began = time.perf_counter()
+                keeper.fetch(fetch.slot, fetch.blocks).wait()  # into the same blocks once more
+                restored = size / (time.perf_counter() - began)
+                again.append((restored, _read(files, buffers, time.perf_counter())))
             cache.arrived(fetch)
-        buffers = [bytearray(0) for _ in files]
-        seconds = list[float]()
-        for _ in range(2):
-            num_bytes, began = 0, time.perf_counter()
-            for number, path in enumerate(files):
-                with open(path, "rb", buffering=0) as file:
-                    buffers[number] = buffers[number] or bytearray(os.fstat(file.fileno()).st_size)
-                    num_bytes += os.preadv(file.fileno(), [buffers[number]], 0)
-            seconds.append(time.perf_counter() - began)
-        read = [num_bytes / 1e9 / own for own in seconds]
-        found.append(Rates(size / first_s, size / again_s, *read))
-    return Rates(*map(median, zip(*found, strict=True)))
+    for file in files:
+        os.close(file)
+    return Rates(*_medians(new), *_medians(again))
+
+
+def _read(files: Seq[int], buffers: Seq[bytearray], began: float) -> float:
+    """Read files into memory, and return GB/s since `began`."""
+    num_bytes = sum(os.preadv(file, [buffer], 0) for file, buffer in zip(files, buffers, strict=True))
+    return num_bytes / (time.perf_counter() - began) / 1e9
+
+
+def _medians(pairs: Seq[tuple[float, float]]) -> tuple[float, float, float]:
+    """Of rows, of files, and of their ratios."""
+    rows, files = zip(*pairs, strict=True)
+    return median(rows), median(files), median(own / other for own, other in pairs)
 
 
 def killed(num: int, folder: Path, model: Path, seed: int) -> dict[str, int]:
@@ -220,8 +235,8 @@ def command(
         found = rates(target, options, place / "kv", tokens, repeats)
         console.print(
             f"into new memory rows come back at {found.restored_new:.2f} GB/s, and the files are read at "
-            f"{found.read_new:.2f} GB/s: {found.restored_new / found.read_new:.2f}; into memory that is there at "
-            f"{found.restored:.2f} and {found.read:.2f} GB/s: {found.restored / found.read:.2f}"
+            f"{found.read_new:.2f} GB/s: {found.part_new:.2f}; into memory that is there at {found.restored:.2f} and "
+            f"{found.read:.2f} GB/s: {found.part:.2f}"
         )
     record = {"bench": "kv_disk", "target": target, "draft": draft, "spec_length": spec_length, "kills": counts}
     record |= {"ceiling": asdict(ceiling), "kept_tokens": [shelf.num_tokens for shelf in shelves]}

@@ -22,4 +22,4 @@ def test_restarts_find_what_was_read_and_rates_are_measured(bench: Any, tmp_path
     assert len(record["kept_tokens"]) == 2, "the draft model has read the prompt, too"
     assert all(num >= 192 for num in record["kept_tokens"])
     assert all(line["is_same"] for line in lines)
-    assert all(record[name] > 0 for name in ("restored_new", "restored", "read_new", "read"))
+    assert all(record[name] > 0 for name in ("restored_new", "read_new", "part_new", "restored", "read", "part"))
