@@ -75,7 +75,7 @@ inline Scales scales_of(const Format& f, const char* head, const char* unit, int
     const auto number = [&](int what) { return load_numbers(f, head + f.number_at(f.two_levels ? 0 : group, what, first_lane)); };
     F16 scale = number(0);
     if (f.two_levels) scale = scale * load_signed(unit + f.level_at(group, 0, first_lane));
-    if (CODES::LOOKED_UP) return {scale, f16(0.0f)};
+    if (!CODES::HAS_MINIMUMS) return {scale, f16(0.0f)};
     if (f.offset == Offset::zero) return {scale, scale * f16(static_cast<float>(f.zero) - SHIFT)};
     if (f.offset == Offset::zeros) return {scale, scale * (number(1) - f16(SHIFT))};
     F16 minimum = number(1);
@@ -83,18 +83,33 @@ inline Scales scales_of(const Format& f, const char* head, const char* unit, int
     return {scale, SHIFT == 0.0f ? minimum : nmadd(scale, f16(SHIFT), minimum)};
 }
 
-// Adds a unit to the sums of ROWS rows, float32 [ROWS][32], for N sixteens of outputs.
+// What `dot` multiplies: rows of a unit and codes of sixteens of outputs, both as they lie. Where a set UNPACKS, its Operands of
+// Unpacked codes keep both as its product takes them.
+template <class CODES>
+struct Operands {
+    const char* codes;
+    void take_rows(const RoundedUnit*, size_t, int) {}
+    void take_codes(const char* packed, const int8_t*) { codes = packed; }
+    template <int FIRST, int LAST, int N, int ROWS>
+    void multiply(const int8_t* table, const RoundedUnit* x, int, I16 (&sums)[N][ROWS]) const {
+        dot<CODES, FIRST, LAST>(codes, table, x, sums);
+    }
+};
+
+// Adds a unit to the sums of ROWS rows, float32 [ROWS][32], for N sixteens of outputs. row: the first one's number.
 template <class CODES, int ROWS, int N, int GROUPS>
-inline void add_unit(const char* codes, const int8_t* table, const Scales (&scales)[N][GROUPS], const RoundedUnit* x, float* sums) {
+inline void add_unit(const Operands<CODES>& operands, const int8_t* table, const Scales (&scales)[N][GROUPS], const RoundedUnit* x,
+                     int row, float* sums) {
     const auto add_group = [&](auto group) {
         constexpr int G = group, LENGTH = UNIT_WORDS / GROUPS;
         I16 dots[N][ROWS];
-        dot<CODES, G * LENGTH, (G + 1) * LENGTH>(codes, table, x, dots);
+        operands.template multiply<G * LENGTH, (G + 1) * LENGTH>(table, x, row, dots);
         for (int r = 0; r < ROWS; ++r) {
             const F16 sum_x = f16(GROUPS == 1 ? x[r].sum : x[r].halves[G]);
             for (int n = 0; n < N; ++n) {
                 float* const at = sums + r * PANEL + n * LANES;
-                const F16 of_unit = nmadd(scales[n][G].minimum, sum_x, scales[n][G].scale * to_float(dots[n][r]));
+                F16 of_unit = scales[n][G].scale * to_float(dots[n][r]);
+                if (CODES::HAS_MINIMUMS) of_unit = nmadd(scales[n][G].minimum, sum_x, of_unit);
                 store(at, madd(f16(x[r].scale), of_unit, load(at)));
             }
         }
@@ -103,7 +118,6 @@ inline void add_unit(const char* codes, const int8_t* table, const Scales (&scal
     if constexpr (GROUPS == 2) add_group(std::integral_constant<int, 1>());
 }
 
-constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %
 // How far the weights of each panel are fetched ahead. The first cache has few places for lines that are waited for, so wide
 // registers have them fetched into the second: on an EPYC that makes a product of 8-bit codes 1.2 to 1.5 times as fast as from
 // 1,024 bytes ahead into the first, and of 4 bits up to 1.15 times. On a Xeon 4 bits took as long either way; 4 and 8 KB ahead
@@ -123,10 +137,12 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
     const size_t block_units = static_cast<size_t>(num_units) * static_cast<size_t>(stride);
     const char* first_head = nullptr;  // of the first panel
     int left = 0;                      // units of the head
+    Operands<CODES> operands;
     for (int i = 0; i < num_panels * num_rows * PANEL; i += LANES) store(sums + i, f16(0.0f));
     for (int u = 0; u < num_units; ++u, x += stride) {
         const char* const first_line = data;
         if (left-- == 0) first_head = data, data += head_bytes, left = f.head_units - 1;
+        operands.take_rows(x, block_units, num_rows);
         for (int panel = 0; panel < num_panels; ++panel) {
             const size_t at = panel_bytes * static_cast<size_t>(panel);
             const char *const head = first_head + at, *const unit = data + at;
@@ -138,10 +154,11 @@ void rows_times_panels(const Format& format, int num_units, const char* data, in
                 Scales scales[N][GROUPS];
                 for (int n = 0; n < N; ++n)
                     for (int g = 0; g < GROUPS; ++g) scales[n][g] = scales_of<CODES>(f, head, unit, g, lane + n * LANES);
+                operands.take_codes(codes, f.table);
                 int row = 0;
                 const auto take = [&](auto count) {
                     const RoundedUnit* const rows = x + static_cast<size_t>(row / TILE_ROWS) * block_units + row % TILE_ROWS;
-                    add_unit<CODES, decltype(count)::value>(codes, f.table, scales, rows, own + row * PANEL + lane);
+                    add_unit<CODES, decltype(count)::value>(operands, f.table, scales, rows, row, own + row * PANEL + lane);
                     row += decltype(count)::value;
                 };
                 while (num_rows - row >= MOST) take(std::integral_constant<int, MOST>());
@@ -177,11 +194,14 @@ void any_groups(const Format& f, int num_units, const char* data, int num_panels
                 (f.groups == 1 ? tiles_times_panel<CODES, 1> : tiles_times_panel<CODES, 2>)(f, num_units, data, units, x.num_rows, sums);
             return;
         }
+    auto product = f.groups == 1 ? rows_times_panels<CODES, 1> : rows_times_panels<CODES, 2>;
+    if constexpr (UNPACKS<CODES>)
+        if (x.num_rows > TILE_ROWS)
+            product = f.groups == 1 ? rows_times_panels<Unpacked<CODES>, 1> : rows_times_panels<Unpacked<CODES>, 2>;
     for (int first = 0; first < x.num_rows; first += NEAR_ROWS) {
         const int num_rows = x.num_rows - first < NEAR_ROWS ? x.num_rows - first : NEAR_ROWS;
-        (f.groups == 1 ? rows_times_panels<CODES, 1> : rows_times_panels<CODES, 2>)(
-            f, num_units, data, num_panels, units + units_of_blocks(x.num_rows, num_units, first / TILE_ROWS), units_stride(x.num_rows),
-            num_rows, sums + first * PANEL);
+        product(f, num_units, data, num_panels, units + units_of_blocks(x.num_rows, num_units, first / TILE_ROWS),
+                units_stride(x.num_rows), num_rows, sums + first * PANEL);
     }
 }
 
@@ -198,7 +218,8 @@ inline int quantised_panels(const Matrix& w, const Inputs& x, int panel, int las
                          : f.bits == 4 ? any_groups<Codes<4>>
                          : f.bits == 5 ? any_groups<Codes<5>>
                          : f.bits == 6 ? any_groups<Codes<6>>
-                                       : any_groups<Codes<8>>;
+                         : f.is_centred() ? any_groups<Codes<8, Lookup::none, true>>
+                                          : any_groups<Codes<8>>;
     product(f, w.num_steps / UNIT, w.panel_at(panel), count, x, sums);
     return count;
 }

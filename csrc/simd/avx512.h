@@ -174,6 +174,8 @@ template <int GROUPS>
 constexpr int SIXTEENS = GROUPS == 1 ? 2 : 1;
 constexpr bool SMALL_TABLES = false;  // whether there is another `dot` for them
 template <class CODES>
+constexpr bool UNPACKS = false;  // whether many rows have Operands of their own
+template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 
 // The exact sums over words [FIRST, LAST) of N sixteens of outputs, for ROWS rows; of codes of 8 bits less 128.

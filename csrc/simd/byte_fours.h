@@ -8,6 +8,8 @@ namespace FORERUN_ISA {
 
 constexpr bool SMALL_TABLES = false;
 template <class CODES>
+constexpr bool UNPACKS = false;  // whether many rows have Operands of their own
+template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 
 // The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to six rows take

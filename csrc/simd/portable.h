@@ -166,6 +166,8 @@ template <int GROUPS>
 constexpr int SIXTEENS = 1;  // of outputs that are taken at once
 constexpr bool SMALL_TABLES = false;
 template <class CODES>
+constexpr bool UNPACKS = false;  // whether many rows have Operands of their own
+template <class CODES>
 constexpr int MOST_ROWS = 4;  // that share decoded codes
 
 template <class CODES, int FIRST, int LAST, int N, int ROWS>
