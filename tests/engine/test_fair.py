@@ -62,7 +62,7 @@ def test_the_latest_chunks_count_and_the_usual_step_is_a_median() -> None:
     assert fair.tokens(512, 2) == pytest.approx(100 * FIRST_SHARE, abs=1), "one step that was disturbed says nothing"
     fair.observe(mixed(50, 0.5))
     assert fair.tokens(512, 2) > 70, "nor does one chunk"
-    for _ in range(40):
+    for _ in range(20):
         fair.observe(mixed(25, 0.028))  # the machine has become slower
     assert fair.tokens(512, 2) == pytest.approx(FIRST_SHARE * 20 / 0.72, abs=1)
 
@@ -96,7 +96,7 @@ def test_a_token_takes_longer_behind_many_others() -> None:
 
 def test_a_chunk_that_is_long_itself_is_dearer_than_its_first_token() -> None:
     fair = known(300.0, DECODING)
-    for _ in range(20):
+    for _ in range(15):
         for before in (0, 4_000):
             fair.observe(mixed(64, USUAL_S + 64 * (1e-3 + 1e-6 * (before + 32.5)), before))
     num = fair.tokens(10**9, 2)
