@@ -19,6 +19,8 @@ int panels_per_tile(const Backend& backend, const Matrix& w, int num_rows, int n
     return std::max({1, shared, static_cast<int>(TILE_BYTES / w.panel_bytes())});
 }
 
+constexpr int LEAST_SHARED_ROWS = 64;  // of fewer each thread rounds all for itself: to wait for others would take as long
+
 }  // namespace
 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to,
@@ -27,14 +29,26 @@ void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs
     float* sums = kept.floats(sum_floats(inputs.num_rows));
     Inputs x = inputs;
     const size_t bytes = backend.kernels.prepared_bytes(w, inputs.num_rows);
-    if (bytes > 0) x.words = static_cast<uint32_t*>(prepared.bytes(bytes));
+    const bool shares =
+        is_quantised(w.type) && inputs.num_rows >= LEAST_SHARED_ROWS && !prepare && backend.team.num_threads() > 1;
+    if (shares) {
+        const int num_rows = inputs.num_rows;
+        backend.team.tiles(thread, 1, [&](int) { backend.prepared.bytes(bytes); });  // has room for them from here on
+        backend.team.tiles(thread, (num_rows + TILE_ROWS - 1) / TILE_ROWS, [&](int block) {
+            const int first = block * TILE_ROWS, last = std::min(num_rows, first + TILE_ROWS);
+            backend.kernels.prepare(w, inputs, first, last, backend.prepared.bytes(bytes));
+        });
+    } else if (bytes > 0) {
+        x.words = static_cast<uint32_t*>(prepared.bytes(bytes));
+    }
     const int per_tile = panels_per_tile(backend, w, inputs.num_rows, w.num_panels);
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
     bool is_ready = false;
     backend.team.tiles(thread, num_tiles, [&](int tile) {
         if (!is_ready) {  // a thread without a tile may be late, and the rows may be others already
             if (prepare) prepare();
-            if (bytes > 0) backend.kernels.prepare(w, inputs, x.words);  // by each thread: a barrier would take longer
+            if (shares) x.words = static_cast<uint32_t*>(backend.prepared.bytes(bytes));
+            else if (bytes > 0) backend.kernels.prepare(w, inputs, 0, inputs.num_rows, x.words);
             is_ready = true;
         }
         backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile), sums);
@@ -62,7 +76,7 @@ void products(Backend& backend, int thread, const std::vector<Product>& all) {
         const Product& p = all[i];
         Inputs x = p.x;
         if (backend.kernels.prepared_bytes(*p.w, x.num_rows) > 0) {
-            if (ready != i) backend.kernels.prepare(*p.w, p.x, words);
+            if (ready != i) backend.kernels.prepare(*p.w, p.x, 0, x.num_rows, words);
             ready = i, x.words = words;
         }
         const int first = (tile - starts[i]) * per_tile[i];

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace forerun {
@@ -12,6 +13,7 @@ namespace forerun {
 struct Backend {
     const Kernels& kernels;
     Team team;
+    Scratch prepared;  // inputs of the product of many rows that runs now, which all threads prepare and read
     Backend(const Kernels& k, int num_threads) : kernels(k), team(num_threads) {}
 };
 

@@ -334,9 +334,9 @@ struct Kernels {
     // Product of every row with the panels [first, last). sums: sum_floats, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
     // Where prepared_bytes is not 0, `linear` gets in place of the words what `prepare` makes of them: units of int8 for
-    // quantised weights, floats where pairs of bfloat16 are widened.
+    // quantised weights, floats where pairs of bfloat16 are widened. Of rows [first, last), which are whole blocks.
     size_t (*prepared_bytes)(const Matrix&, int num_rows);
-    void (*prepare)(const Matrix&, const Inputs&, void* to);
+    void (*prepare)(const Matrix&, const Inputs&, int first, int last, void* to);
     // float32 row -> inputs of a product.
     void (*put_row)(const Inputs&, int row, const float* x, int n);
     // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).

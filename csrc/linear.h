@@ -245,7 +245,7 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
 }
 
 int quantised_panels(const Matrix& w, const Inputs& x, int panel, int last, float* sums);  // quantised.h
-void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to);
+void round_rows(const Matrix& w, const Inputs& x, int first, int last, RoundedUnit* to);
 void unpack_quantised(const Matrix& w, int row, float* out);
 
 // What `linear` needs besides the inputs, or in their place: units of int8, or bfloat16 as floats.
@@ -256,11 +256,11 @@ inline size_t prepared_bytes(const Matrix& w, int num_rows) {
     return has_wide_inputs(w, num_rows) ? 8 * steps * rows : 0;
 }
 
-inline void prepare(const Matrix& w, const Inputs& x, void* to) {
-    if (is_quantised(w.type)) return round_rows(w, x, static_cast<RoundedUnit*>(to));
+inline void prepare(const Matrix& w, const Inputs& x, int first, int last, void* to) {
+    if (is_quantised(w.type)) return round_rows(w, x, first, last, static_cast<RoundedUnit*>(to));
     uint32_t* out = static_cast<uint32_t*>(to);
-    const size_t count = static_cast<size_t>(x.num_rows) * static_cast<size_t>(x.num_steps);
-    for (size_t i = 0; i < count; ++i) out[2 * i] = x.words[i] << 16, out[2 * i + 1] = x.words[i] & 0xffff0000u;
+    const size_t steps = static_cast<size_t>(x.num_steps), end = steps * static_cast<size_t>(last);
+    for (size_t i = steps * static_cast<size_t>(first); i < end; ++i) out[2 * i] = x.words[i] << 16, out[2 * i + 1] = x.words[i] & 0xffff0000u;
 }
 
 // The inputs are those that `prepare` has written, where it has any.

@@ -51,8 +51,8 @@ inline size_t units_of_blocks(int num_rows, int num_units, int num_blocks) {
     return static_cast<size_t>(num_blocks) * static_cast<size_t>(num_units) * static_cast<size_t>(units_stride(num_rows));
 }
 
-inline void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to) {
-    for (int row = 0; row < x.num_rows; ++row) {
+inline void round_rows(const Matrix& w, const Inputs& x, int first, int last, RoundedUnit* to) {
+    for (int row = first; row < last; ++row) {
         const float* from = reinterpret_cast<const float*>(x.words + static_cast<size_t>(row) * static_cast<size_t>(w.num_steps));
         RoundedUnit* const block = to + units_of_blocks(x.num_rows, w.num_steps / UNIT, row / TILE_ROWS);
         round_row(from, w.num_in, w.num_steps, block + row % TILE_ROWS, units_stride(x.num_rows));

@@ -254,6 +254,18 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
         assert same_bits(some, whole)
 
 
+@every_isa
+def test_threads_round_many_rows_for_each_other(isa: str) -> None:
+    """Into memory that grows with the widest product so far, and that the next one writes anew."""
+    ops, alone = ops_of(isa, 3), ops_of(isa)
+    wide = {k: alone.pack(matrix_of(rows_of(SCHEMES["q4_1"], 160, k))) for k in (256, 1024, 512)}
+    for turn in range(5):
+        for k, packed in wide.items():
+            x = torch.randn(150 + turn, k, generator=seeded(turn))
+            expected = torch.cat([alone.linear(part, packed) for part in x.split(50)])
+            assert same_bits(ops.linear(x, packed), expected)
+
+
 @pytest.mark.skipif(
     "avx512" not in ISAS or not native.extension().has_byte_tiles(),
     reason="this processor multiplies no tiles of bytes",
