@@ -23,7 +23,7 @@ from forerun.types import StepReport
 LEAST_TOKENS = 1  # per step, however long they take: else a prompt might never be read
 FIRST_TOKENS = 16  # while nothing is known
 RENEWED_AFTER = 32  # steps with prompts, behind which the usual step is looked at again
-FIRST_SHARE, LEAST_SHARE = 0.9, 0.5  # of the seconds that a chunk may add
+FIRST_SHARE, LEAST_SHARE = 0.8, 0.5  # of the seconds that a chunk may add
 _MISSED, _SHARE_MISSED = 0.1, 0.005  # what a step that was too long takes off; how many may be
 _NUM_STEPS = 9  # whose median is the usual one
 _NUM_CHUNKS = 9  # whose median corrects what is expected
