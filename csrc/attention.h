@@ -54,19 +54,6 @@ void add_values(const Tile& tile, int d, const typename Tile::Weights* weights, 
         for (int c = 0; c < CHUNKS; ++c) store(states[n].values + d + c * LANES, sums[n][c]);
 }
 
-// Sets the scores of lanes that are not seen to -inf, so that their weight is exactly 0.
-inline void hide(Seen seen, F16* scores) {
-    if (seen.first == 0 && seen.last == KEY_BLOCK) return;
-    alignas(64) float lanes[LANES];
-    for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(i);
-    const F16 hidden = f16(-__builtin_inff());
-    for (int i = 0; i < VECTORS; ++i) {
-        const F16 lane = load(lanes) + f16(static_cast<float>(i * LANES));
-        scores[i] = less_than(lane, f16(static_cast<float>(seen.first)), hidden, scores[i]);
-        scores[i] = less_than(lane, f16(static_cast<float>(seen.last)), scores[i], hidden);
-    }
-}
-
 // Returns the number that is subtracted from scores: the maximum, or 0 where all scores are -inf so far, because
 // -inf - -inf would be NaN and their weights must be 0.
 inline float finite(float max) { return max == -__builtin_inff() ? 0.0f : max; }
@@ -88,7 +75,7 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
     for (int n = 0; n < N && states[n].biases; ++n)
         for (int i = 0; i < VECTORS; ++i) scores[n][i] = scores[n][i] + load(states[n].biases + i * LANES);
     for (int n = 0; n < N; ++n) {
-        hide(seen[n], scores[n]);
+        hide(seen[n], scores[n], -__builtin_inff());
         F16 top = scores[n][0];
         for (int i = 1; i < VECTORS; ++i) top = max(top, scores[n][i]);
         const float block_max = largest(top), new_max = states[n].max > block_max ? states[n].max : block_max;
@@ -103,26 +90,34 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
                 total = total + Tile::keep(weights[n], i * LANES, exp(scores[n][i] - f16(finite(states[n].max))));
         states[n].sum = states[n].sum * scales[n] + sum(total);
     }
-    constexpr int CHUNKS = Tile::template chunks<N>();
-    const Seen common = common_of<N>(seen);
-    int d = 0;
-    for (; d + CHUNKS * LANES <= tile.padded_dim; d += CHUNKS * LANES)
-        add_values<Tile, N, CHUNKS>(tile, d, weights, seen, common, scales, states);
-    for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, common, scales, states);
+    if constexpr (Tile::ADDS_BLOCKS) {
+        tile.template add_block<N>(weights, seen, any, scales, states);
+    } else {
+        constexpr int CHUNKS = Tile::template chunks<N>();
+        const Seen common = common_of<N>(seen);
+        int d = 0;
+        for (; d + CHUNKS * LANES <= tile.padded_dim; d += CHUNKS * LANES)
+            add_values<Tile, N, CHUNKS>(tile, d, weights, seen, common, scales, states);
+        for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, common, scales, states);
+    }
 }
 
-// Four queries share each load of keys and values; the remaining ones are computed one by one. The first of them fetch the
-// next block. seen: of each row, which has `group` queries.
+// Adds one block to the states of N queries, or of fewer.
+template <class Tile, int N>
+void take_some(const Tile& tile, const Seen* seen, float softcap, State* states, int num) {
+    if (num >= N) return take_block<Tile, N>(tile, seen, softcap, states);
+    if constexpr (N > 1) take_some<Tile, N - 1>(tile, seen, softcap, states, num);
+}
+
+// Some queries share each load of keys and values. The first of them fetch the next block. seen: of each row, which has `group` queries.
 template <class Tile>
 void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* states, int num_queries) {
-    for (int done = 0; done < num_queries; done += 4, states += 4) {
+    constexpr int MOST = Tile::QUERIES;
+    for (int done = 0; done < num_queries; done += MOST, states += MOST) {
         const int left = num_queries - done;
-        Seen own[4];
-        for (int n = 0; n < 4 && n < left; ++n) own[n] = seen[(done + n) / group];
-        if (left >= 4) take_block<Tile, 4>(tile, own, softcap, states);
-        if (left == 3) take_block<Tile, 3>(tile, own, softcap, states);
-        if (left == 2) take_block<Tile, 2>(tile, own, softcap, states);
-        if (left == 1) take_block<Tile, 1>(tile, own, softcap, states);
+        Seen own[MOST];
+        for (int n = 0; n < MOST && n < left; ++n) own[n] = seen[(done + n) / group];
+        take_some<Tile, MOST>(tile, own, softcap, states, left);
         tile.num_next = 0;
     }
 }
@@ -232,7 +227,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
     const int group = a.num_heads / a.num_kv_heads, dim = padded(a.head_dim), num_heads = heads.last - heads.first;
     const int per_head = (last - first) * group, count = per_head * num_heads;
     Floats memory{scratch};
-    Tile tile(memory.take(static_cast<size_t>(2 * KEY_BLOCK * dim)), a.head_dim);
+    Tile tile(memory.take(static_cast<size_t>(2 * KEY_BLOCK * dim)), a);
     const size_t all = static_cast<size_t>(count) * static_cast<size_t>(dim);
     float *values = memory.take(all), *queries = memory.take(all), *sums = memory.take(all);
     int32_t* depths = reinterpret_cast<int32_t*>(memory.take(static_cast<size_t>(last - first)));
@@ -247,7 +242,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
         for (int h = 0; h < num_heads; ++h)
             for (int g = 0; g < group; ++g) {
                 const size_t i = static_cast<size_t>(h * per_head + (row - first) * group + g);
-                states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim, queries + i * dim);
+                states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim, a.order.head(heads.first + h), queries + i * dim);
                 states[i].values = values + i * dim;
                 states[i].biases = nullptr;
                 totals[i] = {nullptr, -__builtin_inff(), 0.0f, sums + i * dim, nullptr};

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
@@ -41,14 +42,18 @@ using Places = std::unordered_map<std::string, Address>;
 struct Pools {
     std::vector<void*> keys, values;
     int block_tokens;
-    std::vector<size_t> row_bytes;  // by pool
+    std::vector<std::array<size_t, 2>> row_bytes;  // by pool: of keys and of values
     std::vector<int> kinds;         // by pool: which runs of a pass have its rows
 
-    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<size_t> bytes, std::vector<int> of)
-        : block_tokens(tokens), row_bytes(std::move(bytes)), kinds(std::move(of)) {
+    Type type;
+    bool refined;                   // whether keys in bytes have second codes
+
+    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<std::array<size_t, 2>> bytes, int type_number, bool is_refined,
+          std::vector<int> of)
+        : block_tokens(tokens), row_bytes(std::move(bytes)), kinds(std::move(of)), type(static_cast<Type>(type_number)), refined(is_refined) {
         for (Address a : k) keys.push_back(at<void>(a));
         for (Address a : v) values.push_back(at<void>(a));
-        if (row_bytes.size() == 1) row_bytes.resize(keys.size(), row_bytes[0]);
+        if (row_bytes.size() == 1) row_bytes.resize(keys.size(), std::array<size_t, 2>(row_bytes[0]));
         if (kinds.empty()) kinds.resize(keys.size());
         if (keys.size() != values.size() || keys.size() != row_bytes.size() || keys.size() != kinds.size())
             throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, and a kind");
@@ -58,9 +63,9 @@ struct Pools {
     template <bool to_pools>
     void move(size_t block, char* bytes) const {
         for (size_t p = 0; p < keys.size(); ++p) {
-            const size_t size = row_bytes[p] * static_cast<size_t>(block_tokens);
-            for (void* pool : {keys[p], values[p]}) {
-                char* const rows = static_cast<char*>(pool) + block * size;
+            for (size_t part = 0; part < 2; ++part) {
+                const size_t size = row_bytes[p][part] * static_cast<size_t>(block_tokens);
+                char* const rows = static_cast<char*>(part == 0 ? keys[p] : values[p]) + block * size;
                 std::memcpy(to_pools ? rows : bytes, to_pools ? bytes : rows, size);
                 bytes += size;
             }
@@ -68,11 +73,11 @@ struct Pools {
     }
 
     void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
-        for (const auto* pools : {&keys, &values})
-            for (size_t p = 0; p < pools->size(); ++p) {
-                char* const pool = static_cast<char*>((*pools)[p]);
-                for (size_t i = 0; i < sources.size(); ++i)
-                    std::memcpy(pool + targets[i] * row_bytes[p], pool + sources[i] * row_bytes[p], row_bytes[p]);
+        for (size_t part = 0; part < 2; ++part)
+            for (size_t p = 0; p < keys.size(); ++p) {
+                char* const pool = static_cast<char*>(part == 0 ? keys[p] : values[p]);
+                const size_t size = row_bytes[p][part];
+                for (size_t i = 0; i < sources.size(); ++i) std::memcpy(pool + targets[i] * size, pool + sources[i] * size, size);
             }
     }
 };
@@ -122,6 +127,7 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rot
     for (size_t i = 0; i < pass.sources.size(); ++i)
         pass.sources[i].first_row = pass.runs[0][i].first_row, pass.sources[i].num_rows = pass.runs[0][i].num_rows;
     pass.keys = pools.keys.data(), pass.values = pools.values.data(), pass.kinds = pools.kinds.data();
+    pass.kept = pools.type, pass.refined = pools.refined;
     pass.layers = layers;
     pass.is_normed = true;
     return pass;
@@ -244,12 +250,11 @@ void bind_model(nb::module_& m) {
              "temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match "
              "verification. position: of the first id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
-        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<size_t>, std::vector<int>>(), "keys"_a, "values"_a,
-             "block_tokens"_a, "row_bytes"_a, "kinds"_a = std::vector<int>{},
-             "kinds: of each pool, which of the runs of a pass have its rows; none = the first.")
-        .def("__init__", [](Pools* self, const Addresses& keys, const Addresses& values, int tokens,
-                            size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}, {}); },
-             "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a)
+        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<std::array<size_t, 2>>, int, bool, std::vector<int>>(), "keys"_a,
+             "values"_a, "block_tokens"_a, "row_bytes"_a, "type"_a, "refined"_a = false, "kinds"_a = std::vector<int>{},
+             "row_bytes: of keys and of values, one pair for all pools or one for each. type: 0 float32, 1 bfloat16, 2 bytes. refined: "
+             "whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a "
+             "pass have its rows; none = the first.")
         .def("save", [](const Pools& self, size_t block, Address bytes) { self.move<false>(block, at<char>(bytes)); }, Free(),
              "block"_a, "bytes"_a, "Writes the rows of a block, keys then values of each pool, to an address.")
         .def("load", [](const Pools& self, size_t block, Address bytes) { self.move<true>(block, at<char>(bytes)); }, Free(),

@@ -96,14 +96,14 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
 }
 
 // q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even.
-void attention(Backend& b, bool bfloat16, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
+void attention(Backend& b, int type, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
                int window, int block_tokens, int num_runs, const Numbers& numbers, Address out) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
     const size_t stride = static_cast<size_t>(num_heads) * dim;
-    const Attention a{bfloat16 ? Type::bfloat16 : Type::float32, at<const float>(q), stride, at<const void>(keys),
-                      at<const void>(values), num_heads, num_kv_heads, dim, window, 0, at<float>(out), stride, {}};
+    const Attention a{static_cast<Type>(type), at<const float>(q), stride, at<const void>(keys),
+                      at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {}};
     const Runs expanded(numbers, num_runs, block_tokens);
     const std::vector<Run>& runs = expanded.runs;
     int longest = 0;

@@ -17,13 +17,17 @@ constexpr int MAX_BLOCK_ROWS = 14;  // rows whose accumulators fit into the regi
 constexpr int KEY_BLOCK = 64;      // logical positions per attention block
 constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
+constexpr int VALUE_GROUP = 64;    // dimensions of values in bytes that share a scale; of keys a unit does
+constexpr int REFINED = 16;        // dimensions of keys with second codes
+constexpr int MOST_KEY_DIM = 1024 + REFINED;
+
 constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
 constexpr int UNIT_WORDS = UNIT / 4;  // 32-bit words of their codes
 constexpr int TILE_ROWS = 16;      // rows of a block of rounded inputs
 // Rows of a quantised product whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %.
 constexpr int NEAR_ROWS = 64;
 
-// int8: inputs that are rounded to it, and weights of any format that are multiplied with them.
+// int8: inputs that are rounded to it, and weights of any format that are multiplied with them; keys and values in bytes.
 enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
 FORERUN_INLINE bool is_quantised(Type type) { return type == Type::int8; }
@@ -33,6 +37,26 @@ FORERUN_INLINE int steps_of(Type type, int num_in) {
     return (num_in + inputs_per_step(type) - 1) / inputs_per_step(type);
 }
 FORERUN_INLINE size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
+
+// A head in a cache: its numbers, or in bytes (int8) their codes and behind them the scales of groups, bfloat16.
+FORERUN_INLINE int key_groups(int key_dim) { return (key_dim + UNIT - 1) / UNIT; }
+FORERUN_INLINE int value_groups(int head_dim) { return (head_dim + VALUE_GROUP - 1) / VALUE_GROUP; }
+FORERUN_INLINE size_t kept_bytes(Type type, int dim, int num_groups) {
+    const size_t numbers = static_cast<size_t>(dim);
+    return type == Type::int8 ? numbers + 2 * static_cast<size_t>(num_groups) : numbers * bytes_of(type);
+}
+
+// The order of a head's keys in bytes: dimensions whose numbers are about as large share a scale, the largest first. Where
+// key_dim is more than head_dim, the first REFINED of them have second codes at the end, of what the first ones have left, and the
+// queries have the same numbers there: where keys have a bias, some dimensions are a hundred times as large as others. of: [kv heads, key_dim], or null = as they come.
+struct KeyOrder {
+    int key_dim;
+    const uint16_t* of;
+
+    FORERUN_INLINE const uint16_t* head(int kv_head) const { return of ? of + static_cast<size_t>(kv_head) * static_cast<size_t>(key_dim) : nullptr; }
+};
+FORERUN_INLINE size_t key_bytes(Type type, const KeyOrder& order) { return kept_bytes(type, order.key_dim, key_groups(order.key_dim)); }
+FORERUN_INLINE size_t value_bytes(Type type, int head_dim) { return kept_bytes(type, head_dim, value_groups(head_dim)); }
 
 constexpr int LEAST_SMALL = -15;   // of the numbers of a small table, which are 32 at most
 
@@ -297,9 +321,10 @@ struct Attention {
     Type type;                // of keys and values
     const float* q;           // [rows, q_stride], rotated and scaled
     size_t q_stride;
-    const void* keys;         // [pool rows, num_kv_heads, head_dim]
+    const void* keys;         // [pool rows, num_kv_heads] heads, see kept_bytes; of a plain type as wide as head_dim
     const void* values;
     int num_heads, num_kv_heads, head_dim;
+    KeyOrder order;           // key_dim = head_dim unless keys are in bytes
     int window;               // 0 = none
     float softcap;            // of scores: c tanh(score / c); 0 = none
     float* out;               // [rows, out_stride] float32, or null
@@ -349,6 +374,9 @@ struct Kernels {
     // The same of pairs (2i, 2i + 1); cos and sin in the same order as above.
     void (*rope_adjacent)(const float* x, const float* cos, const float* sin, int n, float scale, float* out);
     void (*to_type)(const float* x, int n, Type type, void* out);
+    // Heads of keys or of values, float32 [num_heads, head_dim], as a cache has them.
+    void (*keep_keys)(const float* x, int num_heads, int head_dim, const KeyOrder&, Type type, void* out);
+    void (*keep_values)(const float* x, int num_heads, int head_dim, Type type, void* out);
     void (*from_type)(const void* x, int n, Type type, float* out);
     // One row of an embedding that is packed as a matrix.
     void (*unpack_row)(const Matrix&, int row, float* out);

@@ -119,6 +119,13 @@ std::vector<int> Model::kinds_of(const Pass& pass) const {
     return kinds;
 }
 
+// How a block's keys lie in the cache of a pass.
+KeyOrder Model::order_of(int block, const Pass& pass) const {
+    const int dim = parts_.blocks[static_cast<size_t>(block)].attention->head_dim;
+    if (pass.kept != Type::int8 || !pass.refined) return {dim, nullptr};
+    return {dim + REFINED, orders_[static_cast<size_t>(block)].data()};
+}
+
 // The block whose keys and values a block reads.
 int Model::keys_of(int block) const {
     const int other = parts_.blocks[static_cast<size_t>(block)].attention->keys_of;
@@ -169,6 +176,32 @@ Inputs Model::head_inputs(Room& room, const Matrix& head, int num_rows) const {
 
 // -------------------------------------------------------------------------------------------------------------- passes
 
+// The order of dimensions by how large their biases make keys wherever these are rotated to, the largest first, for each key
+// head; the first ones come again at the end. As they are where nothing is told.
+static std::vector<uint16_t> key_order(const AttentionPart& a) {
+    const int half = a.turned / 2;
+    const auto pair_of = [&](int i) {
+        if (a.rotation < 0 || i >= a.turned) return i;
+        return a.adjacent ? i ^ 1 : i < half ? i + half : i - half;
+    };
+    const float* const biases = a.makes_keys() ? a.qkv->bias : nullptr;
+    std::vector<uint16_t> order;
+    for (int head = 0; head < a.kv_heads; ++head) {
+        const auto square = [&](int i) {
+            const float b = biases ? biases[a.q_size() + head * a.head_dim + i] : 0.0f;
+            return b * b;
+        };
+        std::vector<uint16_t> own(static_cast<size_t>(a.head_dim));
+        for (size_t i = 0; i < own.size(); ++i) own[i] = static_cast<uint16_t>(i);
+        std::vector<float> sizes;
+        for (int i = 0; i < a.head_dim; ++i) sizes.push_back(pair_of(i) == i ? square(i) : square(std::min(i, pair_of(i))) + square(std::max(i, pair_of(i))));
+        std::stable_sort(own.begin(), own.end(), [&](uint16_t i, uint16_t j) { return sizes[i] > sizes[j]; });
+        order.insert(order.end(), own.begin(), own.end());
+        for (size_t i = 0; i < REFINED; ++i) order.push_back(own[i % own.size()]);
+    }
+    return order;
+}
+
 Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors)
     : backend_(backend), parts_(std::move(parts)), vectors_(std::move(vectors)) {
     const auto count = [&](const Matrix* w) {
@@ -195,6 +228,7 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
             if (block.experts->shared) count(block.experts->shared->up), count(block.experts->shared->down);
         }
         shape_of_.push_back(shape);
+        orders_.push_back(block.attention ? key_order(*block.attention) : std::vector<uint16_t>());
     }
 }
 
@@ -367,8 +401,8 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
                stored(b.qkv, stride), b);
     backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
     const int from = keys_of(index);
-    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
-                              a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
+    const Attention attention{pass.kept,   b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
+                              a.head_dim,  order_of(from, pass), a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
                               a.sees,      a.biases, a.sinks};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
     float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
@@ -477,9 +511,10 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     const Run* run = pass.runs[static_cast<size_t>(pass.kinds[index])].data();
     while (row >= run->first_row + run->num_rows) ++run;
     const int at = run->cached + run->pending + row - run->first_row;
-    const size_t offset = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(a.kv_size()) * bytes_of(parts_.type);
-    k.to_type(key, a.kv_size(), parts_.type, static_cast<char*>(pass.keys[index]) + offset);
-    k.to_type(value, a.kv_size(), parts_.type, static_cast<char*>(pass.values[index]) + offset);
+    const size_t heads = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(a.kv_heads);
+    const KeyOrder order = order_of(index, pass);
+    k.keep_keys(key, a.kv_heads, dim, order, pass.kept, static_cast<char*>(pass.keys[index]) + heads * key_bytes(pass.kept, order));
+    k.keep_values(value, a.kv_heads, dim, pass.kept, static_cast<char*>(pass.values[index]) + heads * value_bytes(pass.kept, dim));
 }
 
 // ------------------------------------------------------------------------------------------------ behind the last block

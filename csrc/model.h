@@ -30,6 +30,8 @@ struct Pass {
     void* const* keys;
     void* const* values;
     const int* kinds;
+    Type kept;     // of keys and values
+    bool refined;  // whether keys in bytes have second codes
     std::vector<int> layers;
     const float *input, *read;
     std::vector<std::pair<int, float*>> taps;
@@ -148,6 +150,7 @@ class Model {
     void join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b);
     std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
+    KeyOrder order_of(int block, const Pass& pass) const;
     std::vector<int> kinds_of(const Pass& pass) const;
     int keys_of(int block) const;
     bool alone(int num_rows) const;
@@ -157,6 +160,7 @@ class Model {
     std::vector<std::vector<float>> vectors_;
     std::vector<HeadShape> shapes_;    // of attention, each once
     std::vector<size_t> shape_of_;     // by block
+    std::vector<std::vector<uint16_t>> orders_;  // of keys, by block; of what has none they are empty
     size_t bytes_ = 0;                 // weights that a pass reads
     bool is_any_quantised_ = false;
     PerProcess<Room> room_;

@@ -1,9 +1,12 @@
-// Rounds groups of weights to 4 or 8 bits; ops/quantising.py says how, and does the same operations where there is no kernel.
+// Rounds groups of weights to 4 or 8 bits, and keys and values to bytes; ops/quantising.py and kv/rounded.py say how, and do the
+// same operations where there is no kernel.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels.h"
+#include "quantised.h"
+#include "rows.h"
 #include "scalar.h"
 #include "simd.h"
 
@@ -62,6 +65,56 @@ inline void round_to_four(const float* x, int group, const RoundedGroup& to) {
         *to.scale = scale, *to.zero = static_cast<uint8_t>(zero);
     }
     put_codes(codes[best], group, to.codes);
+}
+
+// Rounds a group of numbers to bytes. Returns what a code of 1 stands for, in the bits of bfloat16; NaN where one is not finite.
+inline uint16_t keep_group(const float* x, int num, int8_t* codes) {
+    const auto part = [&](int i) { return load_first(x + i, num - i < LANES ? num - i : LANES); };
+    F16 most = f16(0.0f), faults = f16(0.0f);
+    for (int i = 0; i < num; i += LANES) {
+        most = max(most, max(part(i), f16(0.0f) - part(i)));
+        faults = faults + (part(i) - part(i));
+    }
+    const float fault = sum(faults);
+    const uint16_t bits = float_to_bf16(largest(most) / 127.0f + fault);
+    const F16 step = f16(bf16_to_float(bits));
+    const bool has_codes = bf16_to_float(bits) >= LEAST_ROUNDED;
+    for (int i = 0; i < num; i += LANES) {
+        alignas(64) float numbers[LANES];
+        store(numbers, has_codes ? within(nearest(part(i) / step), -127.0f, 127.0f) : f16(0.0f));
+        for (int j = 0; j < LANES && i + j < num; ++j) codes[i + j] = static_cast<int8_t>(numbers[j]);
+    }
+    return has_codes || fault != 0.0f ? bits : 0;
+}
+
+inline void keep_keys(const float* x, int num_heads, int head_dim, const KeyOrder& order, Type type, void* out) {
+    if (type != Type::int8) return to_type(x, num_heads * head_dim, type, out);
+    int8_t* codes = static_cast<int8_t*>(out);
+    for (int head = 0; head < num_heads; ++head, x += head_dim, codes += key_bytes(type, order)) {
+        const uint16_t* const own = order.head(head);
+        uint16_t scales[MOST_KEY_DIM / UNIT + 1];
+        for (int first = 0; first < order.key_dim; first += UNIT) {
+            const int num = order.key_dim - first < UNIT ? order.key_dim - first : UNIT;
+            float numbers[UNIT];
+            for (int i = 0; i < num; ++i) {
+                numbers[i] = x[own ? own[first + i] : first + i];
+                if (first >= head_dim) numbers[i] -= static_cast<float>(codes[i]) * bf16_to_float(scales[0]);  // what is left
+            }
+            scales[first / UNIT] = keep_group(numbers, num, codes + first);
+        }
+        std::memcpy(codes + order.key_dim, scales, 2 * static_cast<size_t>(key_groups(order.key_dim)));
+    }
+}
+
+inline void keep_values(const float* x, int num_heads, int head_dim, Type type, void* out) {
+    if (type != Type::int8) return to_type(x, num_heads * head_dim, type, out);
+    int8_t* codes = static_cast<int8_t*>(out);
+    for (int head = 0; head < num_heads; ++head, x += head_dim, codes += value_bytes(type, head_dim))
+        for (int first = 0; first < head_dim; first += VALUE_GROUP) {
+            const int num = head_dim - first < VALUE_GROUP ? head_dim - first : VALUE_GROUP;
+            const uint16_t scale = keep_group(x + first, num, codes + first);
+            std::memcpy(codes + head_dim + first / VALUE_GROUP * 2, &scale, 2);
+        }
 }
 
 inline void round_group(const float* x, int group, int bits, const RoundedGroup& to) {

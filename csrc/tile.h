@@ -21,6 +21,19 @@ struct Seen {
     bool has(int lane) const { return lane >= first && lane < last; }
 };
 
+// Gives another value to the lanes that are not seen: -inf to scores, so that their weight is exactly 0.
+inline void hide(Seen seen, F16* lanes_of, float value) {
+    if (seen.first == 0 && seen.last == KEY_BLOCK) return;
+    alignas(64) float lanes[LANES];
+    for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(i);
+    const F16 hidden = f16(value);
+    for (int i = 0; i < VECTORS; ++i) {
+        const F16 lane = load(lanes) + f16(static_cast<float>(i * LANES));
+        lanes_of[i] = less_than(lane, f16(static_cast<float>(seen.first)), hidden, lanes_of[i]);
+        lanes_of[i] = less_than(lane, f16(static_cast<float>(seen.last)), lanes_of[i], hidden);
+    }
+}
+
 // The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout. biases: of
 // the keys of the block that it sees now, or null.
 struct State {
@@ -34,6 +47,8 @@ struct State {
 // for at once would wait for each other.
 template <class T>
 struct NextBlock {
+    static constexpr bool ADDS_BLOCKS = false;  // whether all values of a block are added at once
+    static constexpr int QUERIES = 4;  // that share each load of keys and values
     static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
     const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
     int num_next = 0;
@@ -84,17 +99,29 @@ inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
     return at;
 }
 
+// Where the rows of a pool have the key and the value of one head.
+template <class T>
+struct Kept {
+    const T *keys, *values;  // of row 0
+    int64_t key_stride, value_stride;  // from a row to the next
+
+    Kept(const Attention& a, int kv_head) {
+        const auto key_width = static_cast<int64_t>(key_bytes(a.type, a.order) / sizeof(T));
+        const auto value_width = static_cast<int64_t>(value_bytes(a.type, a.head_dim) / sizeof(T));
+        keys = static_cast<const T*>(a.keys) + kv_head * key_width, key_stride = a.num_kv_heads * key_width;
+        values = static_cast<const T*>(a.values) + kv_head * value_width, value_stride = a.num_kv_heads * value_width;
+    }
+    const T* key(int32_t row) const { return keys + row * key_stride; }
+    const T* value(int32_t row) const { return values + row * value_stride; }
+};
+
 // Where the rows of lanes [first, last) have their keys and values, of the block that begins at position `start`. All of
 // them are cached.
 template <class T>
 void find_cached(const Attention& a, const Run& run, int kv_head, int start, int first, int last, const T** keys, const T** values) {
-    const int64_t width = static_cast<int64_t>(a.num_kv_heads) * a.head_dim, offset = static_cast<int64_t>(kv_head) * a.head_dim;
-    const T *const all_keys = static_cast<const T*>(a.keys) + offset, *const all_values = static_cast<const T*>(a.values) + offset;
+    const Kept<T> kept(a, kv_head);
     const int32_t* const rows = run.rows + start;
-    for (int lane = first; lane < last; ++lane) {
-        keys[lane] = all_keys + rows[lane] * width;
-        values[lane] = all_values + rows[lane] * width;
-    }
+    for (int lane = first; lane < last; ++lane) keys[lane] = kept.key(rows[lane]), values[lane] = kept.value(rows[lane]);
 }
 
 // Has the cached rows of the block that begins at position `start` prefetched while the one before it is read: they lie far
@@ -111,15 +138,13 @@ template <class Tile>
 void fill_tile(const Attention& a, const Run& run, Tile& tile, int kv_head, int start, int first, int last, int row,
                int own_depth) {
     using T = typename Tile::Stored;
-    const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
+    const Kept<T> kept(a, kv_head);
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
     const int committed = run.cached - start, own = committed < first ? first : committed < last ? committed : last;
     find_cached(a, run, kv_head, start, first, own, keys, values);
     for (int lane = own; lane < last; ++lane) {
         const int index = run.cached + ancestor_at(run, row, own_depth, lane - committed);
-        const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
-        keys[lane] = static_cast<const T*>(a.keys) + at;
-        values[lane] = static_cast<const T*>(a.values) + at;
+        keys[lane] = kept.key(run.rows[index]), values[lane] = kept.value(run.rows[index]);
     }
     tile.put_keys(first, last, keys);
     tile.put_values(first, last, values);

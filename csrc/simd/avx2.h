@@ -135,6 +135,26 @@ inline __m256i weight_codes(const char* codes, int j, __m256i table) {
 template <int GROUPS>
 constexpr int SIXTEENS = 1;  // of outputs that are taken at once
 
+// ---------------------------------------------------------------------------------------------------- fours of bytes
+
+inline I16 no_sums() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+inline I16 load_fours(const int8_t* p) {
+    const __m256i* fours = reinterpret_cast<const __m256i*>(p);
+    return {{_mm256_loadu_si256(fours), _mm256_loadu_si256(fours + 1)}};
+}
+inline void put_bytes(F16 a, uint8_t* to) {
+    const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+    const __m256i shorts = _mm256_permute4x64_epi64(mixed, 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+// Puts sums of what `put_fours` has made into the order of the dimensions.
+inline void order_sums(I16 (&sums)[2]) {
+    const __m256i a = sums[0].v[0], b = sums[0].v[1], c = sums[1].v[0], d = sums[1].v[1];
+    sums[0] = {{_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(c, d, 0x20)}};
+    sums[1] = {{_mm256_permute2x128_si256(a, b, 0x31), _mm256_permute2x128_si256(c, d, 0x31)}};
+}
+
 // ---------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int VECTOR_BYTES = 32;

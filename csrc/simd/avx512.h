@@ -201,6 +201,24 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
     }
 }
 
+// ---------------------------------------------------------------------------------------------------- fours of bytes
+
+constexpr float MOST_WEIGHT = 255.0f;  // a code without a sign that `add_fours` takes
+
+inline I16 no_sums() { return {_mm512_setzero_si512()}; }
+inline I16 load_fours(const int8_t* p) { return {_mm512_loadu_si512(p)}; }
+// Adds the products of four codes without a sign and sixteen fours of codes.
+inline I16 add_fours(I16 sums, int32_t weights, I16 fours) { return {_mm512_dpbusd_epi32(sums.v, _mm512_set1_epi32(weights), fours.v)}; }
+inline void put_bytes(F16 a, uint8_t* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Puts sums of what `put_fours` has made into the order of the dimensions.
+inline void order_sums(I16 (&sums)[2]) {
+    const __m512i a = sums[0].v, b = sums[1].v;
+    sums[0].v = _mm512_shuffle_i32x4(a, b, 0x88);
+    sums[1].v = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
+
 // ---------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int VECTOR_BYTES = 64;

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "../linear.h"
+#include "../rounded_tile.h"
 #include "../tile.h"
 
 namespace forerun {
@@ -20,7 +21,7 @@ struct PairLayout : NextBlock<uint16_t> {
 
     explicit PairLayout(int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
 
-    const void* query(const float* q, float* memory) const {
+    const void* query(const float* q, const uint16_t*, float* memory) const {
         uint16_t* halves = reinterpret_cast<uint16_t*>(memory);
         for (int d = 0; d < dim; d += LANES) narrow(load_first(q + d, dim - d), halves + d);
         return halves;
@@ -63,7 +64,7 @@ struct PairLayout : NextBlock<uint16_t> {
 struct PairRowTile : PairLayout {
     const uint16_t *keys[KEY_BLOCK], *values[KEY_BLOCK];
 
-    PairRowTile(float*, int head_dim) : PairLayout(head_dim) {}
+    PairRowTile(float*, const Attention& a) : PairLayout(a.head_dim) {}
 
     void put_keys(int first, int last, const uint16_t* const* rows) {
         for (int lane = first; lane < last; ++lane) keys[lane] = rows[lane];
@@ -113,8 +114,8 @@ struct PairTile : PairLayout {
     uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
     uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
 
-    PairTile(float* memory, int head_dim)
-        : PairLayout(head_dim), keys(reinterpret_cast<uint32_t*>(memory)), values(keys + padded(head_dim) * KEY_BLOCK) {}
+    PairTile(float* memory, const Attention& a)
+        : PairLayout(a.head_dim), keys(reinterpret_cast<uint32_t*>(memory)), values(keys + padded_dim * KEY_BLOCK) {}
 
     void put_key(int lane, const uint16_t* key) const {
         for (int d = 0; d < dim / 2; ++d) std::memcpy(keys + d * KEY_BLOCK + lane, key + 2 * d, 4);
@@ -191,11 +192,11 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     float* keys;                    // [dim][64]; of pairs, the odd dimension is before the even one
     const T* values[KEY_BLOCK];     // stay where they are
 
-    TurnedTile(float* memory, int head_dim)
-        : Dimensions<DIM>(head_dim), keys(memory) {}
+    TurnedTile(float* memory, const Attention& a)
+        : Dimensions<DIM>(a.head_dim), keys(memory) {}
 
     // The dimensions in the order of the keys.
-    const void* query(const float* q, float* memory) const {
+    const void* query(const float* q, const uint16_t*, float* memory) const {
         if constexpr (PAIRS) {
             alignas(64) uint16_t halves[LANES];
             for (int d = 0; d < dim; d += LANES) {
@@ -336,6 +337,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
 // Calls `use` with the type of the tile that suits so many queries of each key head.
 template <class Use>
 void with_tile(const Attention& a, int num_queries, const Use& use) {
+    if (a.type == Type::int8) return with_rounded_tile(a, use);
     if (a.type == Type::float32 && a.head_dim == 64) return use(As<TurnedTile<float, 64>>());
     if (a.type == Type::float32) return use(As<TurnedTile<float>>());
     if (widens_pairs && a.head_dim == 64) return use(As<TurnedTile<uint16_t, 64>>());

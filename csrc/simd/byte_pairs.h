@@ -27,6 +27,16 @@ inline __m256i numbers_of(const int8_t* table, bool is_small) {
     return is_small ? _mm256_sub_epi8(numbers, _mm256_set1_epi8(LEAST_SMALL)) : numbers;
 }
 
+constexpr float MOST_WEIGHT = 127.0f;  // a code without a sign that `add_fours` takes: two products just fit into 16 bits
+
+// Adds the products of four codes without a sign and sixteen fours of codes.
+inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
+    const __m256i spread = _mm256_set1_epi32(weights), ones = _mm256_set1_epi16(1);
+    for (int i = 0; i < 2; ++i)
+        sums.v[i] = _mm256_add_epi32(sums.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(spread, fours.v[i]), ones));
+    return sums;
+}
+
 // The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to four rows take
 // the two registers of outputs at once, more rows one after the other.
 template <class CODES, int FIRST, int LAST, int N, int ROWS>

@@ -186,6 +186,44 @@ inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I
     }
 }
 
+// ---------------------------------------------------------------------------------------------------- fours of bytes
+
+constexpr float MOST_WEIGHT = 255.0f;  // a code without a sign that `add_fours` takes
+
+inline I16 no_sums() { return {}; }
+inline I16 load_fours(const int8_t* p) {
+    I16 found;
+    std::memcpy(found.v, p, sizeof found.v);
+    return found;
+}
+// Adds the products of four codes without a sign and sixteen fours of codes.
+inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
+    uint8_t w[4];
+    std::memcpy(w, &weights, 4);
+    for (int i = 0; i < LANES; ++i) {
+        int8_t x[4];
+        std::memcpy(x, fours.v + i, 4);
+        for (int k = 0; k < 4; ++k) sums.v[i] += w[k] * x[k];
+    }
+    return sums;
+}
+inline void put_bytes(F16 a, uint8_t* to) {
+    for (int i = 0; i < LANES; ++i) to[i] = static_cast<uint8_t>(to_bits(a.v[i] + 12582912.0f) & 0xff);  // as in round_codes
+}
+// 32 bytes of four rows, byte by byte; order_sums puts sums of them into the order of the dimensions.
+inline void put_fours(const int8_t* const* rows, int8_t* to) {
+    for (int i = 0; i < UNIT; ++i)
+        for (int k = 0; k < 4; ++k) to[4 * i + k] = rows[k][i];
+}
+inline void order_sums(I16 (&)[2]) {}
+// Some words from `at` on of 8 rows, word by word: [words][8 rows].
+inline void turn(const int8_t* const* rows, int at, int num_words, char* to) {
+    for (int j = 0; j < num_words; ++j)
+        for (int i = 0; i < 8; ++i) std::memcpy(to + 32 * j + 4 * i, rows[i] + at + 4 * j, 4);
+}
+inline void turn_words(const int8_t* const* rows, int at, char* to) { turn(rows, at, 8, to); }
+inline void turn_four_words(const int8_t* const* rows, int at, char* to) { turn(rows, at, 4, to); }
+
 // ---------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int VECTOR_BYTES = 16;

@@ -4,6 +4,7 @@
 // fixed tree adds.
 #pragma once
 
+#include "../rounded_tile.h"
 #include "../tile.h"
 
 namespace forerun {
@@ -16,10 +17,10 @@ struct RowTile : Dimensions<DIM>, NextBlock<T> {
     static constexpr bool DENORMALS_ARE_ZERO = false;
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
 
-    RowTile(float*, int head_dim) : Dimensions<DIM>(head_dim) {}
+    RowTile(float*, const Attention& a) : Dimensions<DIM>(a.head_dim) {}
 
     // With zeros behind the last dimension, where the next head's numbers are.
-    const void* query(const float* q, float* memory) const {
+    const void* query(const float* q, const uint16_t*, float* memory) const {
         for (int d = 0; d < dim; d += LANES) store(memory + d, load_first(q + d, dim - d));
         return memory;
     }
@@ -88,6 +89,7 @@ struct RowTile : Dimensions<DIM>, NextBlock<T> {
 // Calls `use` with the type of the tile that suits so many queries of each key head.
 template <class Use>
 void with_tile(const Attention& a, int, const Use& use) {
+    if (a.type == Type::int8) return with_rounded_tile(a, use);
     if (a.type == Type::float32) return use(As<RowTile<float>>());
     if (a.head_dim == 64) return use(As<RowTile<uint16_t, 64>>());
     if (a.head_dim == 128) return use(As<RowTile<uint16_t, 128>>());

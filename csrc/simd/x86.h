@@ -39,5 +39,53 @@ inline void round_codes(const float* x, int8_t* codes, float* sums) {
     _mm_storel_pi(reinterpret_cast<__m64*>(sums), halves);
 }
 
+// The 8 words from `at` on of 8 rows, word by word: [8 words][8 rows].
+inline void turn_words(const int8_t* const* rows, int at, char* to) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    __m256i* const words = reinterpret_cast<__m256i*>(to);
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_si256(words + i, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+        _mm256_storeu_si256(words + i + 4, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+    }
+}
+
+// The same of 4 words.
+inline void turn_four_words(const int8_t* const* rows, int at, char* to) {
+    __m256i a[4];
+    const auto half = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
+    for (int i = 0; i < 4; ++i) a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(i)), half(i + 4), 1);
+    const __m256i b[] = {_mm256_unpacklo_epi32(a[0], a[1]), _mm256_unpackhi_epi32(a[0], a[1]), _mm256_unpacklo_epi32(a[2], a[3]),
+                         _mm256_unpackhi_epi32(a[2], a[3])};
+    __m256i* const words = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(words, _mm256_unpacklo_epi64(b[0], b[2]));
+    _mm256_storeu_si256(words + 1, _mm256_unpackhi_epi64(b[0], b[2]));
+    _mm256_storeu_si256(words + 2, _mm256_unpacklo_epi64(b[1], b[3]));
+    _mm256_storeu_si256(words + 3, _mm256_unpackhi_epi64(b[1], b[3]));
+}
+
+// 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into that of
+// the dimensions.
+inline void put_fours(const int8_t* const* rows, int8_t* to) {
+    const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i])); };
+    const __m256i a = _mm256_unpacklo_epi8(row(0), row(1)), b = _mm256_unpackhi_epi8(row(0), row(1));
+    const __m256i c = _mm256_unpacklo_epi8(row(2), row(3)), d = _mm256_unpackhi_epi8(row(2), row(3));
+    __m256i* const fours = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(fours, _mm256_unpacklo_epi16(a, c));
+    _mm256_storeu_si256(fours + 1, _mm256_unpackhi_epi16(a, c));
+    _mm256_storeu_si256(fours + 2, _mm256_unpacklo_epi16(b, d));
+    _mm256_storeu_si256(fours + 3, _mm256_unpackhi_epi16(b, d));
+}
+
 }  // namespace FORERUN_ISA
 }  // namespace forerun

@@ -316,6 +316,7 @@ class Spec:
             layers=None if len(own) == self.num_layers else own,
             sizes=None if len(set(sizes)) == 1 else sizes,
             windows=_cached_windows(found) if self.has_windows else None,
+            refined_keys=any(a.qkv_bias for a in found) and all(a.head_dim % KEY_GROUP == 0 for a in found),
         )
 
     @property
@@ -363,6 +364,10 @@ def _ropes(spec: Spec) -> list[Rope]:
     return [a.rope for block in spec.blocks if (a := block.attention) is not None and a.rope is not None]
 
 
+# Of keys and values in 8 bits, as in csrc/kernels.h: dimensions that share a scale; those of keys with second codes.
+KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 16
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """The sizes that decide what one token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
@@ -370,6 +375,7 @@ class CacheShape:
     layers: those whose keys and values are kept, ascending, where a model runs no others or they read those of another
     layer; None = all. sizes: num_kv_heads and head_dim of each layer where they differ, the others being the largest.
     windows: how many positions a row sees of each layer, its own included, None = all; None = all in every layer.
+    refined_keys: whether keys in 8 bits have second codes where a bias makes some dimensions large, see kv/rounded.py.
     """
 
     num_layers: int
@@ -378,6 +384,7 @@ class CacheShape:
     layers: tuple[int, ...] | None = None
     sizes: tuple[tuple[int, int], ...] | None = None
     windows: tuple[int | None, ...] | None = None
+    refined_keys: bool = False
 
     @cached_property
     def kinds(self) -> Seq[int | None]:
@@ -407,7 +414,15 @@ class CacheShape:
     def bytes_per_token(self, dtype: torch.dtype, kind: int | None = None) -> int:
         """Return the bytes of keys and values of one token over all layers, or over those of a kind."""
         layers = [layer for layer in self.kept if kind is None or self.kind_of(layer) == kind]
-        return 2 * sum(math.prod(self.size_of(layer)) for layer in layers) * dtype.itemsize
+        return dtype.itemsize * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
+
+    def widths_of(self, layer: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return how many numbers of this type a head of keys and one of values take, with their scales in 8 bits."""
+        dim = self.size_of(layer)[1]
+        if str(dtype) != "torch.int8":  # torch is not loaded for a spec
+            return dim, dim
+        key_dim = dim + REFINED * self.refined_keys
+        return key_dim + 2 * -(-key_dim // KEY_GROUP), dim + 2 * -(-dim // VALUE_GROUP)
 
     def within(self, num_tokens: int) -> CacheShape:
         """Return the shape of a cache of texts of at most so many tokens: a window that sees all of them is none."""

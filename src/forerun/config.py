@@ -158,6 +158,12 @@ class EngineConfig:
         "paged (blocks of 16 tokens) or contiguous (one block per sequence)",
         choices=("paged", "contiguous"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "numbers of the KV cache: auto (as weights are computed), bfloat16, float32, or int8, which takes about half "
+        "of bfloat16's memory and is faster at long contexts; on a CPU",
+        choices=("auto", "bfloat16", "float32", "int8"),
+    )
     kv_cache_tokens: int | None = option(
         None,
         "tokens in the KV cache; none = max_batch_size * max_seq_len, and where max_seq_len is not given 4096 for each "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun import blocks
 from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.kv.pool import type_number
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
 from ops.native_cases import NAN, ops_of, seeded
@@ -274,8 +275,8 @@ class Native:
             torch.full((2, num_slots * NUM_POSITIONS, heads * dim), NAN, dtype=dtype) for heads, dim in shapes
         ]
         keys, values = ([pool[i].data_ptr() for pool in self.pools] for i in (0, 1))
-        sizes = [heads * dim * dtype.itemsize for heads, dim in shapes]
-        self.native_pools = ops.extension.Pools(keys, values, 1, sizes)
+        sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
+        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, type_number(dtype))
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []

@@ -223,20 +223,28 @@ def tokens_of(num: int, seed: int, vocab_size: int = 77) -> list[int]:
 class Session:
     """A decoder with a cache: some sequences that grow pass by pass.
 
-    layout: tokens of a block, 0 = one block for the whole sequence. Blocks are handed out in shuffled order, and rows
-    that were never written are NaN.
+    layout: tokens of a block, 0 = one block for the whole sequence. kept: the type of the cache, None = the model's.
+    Blocks are handed out in shuffled order, and rows that were never written are NaN.
     """
 
-    def __init__(self, model: TorchModel, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: TorchModel,
+        layout: int = 16,
+        *,
+        max_seq_len: int = 640,
+        seed: int = 0,
+        kept: torch.dtype | None = None,
+    ) -> None:
         self.model, block = model, layout or max_seq_len
         num_blocks = 4 * -(-max_seq_len // block)
         shape, device = model.config.cache_shape, torch.device("cpu")
         self.cache = BlockCache(
-            shape, block_tokens=block, num_blocks=num_blocks, dtype=model.cache_dtype, device=device
+            shape, block_tokens=block, num_blocks=num_blocks, dtype=kept or model.cache_dtype, device=device
         )
         for pool in self.cache.pools:
-            pool.keys.fill_(NAN)
-            pool.values.fill_(NAN)
+            for part in (pool.keys, pool.values):
+                part.view(torch.int8).fill_(-1)  # whose scales in 8 bits are NaN, too
         np.random.default_rng(seed).shuffle(self.cache._free)
 
     def run(

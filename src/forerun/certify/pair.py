@@ -150,7 +150,7 @@ class Plain:
             "contiguous",
             max_batch_size=1,
             max_seq_len=llm.engine.max_seq_len,
-            dtype=model.cache_dtype,
+            dtype=getattr(runner.cache, "dtype", model.cache_dtype),  # as kv_cache_dtype says
             device=model.device,
         )
         cache.open(0)

@@ -339,6 +339,7 @@ CHAT_ENGINE = (
     "dtype",
     "quantization",
     "max_seq_len",
+    "kv_cache_dtype",
     "kv_cache_tokens",
     "kv_disk",
     "config",

@@ -295,6 +295,7 @@ class Target:
     max_batch_size: int
     max_seq_len: int  # tokens
     kv_cache_backend: Backend
+    kv_cache_dtype: str = "auto"  # of caches of draft models that can be computed with it
     kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = max_batch_size * max_seq_len
     prefix_caching: bool = True  # in a cache of the drafter's own
     auto: str = WITHOUT_MODEL  # what the drafter `auto` is for this target

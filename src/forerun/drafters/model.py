@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from forerun import ops
 from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target, needs_a_model
@@ -700,7 +701,7 @@ def cache_for(model: Model, target: Target, layers: Seq[int] | None = None, *, k
         max_batch_size=target.max_batch_size * getattr(model.config, "num_slots", 1),
         max_seq_len=target.max_seq_len,
         num_tokens=target.kv_cache_tokens,
-        dtype=model.cache_dtype,
+        dtype=ops.kv_dtype(target.kv_cache_dtype, model, must=False),
         device=model.device,
         prefix_caching=target.prefix_caching,
     )

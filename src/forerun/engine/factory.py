@@ -176,7 +176,11 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
         drafters.resolve(draft, auto)
     folder = target_files(config)
     spec = read_config(read_raw_config(folder, config.ignored_config_keys))
-    ops.resolve(config.ops, torch_device(config.device).type, spec)
+    name = ops.resolve(config.ops, torch_device(config.device).type, spec)
+    if config.kv_cache_dtype == "int8" and "int8" not in ops.kv_dtypes(name):
+        raise BadOption(
+            f"kv_cache_dtype='int8' is built for a CPU's native operators, not for ops={name!r}: leave it out"
+        )
     room = room_of(config, spec)
     pool_tokens(
         config.kv_cache_backend,
@@ -519,7 +523,7 @@ def build(
         max_batch_size=config.max_batch_size * model.config.num_slots,
         max_seq_len=room.max_seq_len,
         num_tokens=room.kv_cache_tokens,
-        dtype=model.cache_dtype,
+        dtype=ops.kv_dtype(config.kv_cache_dtype, model),
         device=model.device,
         prefix_caching=config.prefix_caching,
     )
@@ -620,6 +624,7 @@ def _drafters_target(
         max_batch_size=config.max_batch_size,
         max_seq_len=room.max_seq_len,
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
+        kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_tokens=room.kv_cache_tokens,
         prefix_caching=config.prefix_caching,
         auto=auto_of(checkpoint, config, has_loaded_draft=draft is not None),

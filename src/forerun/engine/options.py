@@ -32,6 +32,7 @@ class LLMOptions(TypedDict, total=False):
     chat_template: str | Path | None
     ops: str
     kv_cache_backend: str
+    kv_cache_dtype: str
     kv_cache_tokens: int | None
     max_batch_size: int
     max_seq_len: int | None

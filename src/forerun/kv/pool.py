@@ -17,23 +17,51 @@ from torch import Tensor
 from forerun import native
 from forerun.blocks import CacheShape
 from forerun.errors import CapacityError
+from forerun.kv.rounded import plain_keys, plain_values, rounded_keys, rounded_values
+
+KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}  # of kv_cache_dtype, by name
+
+
+def type_number(dtype: torch.dtype) -> int:
+    """Return how native operators call the type of a cache; what they compute nothing with counts as float32."""
+    return {torch.bfloat16: 1, torch.int8: 2}.get(dtype, 0)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache."""
+    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache.
+
+    In 8 bits a head is as wide as kv/rounded.py stores it. head_dim, refined: as there, of a pool in 8 bits.
+    """
 
     keys: Tensor
     values: Tensor
+    head_dim: int = 0
+    refined: bool = False
 
     def write(self, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
+        if self.keys.dtype == torch.int8:
+            self.keys[rows] = rounded_keys(keys, refined=self.refined)
+            self.values[rows] = rounded_values(values)
+            return
         self.keys[rows] = keys.to(self.keys.dtype)
         self.values[rows] = values.to(self.values.dtype)
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; a slice is not copied."""
+        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; a slice is not copied.
+
+        Those in 8 bits are float32, in the order of kv/rounded.py.
+        """
+        if self.keys.dtype == torch.int8:
+            keys = plain_keys(self.keys[rows], self.head_dim, refined=self.refined)
+            return keys, plain_values(self.values[rows], self.head_dim)
         return self.keys[rows], self.values[rows]
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """The bytes of a row of keys and of one of values."""
+        return self.keys[:1].nbytes, self.values[:1].nbytes
 
 
 class Pools:
@@ -46,7 +74,7 @@ class Pools:
     def __init__(
         self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._shape = shape
         self._block_tokens = block_tokens
         self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens, num_blocks, dtype, device), strict=True))
@@ -77,11 +105,11 @@ class Pools:
             return
         source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
         for pool in self._of_kind[kind]:
-            pool.write(target, *pool.read(source))
+            pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
 
     def record_bytes(self, kind: int) -> int:
         """Return the bytes of one block in all layers of a kind."""
-        return sum(2 * self._block_tokens * pool.keys[:1].nbytes for pool in self._of_kind[kind])
+        return sum(self._block_tokens * sum(pool.row_bytes) for pool in self._of_kind[kind])
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
         """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer."""
@@ -113,8 +141,9 @@ class Pools:
             return None
         keys = [pool.keys.data_ptr() for pool in pools]
         values = [pool.values.data_ptr() for pool in pools]
-        row_bytes = [pool.keys[:1].nbytes for pool in pools]
-        return extension.Pools(keys, values, block_tokens, row_bytes, list(kinds) or [0] * len(keys))
+        row_bytes = [pool.row_bytes for pool in pools]
+        kinds, refined = list(kinds) or [0] * len(keys), self._shape.refined_keys
+        return extension.Pools(keys, values, block_tokens, row_bytes, type_number(self._dtype), refined, kinds)
 
 
 def _allocated(
@@ -124,14 +153,17 @@ def _allocated(
 
     They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
     """
-    sizes = [(block_tokens * num_blocks[shape.kind_of(layer)], *shape.size_of(layer)) for layer in shape.kept]
+    sizes = list[tuple[int, int, int]]()
+    for layer in shape.kept:
+        rows, (heads, _) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
+        sizes += [(rows, heads, width) for width in shape.widths_of(layer, dtype)]
     try:
-        keys = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-        values = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        made = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
-        num_gb = 2 * sum(map(math.prod, sizes)) * dtype.itemsize / 1e9
+        num_gb = sum(map(math.prod, sizes)) * dtype.itemsize / 1e9
         raise CapacityError(
             f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
             "or kv_cache_tokens; forerun plan says what fits"
         ) from error
-    return list(map(Pool, keys, values))
+    dims = [shape.size_of(layer)[1] for layer in shape.kept]
+    return [Pool(made[2 * i], made[2 * i + 1], dim, shape.refined_keys) for i, dim in enumerate(dims)]

@@ -333,7 +333,9 @@ class _Needs:
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
     def _cache_dtype_of(self, name: str) -> torch.dtype:
-        return self.sizes[self.backend_of[name]].cache_dtype_of(name)
+        own, option = self.backend_of[name], self.config.kv_cache_dtype
+        dtype = self.sizes[own].cache_dtype_of(name)
+        return dtype if name in self.beside else ops.kv_dtypes(own).get(option, dtype)
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
         tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)

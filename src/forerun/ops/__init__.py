@@ -8,6 +8,7 @@ A backend's file says
     usable(device) -> reason or None            what keeps it from "cpu" or "cuda", as a sentence goes on
     supports(spec) -> reason or None            why it does not compute a model
     row_invariant                               whether the bits of a row depend on that row alone
+    KV_DTYPES                                   kv_cache_dtype -> dtype of a cache; left out = the model's own alone
     make() -> operators                         with the interface of reference.py, for heads and single products
     load(spec, weights, operators, consume=)    a model; see `load_model`
     sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
@@ -26,6 +27,8 @@ from forerun.errors import BadOption, UnsupportedModel
 from forerun.registry import stated, unknown
 
 if TYPE_CHECKING:
+    from torch import dtype as Dtype
+
     from forerun.blocks import Spec
     from forerun.ops.cpu_model import CpuModel
     from forerun.ops.memory import Sizes, Wanted
@@ -113,6 +116,25 @@ def _ranked(device: str) -> Iterator[str]:
 def make(name: str, device: str, spec: Spec | None = None) -> ReferenceOps:
     """Return the operators of a backend; those of one backend are the same object. Raises as `resolve`."""
     return backend(resolve(name, device, spec)).make()
+
+
+def kv_dtype(option: str, model: Any, *, must: bool = True) -> Dtype:
+    """Return the type of a cache for a model, by the option kv_cache_dtype.
+
+    must: whether a type that its operators do not compute with raises BadOption; else it is the model's own.
+    """
+    own: Dtype = model.cache_dtype
+    if option == "auto" or str(own) == f"torch.{option}":
+        return own
+    found: Dtype | None = kv_dtypes(getattr(model.ops, "name", "")).get(option)
+    if found is None and must:
+        raise BadOption(f"kv_cache_dtype={option!r} is built for the native operators of a CPU alone: leave it out")
+    return own if found is None else found
+
+
+def kv_dtypes(name: str) -> Mapping[str, Dtype]:
+    """Return the types of a cache that a backend computes with beside its models' own, by kv_cache_dtype."""
+    return getattr(backends().get(name), "KV_DTYPES", {})
 
 
 def load_model(

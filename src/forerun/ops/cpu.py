@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun import native
 from forerun.blocks import Spec
 from forerun.errors import CapacityError, InternalError
-from forerun.kv.pool import Pool
+from forerun.kv.pool import KV_DTYPES as KV_DTYPES, Pool, type_number
 from forerun.ops.cpu_memory import NativeSizes
 from forerun.ops.cpu_model import CpuModel, address
 from forerun.ops.memory import Sizes, Wanted
@@ -303,7 +303,7 @@ class CpuOps(ReferenceOps):
         out = torch.empty_like(q)
         numbers = run_numbers(view.batch, [rows.tolist() for rows in view.read_rows])
         self.backend.attention(
-            pool.keys.dtype == torch.bfloat16,
+            type_number(pool.keys.dtype),
             q.data_ptr(),
             pool.keys.data_ptr(),
             pool.values.data_ptr(),

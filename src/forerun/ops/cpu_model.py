@@ -27,6 +27,7 @@ from forerun.blocks import (
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
+from forerun.kv.pool import type_number
 from forerun.ops.packed import PackedMatrix, distances_of, run_numbers, source_numbers
 from forerun.ops.passes import batch_of_sources, check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantised import QuantisedMatrix, dequantised
@@ -234,8 +235,10 @@ class CpuModel:
         tokens, positions = batch.ids()
         shape, num = encoder.cache_shape, encoder.num_layers
         kept = torch.empty(2, len(tokens), shape.num_kv_heads, shape.head_dim, dtype=self.cache_dtype)  # of one layer
+        number = type_number(self.cache_dtype)
         row_bytes = shape.num_kv_heads * shape.head_dim * self.cache_dtype.itemsize
-        pools = self.ops.extension.Pools([address(kept[0])] * num, [address(kept[1])] * num, 1, row_bytes)
+        addresses = [address(kept[0])] * num, [address(kept[1])] * num
+        pools = self.ops.extension.Pools(*addresses, 1, [(row_bytes, row_bytes)], number)
         rows = torch.empty(len(tokens), encoder.hidden_size)
         made.forward(
             tokens,
