@@ -25,6 +25,7 @@ from rich.console import Console
 
 from benchmarks.peers import say
 from benchmarks.start import start
+from forerun import ops
 from forerun.bench import latency
 from forerun.bench.plans import Plan
 from forerun.bench.tables import Column, table
@@ -51,6 +52,7 @@ NUM_PROMPTS = 240  # of held-out code, all there are
 AS_IT_IS = "file"  # the variant that computes with the checkpoint's own quantised weights
 BASE = "bfloat16"
 VARIANTS = ("float32", BASE, "int8", "int4")
+EIGHT_BIT_CACHE = "+kv_int8"  # behind the name of a variant: the same with keys and values in 8 bits
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class QualityPlan(Plan):
 
     variants: tuple[str, ...] = option(
         (),
-        "float32, bfloat16, int8, int4[:group=N], or file: a quantised checkpoint as it is",
+        "float32, bfloat16, int8, int4[:group=N], or file: a quantised checkpoint as it is; each also with "
+        "+kv_int8 behind it, for a KV cache in 8 bits",
         flag="--variant",
         usual="all that are possible",
     )
@@ -99,14 +102,16 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
         say("loading ...")
         given, folder = load_target(config), target_path(config)
         is_quantised = any(stored.scheme is not None for stored in open_source(folder).tensors.values())
-        if AS_IT_IS in plan.variants and not is_quantised:
+        if AS_IT_IS in map(_weights_of, plan.variants) and not is_quantised:
             raise BadOption(f"--variant {AS_IT_IS} is not possible: {folder} is not quantised; name another variant")
         if is_quantised:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-quality-")))
             _write_dense(config, given, folder)
         names = plan.variants or (*VARIANTS, *([AS_IT_IS] if is_quantised else []))
         names = tuple(dict.fromkeys((BASE, *names)))
-        loaded = {name: given if name == AS_IT_IS else _load(folder, name, given) for name in names}
+        weights = dict.fromkeys(map(_weights_of, names))
+        made = {name: given if name == AS_IT_IS else _load(folder, name, given) for name in weights}
+        loaded = {name: made[_weights_of(name)] for name in names}
         ids = text_ids(given, config, plan)
         window = min(plan.window_tokens, given.model.config.max_positions)
         windows = [ids[first : first + window] for first in range(0, len(ids) - 1, window)]
@@ -130,7 +135,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
 
 def _check(plan: QualityPlan) -> None:
     """Raise BadOption or NotFound for what is not possible, before anything is loaded."""
-    for name in plan.variants:
+    for name in map(_weights_of, plan.variants):
         if name not in (*DTYPES, AS_IT_IS):
             try:
                 Quantization.parse(name)
@@ -141,6 +146,10 @@ def _check(plan: QualityPlan) -> None:
                 ) from error
     if plan.text_file is not None and not plan.text_file.is_file():
         raise NotFound(f"--text-file {plan.text_file} is no file: name one with text")
+
+
+def _weights_of(variant: str) -> str:
+    return variant.removesuffix(EIGHT_BIT_CACHE)
 
 
 def about_text(config: EngineConfig, plan: QualityPlan) -> str:
@@ -206,7 +215,10 @@ class Sums:
 def measure(loaded: dict[str, Checkpoint], windows: Seq[Seq[int]], plan: QualityPlan) -> list[QualityLine]:
     """Read every window with every variant, and return a row for each; the base is among them."""
     longest = max(map(len, windows))
-    runners = {name: _runner(checkpoint, longest) for name, checkpoint in loaded.items()}
+    runners = {
+        name: _runner(checkpoint, longest, eight_bits=name.endswith(EIGHT_BIT_CACHE))
+        for name, checkpoint in loaded.items()
+    }
     sums = {name: Sums() for name in loaded}
     for i, window in enumerate(windows):
         say(f"window {i + 1} of {len(windows)} ...")
@@ -245,10 +257,11 @@ def measure(loaded: dict[str, Checkpoint], windows: Seq[Seq[int]], plan: Quality
     return lines
 
 
-def _runner(checkpoint: Checkpoint, num_tokens: int) -> Runner:
+def _runner(checkpoint: Checkpoint, num_tokens: int, *, eight_bits: bool) -> Runner:
     model = checkpoint.model
+    dtype = ops.kv_dtype("int8" if eight_bits else "auto", model)
     cache = BlockCache.create(
-        model.config.cache_shape, "contiguous", max_batch_size=1, max_seq_len=num_tokens, dtype=model.cache_dtype
+        model.config.cache_shape, "contiguous", max_batch_size=1, max_seq_len=num_tokens, dtype=dtype
     )
     cache.open(0)
     return Runner(model, cache)

@@ -87,7 +87,7 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
         F16 total = f16(0.0f);
         for (int i = 0; i < VECTORS; ++i)
             if (i * LANES < any.last)  // else the weights are 0
-                total = total + Tile::keep(weights[n], i * LANES, exp(scores[n][i] - f16(finite(states[n].max))));
+                total = total + Tile::keep(weights[n], i * LANES, Tile::weight_of(scores[n][i] - f16(finite(states[n].max))));
         states[n].sum = states[n].sum * scales[n] + sum(total);
     }
     if constexpr (Tile::ADDS_BLOCKS) {

@@ -119,25 +119,32 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     template <int N>
     void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
         constexpr int FIRST = N < 4 ? N : 4, REST = N - FIRST;
-        for (int u = 0; u < key_units(); ++u) score_unit<FIRST>(u, states, seen.last, scores);
+        score_some<FIRST>(states, seen.last, scores);
         if constexpr (REST > 0) score<REST>(states + FIRST, seen, scores + FIRST);
     }
     template <int N>
-    void score_unit(int u, const State* states, int end, F16 (*scores)[VECTORS]) const {
-        constexpr int WIDTH = SIXTEENS<1>;
-        RoundedUnit x[N];
-        for (int n = 0; n < N; ++n) x[n] = static_cast<const RoundedUnit*>(states[n].q)[u];
+    void score_some(const State* states, int end, F16 (*scores)[VECTORS]) const {
+        constexpr int WIDTH = SIXTEENS<1>, MOST = KEY_DIM > 0 ? KEY_DIM : MOST_KEY_DIM;
+        RoundedUnit x[MOST / UNIT + 1][N];  // side by side, as `dot` takes them
+        for (int u = 0; u < key_units(); ++u)
+            for (int n = 0; n < N; ++n) x[u][n] = static_cast<const RoundedUnit*>(states[n].q)[u];
         for (int i = 0; i < VECTORS && i * LANES < end; i += WIDTH) {
-            I16 sums[WIDTH][N];
-            if (u * UNIT + UNIT / 2 < key_dim)
-                dot<Codes<8>, 0, UNIT_WORDS>(words_of(u, i * LANES), NO_TABLE, x, sums);
-            else
-                dot<Codes<8>, 0, UNIT_WORDS / 2>(words_of(u, i * LANES), NO_TABLE, x, sums);
-            for (int w = 0; w < WIDTH; ++w) {
-                const F16 scale = load(key_scales + u * KEY_BLOCK + (i + w) * LANES);
-                for (int n = 0; n < N; ++n)
-                    scores[n][i + w] = madd(f16(x[n].scale) * scale, to_float(sums[w][n]), scores[n][i + w]);
+            F16 found[WIDTH][N];
+            for (int w = 0; w < WIDTH; ++w)
+                for (int n = 0; n < N; ++n) found[w][n] = f16(0.0f);
+            for (int u = 0; u < key_units(); ++u) {
+                I16 sums[WIDTH][N];
+                if (u * UNIT + UNIT / 2 < key_dim)
+                    dot<Codes<8>, 0, UNIT_WORDS>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
+                else
+                    dot<Codes<8>, 0, UNIT_WORDS / 2>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
+                for (int w = 0; w < WIDTH; ++w) {
+                    const F16 scale = load(key_scales + u * KEY_BLOCK + (i + w) * LANES);
+                    for (int n = 0; n < N; ++n) found[w][n] = madd(f16(x[u][n].scale) * scale, to_float(sums[w][n]), found[w][n]);
+                }
             }
+            for (int w = 0; w < WIDTH; ++w)
+                for (int n = 0; n < N; ++n) scores[n][i + w] = found[w][n];
         }
     }
 
@@ -146,6 +153,7 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     struct Weights {
         alignas(64) float of[KEY_BLOCK];
     };
+    static F16 weight_of(F16 score) { return rough_exp(score); }  // which is rounded to a byte
     static F16 keep(Weights& weights, int lane, F16 weight) {
         store(weights.of + lane, weight);
         return weight;

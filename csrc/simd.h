@@ -59,5 +59,17 @@ inline F16 exp(F16 x) {
     return less_than(x, f16(88.3f), in_range, x * f16(__builtin_inff()));  // infinite above, and NaN for NaN
 }
 
+// Returns e^x for x <= 0, within 1.3 in 100,000: as above, with a polynomial of degree 4. NaN stays NaN.
+inline F16 rough_exp(F16 x) {
+    const F16 magic = f16(12582912.0f);
+    const F16 shifted = madd(x, f16(1.44269504088896341f), magic);
+    const F16 r = madd(shifted - magic, f16(-0.693147180559945f), x);
+    F16 poly = f16(4.1801080e-2f);
+    poly = madd(poly, r, f16(1.6743095e-1f));
+    poly = madd(poly, r, f16(4.9999434e-1f));
+    const F16 value = madd(poly, r * r, r + f16(1.0f));
+    return less_than(x, f16(-87.3f), f16(0.0f), add_bits(value, shift_to_exponent(shifted)));
+}
+
 }  // namespace FORERUN_ISA
 }  // namespace forerun

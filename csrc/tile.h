@@ -49,6 +49,7 @@ template <class T>
 struct NextBlock {
     static constexpr bool ADDS_BLOCKS = false;  // whether all values of a block are added at once
     static constexpr int QUERIES = 4;  // that share each load of keys and values
+    static F16 weight_of(F16 score) { return exp(score); }  // below the largest
     static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
     const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
     int num_next = 0;

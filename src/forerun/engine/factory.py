@@ -178,9 +178,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     spec = read_config(read_raw_config(folder, config.ignored_config_keys))
     name = ops.resolve(config.ops, torch_device(config.device).type, spec)
     if config.kv_cache_dtype == "int8" and "int8" not in ops.kv_dtypes(name):
-        raise BadOption(
-            f"kv_cache_dtype='int8' is built for a CPU's native operators, not for ops={name!r}: leave it out"
-        )
+        raise BadOption(f"kv_cache_dtype='int8' needs a CPU's native operators and contradicts ops={name!r}: drop one")
     room = room_of(config, spec)
     pool_tokens(
         config.kv_cache_backend,
