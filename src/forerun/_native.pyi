@@ -1,7 +1,7 @@
 """Native CPU kernels of forerun; loaded through forerun.native."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, overload
+from typing import Annotated
 
 import numpy
 from numpy.typing import NDArray
@@ -122,7 +122,7 @@ class Backend:
     def rope(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, /) -> None: ...
     def attention(
         self,
-        arg0: bool,
+        arg0: int,
         arg1: int,
         arg2: int,
         arg3: int,
@@ -189,21 +189,20 @@ class Draw:
 class Pools:
     """Addresses of a cache's keys and values, one pool for each block."""
 
-    @overload
     def __init__(
         self,
         keys: Sequence[int],
         values: Sequence[int],
         block_tokens: int,
-        row_bytes: Sequence[int],
+        row_bytes: Sequence[Sequence[int]],
+        type: int,
+        refined: bool = False,
         kinds: Sequence[int] = [],
     ) -> None:
         """
-        kinds: of each pool, which of the runs of a pass have its rows; none = the first.
+        row_bytes: of keys and of values, one pair for all pools or one for each. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a pass have its rows; none = the first.
         """
 
-    @overload
-    def __init__(self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: int) -> None: ...
     def save(self, block: int, bytes: int) -> None:
         """
         Writes the rows of a block, keys then values of each pool, to an address.
