@@ -18,7 +18,7 @@ constexpr int KEY_BLOCK = 64;      // logical positions per attention block
 constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
 constexpr int VALUE_GROUP = 64;    // dimensions of values in bytes that share a scale; of keys a unit does
-constexpr int REFINED = 16;        // dimensions of keys with second codes
+constexpr int REFINED = 32;        // dimensions of keys with second codes
 constexpr int MOST_KEY_DIM = 1024 + REFINED;
 
 constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together

@@ -70,7 +70,6 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     }
     void put_keys(int first, int last, const int8_t* const* from) const {
         const int units = key_units(), whole = key_dim / UNIT;
-        const bool ends_half = key_dim % UNIT == UNIT / 2;
         for (int lane = first, count; lane < last; lane += count) {
             count = lane % 8 == 0 && lane + 8 <= last ? 8 : 1;
             for (int i = lane; i < lane + count; ++i) {
@@ -80,8 +79,6 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
             for (int u = 0; u < units; ++u) {
                 if (count == 8 && u < whole)
                     turn_words(from + lane, u * UNIT, words_of(u, lane));
-                else if (count == 8 && ends_half)
-                    turn_four_words(from + lane, u * UNIT, words_of(u, lane));
                 else
                     for (int i = lane; i < lane + count; ++i) put_key(u, i, from[i]);
             }
@@ -134,10 +131,7 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
                 for (int n = 0; n < N; ++n) found[w][n] = f16(0.0f);
             for (int u = 0; u < key_units(); ++u) {
                 I16 sums[WIDTH][N];
-                if (u * UNIT + UNIT / 2 < key_dim)
-                    dot<Codes<8>, 0, UNIT_WORDS>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
-                else
-                    dot<Codes<8>, 0, UNIT_WORDS / 2>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
+                dot<Codes<8>, 0, UNIT_WORDS>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
                 for (int w = 0; w < WIDTH; ++w) {
                     const F16 scale = load(key_scales + u * KEY_BLOCK + (i + w) * LANES);
                     for (int n = 0; n < N; ++n) found[w][n] = madd(f16(x[u][n].scale) * scale, to_float(sums[w][n]), found[w][n]);

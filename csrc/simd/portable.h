@@ -216,13 +216,11 @@ inline void put_fours(const int8_t* const* rows, int8_t* to) {
         for (int k = 0; k < 4; ++k) to[4 * i + k] = rows[k][i];
 }
 inline void order_sums(I16 (&)[2]) {}
-// Some words from `at` on of 8 rows, word by word: [words][8 rows].
-inline void turn(const int8_t* const* rows, int at, int num_words, char* to) {
-    for (int j = 0; j < num_words; ++j)
+// The 8 words from `at` on of 8 rows, word by word: [8 words][8 rows].
+inline void turn_words(const int8_t* const* rows, int at, char* to) {
+    for (int j = 0; j < 8; ++j)
         for (int i = 0; i < 8; ++i) std::memcpy(to + 32 * j + 4 * i, rows[i] + at + 4 * j, 4);
 }
-inline void turn_words(const int8_t* const* rows, int at, char* to) { turn(rows, at, 8, to); }
-inline void turn_four_words(const int8_t* const* rows, int at, char* to) { turn(rows, at, 4, to); }
 
 // ---------------------------------------------------------------------------------------------------------- sampling
 

@@ -60,20 +60,6 @@ inline void turn_words(const int8_t* const* rows, int at, char* to) {
     }
 }
 
-// The same of 4 words.
-inline void turn_four_words(const int8_t* const* rows, int at, char* to) {
-    __m256i a[4];
-    const auto half = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
-    for (int i = 0; i < 4; ++i) a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(i)), half(i + 4), 1);
-    const __m256i b[] = {_mm256_unpacklo_epi32(a[0], a[1]), _mm256_unpackhi_epi32(a[0], a[1]), _mm256_unpacklo_epi32(a[2], a[3]),
-                         _mm256_unpackhi_epi32(a[2], a[3])};
-    __m256i* const words = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(words, _mm256_unpacklo_epi64(b[0], b[2]));
-    _mm256_storeu_si256(words + 1, _mm256_unpackhi_epi64(b[0], b[2]));
-    _mm256_storeu_si256(words + 2, _mm256_unpacklo_epi64(b[1], b[3]));
-    _mm256_storeu_si256(words + 3, _mm256_unpackhi_epi64(b[1], b[3]));
-}
-
 // 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into that of
 // the dimensions.
 inline void put_fours(const int8_t* const* rows, int8_t* to) {

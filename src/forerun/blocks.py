@@ -365,7 +365,7 @@ def _ropes(spec: Spec) -> list[Rope]:
 
 
 # Of keys and values in 8 bits, as in csrc/kernels.h: dimensions that share a scale; those of keys with second codes.
-KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 16
+KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def as_json(made: Any) -> Any:
 def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Any) -> None:
     """4 and 20 tokens of prompts in chunks of 8: the first request decodes in two steps beside the second's prompt."""
     monkeypatch.setenv("FORERUN_PREFILL_CHUNK_TOKENS", "8")
+    monkeypatch.setenv("FORERUN_PREFILL_STRETCH", "0")  # else how long steps take decides
     file = prompt_file(tmp_path, "a" * 5, "b" * 21)
     base = ("--target", str(tiny), "--draft", "lookup", "--prompt-file", str(file), "--repeats", "2")
     sizes = ("--concurrency", "2", "--spec-length", "1", "--spec-length", "4", "--max-tokens", "6", "--waves", "1")

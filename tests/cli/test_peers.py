@@ -157,6 +157,7 @@ def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> No
     words = {
         "ops": "reference",
         "kv_cache_backend": "contiguous",
+        "kv_cache_dtype": "bfloat16",
         "generation_config": "model",
         "prefill_stretch": "32.0",
         "max_itl_ms": "32.0",
@@ -277,6 +278,7 @@ def test_every_spelling_is_answered_as_a_keyword() -> None:
         "generation_config",
         "chat_template",
         "max_num_batched_tokens",
+        "kv_cache_dtype",
     }
 
 

@@ -32,7 +32,7 @@ def test_what_is_stored_is_within_half_a_step(dim: int) -> None:
 
 
 def test_second_codes_keep_what_large_dimensions_lose() -> None:
-    """Where one dimension is a hundred times as large, the first 16 are known as well as in bfloat16."""
+    """Where one dimension is a hundred times as large, the first ones are known as well as in bfloat16."""
     x = numbers(200, 2, 64)
     x[..., 0] += 150
     once = plain_keys(rounded_keys(x, refined=False), 64, refined=False)

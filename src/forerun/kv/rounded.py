@@ -4,7 +4,7 @@ A head is stored as its codes, int8, and behind them the scale of each group of 
 share one, and 64 of values. A number is scale * code, with scale = the largest magnitude of the group / 127 and code =
 the nearest integer, ties to even. Keys of models with a bias have a few dimensions that are a hundred times as large as
 the others, and those that share their scales would lose their bits (KIVI, Liu et al. 2024, finds such channels). So the
-kernels put dimensions whose biases are about as large side by side, and what the codes of the first 16 have left is
+kernels put dimensions whose biases are about as large side by side, and what the codes of the first 32 have left is
 stored as further codes, a group of its own (`CacheShape.refined_keys`). Here dimensions are in the order in which they
 are stored.
 
