@@ -118,7 +118,9 @@ def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contex
     config, head = model.config, model.matrices["head"]
     found = _products(model, ops)
     found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, Plain.of(config), m), prefill=True))
-    found += [_attention(model, ops, c, most_rows, prefill=c == contexts[0]) for c in contexts]
+    for c in contexts:
+        found.append(_attention(model, ops, c, most_rows, None, prefill=c == contexts[0]))
+        found.append(_attention(model, ops, c, most_rows, torch.int8, prefill=False))
     hidden, num_ids, best = config.hidden_size, config.vocab_size, model.best
     found += [
         Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
@@ -191,32 +193,45 @@ def _norm_and_rope(ops: CpuOps, config: Plain, num_rows: int) -> Call:
     return call
 
 
-def _attention(model: CpuModel, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
+def _attention(
+    model: CpuModel, ops: CpuOps, context: int, most_rows: int, dtype: torch.dtype | None, *, prefill: bool
+) -> Operator:
     """Return attention as passes of a decoder with the same heads and layers, but small matrices.
 
     So its time includes rotation, writing to the cache, and waiting of threads, as in a whole pass. The bytes of the
     small matrices are counted; they are just large enough that threads share a pass of one row, as for a large model.
+    dtype: of the cache, None = the model's.
     """
     small = resized(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
     heads = CpuModel(ops, small, random_weights(small, model.weight_dtype))
-    cache = cache_behind(heads, context, most_rows)
-    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.cache_dtype)
+    cache = cache_behind(heads, context, most_rows, dtype)
+    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(cache.dtype)
 
     def prepare(num_rows: int) -> Call:
         return _call(heads.forward, batch_of(small, context, num_rows), cache)
 
-    return Operator(f"attention, {context}", prepare, num_bytes, small.num_layers, prefill)
+    name = f"attention, {context}" + (", 8 bits" if dtype == torch.int8 else "")
+    return Operator(name, prepare, num_bytes, small.num_layers, prefill)
 
 
-def cache_behind(model: CpuModel, context: int, num_rows: int) -> BlockCache:
-    """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
+def cache_behind(model: CpuModel, context: int, num_rows: int, dtype: torch.dtype | None = None) -> BlockCache:
+    """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them.
+
+    dtype: None = the model's.
+    """
     length = context + num_rows
     cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.cache_dtype, device="cpu"
+        model.config.cache_shape,
+        "paged",
+        max_batch_size=1,
+        max_seq_len=length,
+        dtype=dtype or model.cache_dtype,
+        device="cpu",
     )
-    for pool in cache.pools:
-        pool.keys.copy_(torch.randn(pool.keys.shape[1:]) * 0.5)
-        pool.values.copy_(torch.randn(pool.values.shape[1:]) * 0.5)
+    for pool in cache.pools:  # the same numbers in every row
+        keys, values = torch.randn(2, 1, pool.keys.shape[1], pool.head_dim) * 0.5
+        pool.write(slice(0, 1), keys, values)
+        pool.keys[1:], pool.values[1:] = pool.keys[:1], pool.values[:1]
     cache.open(0)
     cache.reserve(0, length)
     cache.keep({0: range(context)})

@@ -90,7 +90,9 @@ class KernelsPlan(Plan):
     rows: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 32, 64)
     prefill_tokens: int = 512
     context: int = 256
-    contexts: tuple[int, ...] = (256, 4096)
+    contexts: tuple[int, ...] = option(
+        (256, 4096), "tokens in front of the rows of attention alone, in each kind of cache", flag="--context"
+    )
 
 
 @dataclass

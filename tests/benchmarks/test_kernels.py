@@ -16,7 +16,7 @@ from ops.native_cases import ISAS, needs_native
 TINY = Plain("llama", 300, 64, 2, 4, 2, 16, 96, 1e-5, 512, tied=True).spec
 PLAN = KernelsPlan(TINY, num_threads=1, num_repeats=2, rows=(1, 3), prefill_tokens=20, context=9, contexts=(5, 70))
 LAYER = ["qkv", "o", "gate, up + silu", "down", "norm + rope", "attention, 5", "all layers"]
-ALWAYS = ["attention, 70", "LM head", "LM head, argmax", "whole pass"]
+ALWAYS = ["attention, 5, 8 bits", "attention, 70", "attention, 70, 8 bits", "LM head", "LM head, argmax", "whole pass"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
