@@ -36,6 +36,7 @@ from benchmarks.peers import (
     start_peers,
     weights_of,
 )
+from forerun import ops
 from forerun.bench import latency
 from forerun.bench.bandwidth import Probes
 from forerun.bench.plans import Plan
@@ -210,7 +211,7 @@ class OwnForward:
             cast(Backend, config.kv_cache_backend),
             max_batch_size=num_places,
             max_seq_len=num_tokens,
-            dtype=model.cache_dtype,
+            dtype=ops.kv_dtype(config.kv_cache_dtype, model),
             device=model.device,
         )
         for place in range(num_places):

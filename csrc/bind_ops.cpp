@@ -101,6 +101,7 @@ void attention(Backend& b, int type, Address q, Address keys, Address values, in
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
+    if (static_cast<Type>(type) == Type::int8 && dim > MOST_KEY_DIM) throw std::invalid_argument("heads are too large for bytes");
     const size_t stride = static_cast<size_t>(num_heads) * dim;
     const Attention a{static_cast<Type>(type), at<const float>(q), stride, at<const void>(keys),
                       at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {}};

@@ -122,6 +122,7 @@ std::vector<int> Model::kinds_of(const Pass& pass) const {
 // How a block's keys lie in the cache of a pass.
 KeyOrder Model::order_of(int block, const Pass& pass) const {
     const int dim = parts_.blocks[static_cast<size_t>(block)].attention->head_dim;
+    if (pass.kept == Type::int8 && dim + REFINED > MOST_KEY_DIM) throw std::invalid_argument("heads are too large for bytes");
     if (pass.kept != Type::int8 || !pass.refined) return {dim, nullptr};
     return {dim + REFINED, orders_[static_cast<size_t>(block)].data()};
 }

@@ -59,7 +59,7 @@ inline F16 exp(F16 x) {
     return less_than(x, f16(88.3f), in_range, x * f16(__builtin_inff()));  // infinite above, and NaN for NaN
 }
 
-// Returns e^x for x <= 0, within 1.3 in 100,000: as above, with a polynomial of degree 4. NaN stays NaN.
+// Returns e^x for x <= 0, within 1.3 in 100,000: as above, with a polynomial of degree 4; NaN for what is more than 1, and NaN.
 inline F16 rough_exp(F16 x) {
     const F16 magic = f16(12582912.0f);
     const F16 shifted = madd(x, f16(1.44269504088896341f), magic);
@@ -68,7 +68,8 @@ inline F16 rough_exp(F16 x) {
     poly = madd(poly, r, f16(1.6743095e-1f));
     poly = madd(poly, r, f16(4.9999434e-1f));
     const F16 value = madd(poly, r * r, r + f16(1.0f));
-    return less_than(x, f16(-87.3f), f16(0.0f), add_bits(value, shift_to_exponent(shifted)));
+    const F16 found = less_than(x, f16(-87.3f), f16(0.0f), add_bits(value, shift_to_exponent(shifted)));
+    return less_than(x, f16(1.0f), found, f16(__builtin_nanf("")));
 }
 
 }  // namespace FORERUN_ISA

@@ -160,8 +160,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "numbers of the KV cache: auto (as weights are computed), bfloat16, float32, or int8, which takes about half "
-        "of bfloat16's memory and is faster at long contexts; on a CPU",
+        "numbers of the KV cache: auto (as weights are computed), bfloat16, float32, or int8, which takes half to "
+        "two thirds of bfloat16's memory and is faster at long contexts; on a CPU",
         choices=("auto", "bfloat16", "float32", "int8"),
     )
     kv_cache_tokens: int | None = option(

@@ -10,10 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import methods
 from forerun import LLM, SamplingParams
+from forerun.blocks import CacheShape
 from forerun.cli.main import app
+from forerun.drafters import Target
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
+from forerun.ops import kept_dtype
 from ops.native_cases import runs_native
 
 pytestmark = runs_native
@@ -44,6 +48,25 @@ def test_drafts_change_no_token(plain: dict[str, list[list[int]]], draft: str) -
     llm = make(draft=draft)
     assert texts(llm, GREEDY) == plain["greedy"]
     assert texts(llm, SEEDED) == plain["match"]
+
+
+@pytest.mark.parametrize("method", ["eagle", "dflash"])
+def test_trained_heads_keep_caches_of_their_own_type(
+    plain: dict[str, list[list[int]]], tmp_path: Path, method: str
+) -> None:
+    """A head beside a target with such a cache: the same texts, and a plan that counts both."""
+    engine = LLM(SHIPPED_TARGET, draft="none").engine
+    model, tokenizer = engine.runner.model, engine.tokenizer
+    assert tokenizer is not None
+    target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
+    spec = f"{method}:path={getattr(methods, f'random_{method}')(target, tmp_path)['path']}"
+    llm = make(draft=spec)
+    cache = llm.drafters[method].runner.cache if method == "eagle" else llm.drafters[method].cache
+    assert cache.dtype == model.cache_dtype
+    assert texts(llm, GREEDY) == plain["greedy"]
+    assert texts(llm, SEEDED) == plain["match"]
+    parts = planned("--kv-cache-dtype", "int8", "--max-seq-len", "512", "--draft", spec)
+    assert sum(tensor.nbytes for tensor in cache.pools.tensors()) in parts.values()
 
 
 def test_draft_models_have_such_a_cache_too() -> None:
@@ -98,6 +121,15 @@ def test_the_plan_counts_its_bytes() -> None:
 def test_operators_that_cannot_refuse_at_the_door() -> None:
     with pytest.raises(BadOption, match="kv_cache_dtype='int8' needs a CPU's native operators"):
         make(draft="none", ops="reference")
+    with pytest.raises(BadOption, match="kv_cache_dtype='bfloat16' needs a CPU's native operators"):
+        LLM(SHIPPED_TARGET, draft="none", ops="reference", dtype="float32", kv_cache_dtype="bfloat16")
+    done = CliRunner().invoke(
+        app, ["plan", "--target", str(SHIPPED_TARGET), "--ops", "reference", "--kv-cache-dtype", "int8"]
+    )
+    assert isinstance(done.exception, BadOption)
+    with pytest.raises(BadOption, match="heads of up to 1,024 dimensions"):
+        kept_dtype("int8", "native", CacheShape(2, 1, 2048), torch.bfloat16)
+    assert kept_dtype("int8", "native", CacheShape(2, 1, 2048), torch.bfloat16, must=False) == torch.bfloat16
     with pytest.raises(BadOption, match="auto, bfloat16, float32, int8"):
         LLM(SHIPPED_TARGET, kv_cache_dtype="int4")
     LLM(

@@ -224,5 +224,5 @@ def build(options: Options, target: Target) -> Drafter:
     d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
     ids = head_files.draft_ids(path, d2t, target.num_ids)
     made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, is_packed(model)))
-    cache = cache_for(cast(Model, made), replace(target, prefix_caching=False))
+    cache = cache_for(cast(Model, made), replace(target, prefix_caching=False, kv_cache_dtype="auto"))
     return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

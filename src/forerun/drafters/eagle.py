@@ -311,7 +311,7 @@ def build(options: Options, target: Target) -> Drafter:
         config, weights, ids = _read_own(path, target)
     rounded = _rounded(options, config if found is None else None, is_packed(target.model))
     model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
-    cache = cache_for(cast(Model, model), replace(target, prefix_caching=False), keeps_all=True)
+    cache = cache_for(cast(Model, model), replace(target, prefix_caching=False, kv_cache_dtype="auto"), keeps_all=True)
     drafter = EagleDrafter(model, cache, target.num_ids)
     drafter.search_by(options.search, "eagle", target)
     return drafter

@@ -177,8 +177,6 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     folder = target_files(config)
     spec = read_config(read_raw_config(folder, config.ignored_config_keys))
     name = ops.resolve(config.ops, torch_device(config.device).type, spec)
-    if config.kv_cache_dtype == "int8" and "int8" not in ops.kv_dtypes(name):
-        raise BadOption(f"kv_cache_dtype='int8' needs a CPU's native operators and contradicts ops={name!r}: drop one")
     room = room_of(config, spec)
     pool_tokens(
         config.kv_cache_backend,
@@ -191,7 +189,11 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
         sampling_defaults(folder)
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
-    return Outlines.of(config, tokenizer=tokenizer, auto=auto)
+    found = Outlines.of(config, tokenizer=tokenizer, auto=auto)
+    if config.kv_cache_dtype != "auto":
+        own = dtype_of(config, torch_device(config.device).type, found.target)
+        ops.kept_dtype(config.kv_cache_dtype, name, spec.cache_shape, own)
+    return found
 
 
 def refuse_drafters(found: Outlines) -> str | None:

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: a row of a cache that depends on itself alone, at about half the bytes of bfloat16.
+"""Keys and values in 8 bits: a row of a cache that depends on itself alone, at half to two thirds of bfloat16's bytes.
 
 A head is stored as its codes, int8, and behind them the scale of each group of them, bfloat16: 32 dimensions of keys
 share one, and 64 of values. A number is scale * code, with scale = the largest magnitude of the group / 127 and code =

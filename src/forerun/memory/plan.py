@@ -333,9 +333,12 @@ class _Needs:
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
     def _cache_dtype_of(self, name: str) -> torch.dtype:
-        own, option = self.backend_of[name], self.config.kv_cache_dtype
+        own = self.backend_of[name]
         dtype = self.sizes[own].cache_dtype_of(name)
-        return dtype if name in self.beside else ops.kv_dtypes(own).get(option, dtype)
+        if name in self.beside:
+            return dtype
+        shape = self.models[name].cache_shape
+        return ops.kept_dtype(self.config.kv_cache_dtype, own, shape, dtype, must=name == "target")
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
         tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)

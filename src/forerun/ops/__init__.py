@@ -29,11 +29,13 @@ from forerun.registry import stated, unknown
 if TYPE_CHECKING:
     from torch import dtype as Dtype
 
-    from forerun.blocks import Spec
+    from forerun.blocks import CacheShape, Spec
     from forerun.ops.cpu_model import CpuModel
     from forerun.ops.memory import Sizes, Wanted
     from forerun.ops.reference import ReferenceOps
     from forerun.ops.torch import TorchModel
+
+MOST_HEAD_DIM = 1024  # of keys and values in 8 bits, as in csrc/kernels.h
 
 
 class Backend(Protocol):
@@ -119,17 +121,29 @@ def make(name: str, device: str, spec: Spec | None = None) -> ReferenceOps:
 
 
 def kv_dtype(option: str, model: Any, *, must: bool = True) -> Dtype:
-    """Return the type of a cache for a model, by the option kv_cache_dtype.
+    """Return the type of a cache for a loaded model, by the option kv_cache_dtype; see kept_dtype."""
+    name = getattr(getattr(model, "ops", None), "name", "")
+    return kept_dtype(option, name, model.config.cache_shape, model.cache_dtype, must=must)
 
-    must: whether a type that its operators do not compute with raises BadOption; else it is the model's own.
+
+def kept_dtype(option: str, name: str, shape: CacheShape, own: Dtype, *, must: bool = True) -> Dtype:
+    """Return the type of a cache of this shape for a model that a backend computes, by the option kv_cache_dtype.
+
+    own: what it is by itself. must: whether a type that the backend does not compute with raises BadOption; else it is
+    the model's own.
     """
-    own: Dtype = model.cache_dtype
     if option == "auto" or str(own) == f"torch.{option}":
         return own
-    found: Dtype | None = kv_dtypes(getattr(model.ops, "name", "")).get(option)
-    if found is None and must:
-        raise BadOption(f"kv_cache_dtype={option!r} is built for the native operators of a CPU alone: leave it out")
-    return own if found is None else found
+    reason = None
+    if option not in kv_dtypes(name):
+        reason = f"needs a CPU's native operators and contradicts ops={name!r}: drop one"
+    elif option == "int8" and max(shape.size_of(layer)[1] for layer in shape.kept) > MOST_HEAD_DIM:
+        reason = f"takes heads of up to {MOST_HEAD_DIM:,} dimensions, and this model's are larger: leave it out"
+    if reason is None:
+        return kv_dtypes(name)[option]
+    if must:
+        raise BadOption(f"kv_cache_dtype={option!r} {reason}")
+    return own
 
 
 def kv_dtypes(name: str) -> Mapping[str, Dtype]:

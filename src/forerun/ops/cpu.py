@@ -298,6 +298,8 @@ class CpuOps(ReferenceOps):
         assert v is not None
         if scoring != PLAIN:
             raise InternalError(f"native attention has no scores like {scoring}")
+        if pool.keys.dtype == torch.int8 and pool.refined:
+            raise InternalError("native attention by itself reads no second codes of keys")
         pool.write(view.write_rows, k, v)
         q = (q.float() * _scale(q.shape[-1])).contiguous()
         out = torch.empty_like(q)
