@@ -608,9 +608,10 @@ def test_a_chat_goes_on_behind_the_end_of_its_process(talker: Path, chats: Path,
     disk = ("--kv-disk", f"1GB:{tmp_path / 'kv'}")
     common = ("--draft", "none", "--temperature", "0", "--max-tokens", "40")
     command = [sys.executable, "-m", "forerun", "chat", str(talker), *common]
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
 
     def held(*more: str, message: str) -> str:
-        child = processes.spawn([*command, *more], encoding="utf-8", timeout=90, dimensions=(50, 120))
+        child = processes.spawn([*command, *more], env=environment, encoding="utf-8", timeout=90, dimensions=(50, 120))
         child.expect_exact(READY)
         child.send(f"{message}\r")
         child.expect(r"\[\d+ tokens")
