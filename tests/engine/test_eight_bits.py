@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import methods
 from forerun import LLM, SamplingParams
 from forerun.blocks import CacheShape
+from forerun.certify.pair import Plain
 from forerun.cli.main import app
 from forerun.drafters import Target
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -101,6 +102,11 @@ def test_what_is_kept_on_disk_comes_back(tmp_path: Path) -> None:
     other = LLM(SHIPPED_TARGET, draft="none", max_seq_len=512, calibrate=False, kv_disk=disk)
     assert other.generate([long], GREEDY)[0].report.num_disk_tokens == 0
     other.close()
+
+
+def test_a_certificate_compares_with_the_same_cache() -> None:
+    cache = Plain(make(draft="lookup"))._runner.cache
+    assert cache.dtype == torch.int8  # type: ignore[attr-defined]
 
 
 def planned(*options: str) -> dict[str, int]:

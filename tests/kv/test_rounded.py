@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import KEY_GROUP, REFINED, VALUE_GROUP, CacheShape
+from forerun.kv.cache import BlockCache
 from forerun.kv.rounded import plain_keys, plain_values, rounded_keys, rounded_values
 
 DIMS = (2, 16, 32, 48, 64, 80, 128, 256)
@@ -74,3 +75,21 @@ def test_widths_are_those_of_the_shape(dim: int, refined: bool) -> None:
     assert tuple(part.shape[-1] for part in stored) == shape.widths_of(0, torch.int8)
     assert shape.bytes_per_token(torch.int8) == sum(part[0].nbytes for part in stored)
     assert shape.widths_of(0, torch.bfloat16) == (dim, dim)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["int8", "bfloat16"])
+def test_copied_rows_are_the_same_bytes(dtype: torch.dtype, native: bool) -> None:
+    """Keys and values of different widths, by the native operators and by torch."""
+    shape = CacheShape(2, 3, 64, refined_keys=True)
+    cache = BlockCache.create(shape, "paged", max_batch_size=1, max_seq_len=32, dtype=dtype)
+    if not native:
+        cache.pools._copied = [None]
+    for seed, pool in enumerate(cache.pools):
+        pool.write(slice(0, 32), numbers(32, 3, 64, seed=seed), numbers(32, 3, 64, seed=9 + seed))
+    before = [tensor.clone() for tensor in cache.pools.tensors()]
+    cache.pools.copy([3, 31, 8], [10, 11, 12])
+    for tensor, old in zip(cache.pools.tensors(), before, strict=True):
+        assert torch.equal(tensor[[10, 11, 12]], old[[3, 31, 8]])
+        assert torch.equal(tensor[:10], old[:10])
+        assert torch.equal(tensor[13:], old[13:])
