@@ -878,8 +878,8 @@ class Model(Protocol):
 
         hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
         the residual stream before layer k is written. A model with experts takes `num_experts`, too: a list to which is
-        appended, of each such layer, how many of them some row chose. Returns rows [T, H], behind the final norm if the
-        last layer ran.
+        appended, by the end of `wait`, of each such layer, how many of them some row chose. Returns rows [T, H], behind
+        the final norm if the last layer ran.
         """
 
     def rounded(self, quantization: Quantization) -> Model:

@@ -93,8 +93,6 @@ def supports(spec: Spec) -> str | None:
         return "the CUDA kernels let a row see earlier rows alone"
     if spec.layer_input is not None:
         return "the CUDA kernels have no inputs of single layers"
-    if any(block.experts is not None and block.mlp is not None for block in spec.blocks):
-        return "the CUDA kernels have no experts beside a feed-forward part"
     if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
         return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"
     return None
@@ -131,8 +129,11 @@ class Tiles:
 
     @classmethod
     @cache
-    def of(cls, num_out: int, num_in: int, itemsize: int) -> Tiles:
-        """Return how a matrix is cut: what every pass does, however many rows it has."""
+    def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
+        """Return how a matrix is cut: what every pass does, however many rows it has.
+
+        times: how many matrices of this size a row is multiplied with at once.
+        """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
             ins //= 2
@@ -140,7 +141,9 @@ class Tiles:
         steps = -(-num_in // ins)
         # As many programs as keep the memory busy, as far as a part has a few steps (docs/gpu.md has the times).
         splits = 1
-        while (-(-num_out // outs) * splits < 256 or ins * steps // splits > 4096) and steps // (2 * splits) >= 4:
+        while (-(-num_out // outs) * splits * times < 256 or ins * steps // splits > 4096) and steps // (
+            2 * splits
+        ) >= 4:
             splits *= 2
         return cls(outs, ins, splits, -(-steps // splits) * ins, stages=6 if itemsize == 2 else 4)
 
@@ -188,9 +191,10 @@ class CudaOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.row_invariant, self.name = True, NAME
-        from forerun.ops import cuda_kernels
+        from forerun.ops import cuda_expert_kernels, cuda_kernels
 
         self.kernels: Any = cuda_kernels
+        self.expert_kernels: Any = cuda_expert_kernels
         # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         self.launch: dict[str, Any] = {"EARLY": self.early, **({"launch_pdl": True} if self.early else {})}

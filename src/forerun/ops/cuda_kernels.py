@@ -65,6 +65,33 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@triton.jit
+def _multiplied(
+    xs,
+    ws,
+    acc,
+    is_row,
+    is_out,
+    first,
+    num_in,
+    INS: tl.constexpr,
+    PART: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the product of PART inputs, from `first` on, to acc. xs [ROWS, INS], ws [INS, OUTS]: where the first lie."""
+    for start in range(0, PART, INS):
+        if EVEN:
+            w = tl.load(ws + start)
+            a = tl.load(xs + start, mask=is_row, other=0.0).to(w.dtype)
+        else:
+            inside = first + start + tl.arange(0, INS) < num_in
+            w = tl.load(ws + start, mask=is_out & inside[:, None], other=0.0)
+            a = tl.load(xs + start, mask=is_row & inside[None, :], other=0.0).to(w.dtype)
+        acc = _dot(a, w, acc, PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
     x,
@@ -113,15 +140,7 @@ def product(
     xs = x + rows[:, None] * x_stride + ins[None, :]
     ws = weight + outs[None, :].to(tl.int64) * weight_stride + ins[:, None]
     acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
-    for start in range(0, PART, INS):
-        if EVEN:
-            w = tl.load(ws + start)
-            a = tl.load(xs + start, mask=is_row, other=0.0).to(w.dtype)
-        else:
-            inside = split * PART + start + tl.arange(0, INS) < num_in
-            w = tl.load(ws + start, mask=is_out & inside[:, None], other=0.0)
-            a = tl.load(xs + start, mask=is_row & inside[None, :], other=0.0).to(w.dtype)
-        acc = _dot(a, w, acc, PRECISION)
+    acc = _multiplied(xs, ws, acc, is_row, is_out, split * PART, num_in, INS, PART, EVEN, PRECISION)
     if BIAS:
         added = tl.load(bias + outs, mask=outs < num_out, other=0.0).to(tl.float32)
         acc += added[None, :]

@@ -1,8 +1,8 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
 Blocks that are like Llama's or Gemma's run on joined kernels: two for the attention's products and two for those of
-the feed-forward part, and one behind each. Other blocks run operator by operator, as in ops/torch.py, in the same
-graph; those with experts, which choose what they compute, run without one.
+the feed-forward part, and one behind each; in place of that part there may be experts (ops/cuda_experts.py). Other
+blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
+from forerun.ops.cuda_experts import CudaExperts, on_device
 from forerun.ops.cuda_packed import Laid, Packed
 from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
+from forerun.ops.torch import Normed, Step, TorchBlock, TorchExperts, TorchModel, Turn, _write
 from forerun.types import RaggedBatch
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
@@ -60,9 +61,9 @@ class _Joined:
         self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
         self.qkv = _whole(own._products[0][1])
         self.o = own.o.parts[0]
-        assert block.mlp is not None
-        self.mlp = block.mlp
-        self.up, self.down = _whole(block.mlp.up), block.mlp.down.parts[0]
+        self.mlp, self.experts = block.mlp, cast("CudaExperts | None", block.experts)
+        if self.mlp is not None:
+            self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 
     def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
         """Run the block; what its feed-forward part adds is left to be added."""
@@ -75,8 +76,16 @@ class _Joined:
         branch = ops.product(found.view(len(x), -1), *self.o)
         stream = _Stream(x, branch, self.post_attention, self.at_sum, self.scale)
         x, y = added(ops, stream, self.pre_mlp, self.dtype)
+        return _Stream(x, self._fed_forward(x, y), self.post_mlp, self.at_sum, self.scale)
+
+    def _fed_forward(self, x: Tensor, y: Tensor) -> Parts:
+        """The feed-forward part, or the experts, of rows y, which are x behind their norm."""
+        ops = self.ops
+        if self.experts is not None:
+            return self.experts.parts(y, x)
+        assert self.mlp is not None
         inner = ops.inner(self.mlp.spec.act, self.mlp.spec.gated, ops.product(y, *self.up), self.dtype)
-        return _Stream(x, ops.product(inner, *self.down), self.post_mlp, self.at_sum, self.scale)
+        return ops.product(inner, *self.down)
 
     def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Turn, Tensor]) -> Tensor:
         """Return the queries [T, heads, D], and put keys and values into the pool."""
@@ -142,7 +151,7 @@ def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -
 def joins(block: TorchBlock) -> bool:
     """Tell whether a block runs on joined kernels."""
     spec, own = block.spec, block.attention
-    if own is None or block.mlp is None or block.experts is not None:
+    if own is None or (block.mlp is None) == (block.experts is None) or type(block.experts) is TorchExperts:
         return False
     a = own.spec
     plain = a.shares_kv_of is None and not a.gate and not a.k_is_v and a.reads is None and a.position_scale is None
@@ -151,7 +160,7 @@ def joins(block: TorchBlock) -> bool:
         return False
     ropes = a.rope is None or a.rope.pairs == "half" or a.rope.pairs == "adjacent"
     simple = not spec.parallel and not spec.out_scale and a.v_norm is None
-    products = [own._products[0][1], block.mlp.up]
+    products = [own._products[0][1], *([] if block.mlp is None else [block.mlp.up])]
     whole = len(own._products) == 1 and all(p.joined is not None or len(p.parts) == 1 for p in products)
     return plain and ropes and simple and whole and _same_biases(own._products[0][1])
 
@@ -205,8 +214,9 @@ class CudaModel(TorchModel):
         super().__init__(spec, weights, ops, weights.join)
         self.weights, self._packed = weights, None  # which `join` lets go of, for backends that copy
         self._cuda = cast(CudaOps, ops)
+        self._tally = on_device(self._cuda, self.blocks, self.weight_dtype)
         self._joined = [_Joined(self._cuda, b, self.weight_dtype) if joins(b) else None for b in self.blocks]
-        self._captures = self.device.type == "cuda" and all(b.experts is None for b in self.blocks)
+        self._captures = self.device.type == "cuda" and all(type(b.experts) is not TorchExperts for b in self.blocks)
         self._graphs: dict[Any, _Graph] = {}
         self._numbers: dict[Any, _Numbers] = {}
         self._num_positions = 0
@@ -237,15 +247,30 @@ class CudaModel(TorchModel):
         if cache is None or read is not None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.device)
-            return self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts)
+            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts)
+            self._tell(num_experts, chosen)
+            return found
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
         graph = self._graph(batch, cache, tables, layout, wanted)
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:num].copy_(hidden)
         graph.replay()
+        self._tell(num_experts, chosen)
         for k, rows_of_tap in taps.items():
             rows_of_tap.copy_(graph.taps[k][:num])
         return graph.out[:num].clone()
+
+    def _tell(self, num_experts: list[int] | None, chosen: Seq[int]) -> None:
+        """Let `wait` say how many experts the rows of the pass before chose in these layers."""
+        if num_experts is not None and self._tally is not None:
+            found = (self.blocks[i].experts for i in chosen)
+            self._tally.tell(num_experts, [own.layer for own in found if isinstance(own, CudaExperts)])
+
+    def wait(self) -> None:
+        """Return when all that was asked for is computed, and known: what `forward` was to say of experts, too."""
+        super().wait()
+        if self._tally is not None:
+            self._tally.arrive()
 
     def _run(
         self,
@@ -266,6 +291,8 @@ class CudaModel(TorchModel):
         stream = _Stream(x.contiguous())
         tables = {turn: self._table(turn) for turn in self._rotations}
         step = Step(rows.positions, {}, cache, [rows])
+        if self._tally is not None:
+            self._tally.live = None if cache is None else rows.lengths
         first = 0
         for i in chosen:
             if any(k in taps for k in range(first, i + 1)):
@@ -287,7 +314,7 @@ class CudaModel(TorchModel):
         if taps:
             stream = _Stream(added(ops, stream, None, torch.float32)[0])
             _write(taps, range(first, self.config.num_layers + 1), stream.x)
-        if num_experts is not None:
+        if num_experts is not None and self._tally is None:
             num_experts += step.num_experts
         norm = _told(self._final_norm) if is_normed else None
         x, y = added(ops, stream, norm, torch.float32)

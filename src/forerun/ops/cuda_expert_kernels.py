@@ -1,0 +1,234 @@
+"""The kernels of mixtures of experts, in Triton: rows choose on the device, and launches do not depend on what.
+
+A pair is a row with one of the experts that it has chosen: pair row * CHOSEN + c. Pairs are grouped by expert into
+tiles of a few rows, so that a pass of a few rows reads each chosen expert once. Where in a tile a pair lies changes no
+bits, nor does the order of tiles. A pair's product is what ops/cuda_kernels.py does with a row, and a row's experts are
+added in the order in which it has chosen them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from forerun.ops.cuda_kernels import _begun, _multiplied, _summed
+
+LEAST = tl.constexpr(-3.0e38)  # what counts as a score that is no number, or below all numbers
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def routed(
+    parts,
+    bias,
+    expert_scales,
+    live,
+    ids,
+    shares,
+    order,
+    tiles,
+    counts,
+    num_rows,
+    num_experts,
+    score_scale,
+    scale,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr,
+    LIVE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Choose the experts of one row by the router's parts [SPLITS, num_rows, num_experts], the lowest id on ties.
+
+    ids, shares [num_rows, CHOSEN]; ids are -1 where live is 0. counts [2] becomes 0, or of one row, ALONE, what
+    `grouped` would say, with its tiles. CHOICES, BLOCK: powers of two, no less than CHOSEN and num_experts.
+    """
+    _begun(EARLY)
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < num_experts
+    start = row.to(tl.int64) * num_experts
+    found = _summed(parts, start + at, num_rows.to(tl.int64) * num_experts, inside, SPLITS)
+    if BIAS:
+        found += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    found = found * score_scale
+    left = tl.where(found > LEAST, found, LEAST)  # what is no number is chosen last, and chosen once
+    left = tl.where(inside, left, -float("inf"))
+    if SCORE == "softmax":
+        found = tl.where(inside, found, -float("inf"))
+        found = tl.exp(found - tl.max(found, 0))
+        found = found / tl.sum(found, 0)
+    if SCORE == "sigmoid":
+        found = 1.0 / (1.0 + tl.exp(-found))
+    slots = tl.arange(0, CHOICES)
+    own = tl.full((CHOICES,), -float("inf"), tl.float32)
+    chosen = tl.zeros((CHOICES,), tl.int32)
+    for c in tl.static_range(CHOSEN):
+        _, best = tl.max(left, 0, return_indices=True)
+        own = tl.where(slots == c, tl.sum(tl.where(at == best, found, 0.0), 0), own)
+        chosen = tl.where(slots == c, best, chosen)
+        left = tl.where(at == best, -float("inf"), left)
+    is_own = slots < CHOSEN
+    if SCORE == "softmax_of_chosen":
+        own = tl.exp(own - tl.max(own, 0))
+        own = own / tl.sum(own, 0)
+    elif NORMALISE:
+        own = own / tl.sum(tl.where(is_own, own, 0.0), 0)
+    own = own * scale
+    if SCALED:
+        own = own * tl.load(expert_scales + chosen, mask=is_own, other=0.0).to(tl.float32)
+    is_live = True
+    if LIVE:
+        is_live = tl.load(live + row) > 0
+        chosen = tl.where(is_live, chosen, -1)
+    pairs = row * CHOSEN + slots
+    tl.store(ids + pairs, chosen, mask=is_own)
+    tl.store(shares + pairs, own, mask=is_own)
+    if ALONE:
+        tl.store(order + slots, slots, mask=is_own)
+        tl.store(tiles + slots * 3, chosen, mask=is_own)
+        tl.store(tiles + slots * 3 + 1, slots, mask=is_own)
+        tl.store(tiles + slots * 3 + 2, tl.full((CHOICES,), 1, tl.int32), mask=is_own)
+        num = tl.where(is_live, CHOSEN, 0)
+        tl.store(counts, num)
+        tl.store(counts + 1, num)
+    elif row == 0:
+        tl.store(counts, 0)
+        tl.store(counts + 1, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_pairs"])
+def grouped(
+    ids, order, tiles, counts, num_rows, num_pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Collect the pairs of one expert, and cut them into tiles of ROWS: one program for each expert.
+
+    ids [num_pairs]. order: pairs, num_rows places for each expert. tiles [most, 3]: of each its expert, its first place
+    in `order`, and its pairs. counts: how many tiles there are, and experts with pairs.
+    """
+    _begun(EARLY)
+    expert = tl.program_id(0)
+    first = expert * num_rows
+    num = 0
+    for start in range(0, num_pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        here = tl.load(ids + at, mask=at < num_pairs, other=-1) == expert
+        is_here = here.to(tl.int32)
+        tl.store(order + first + num + tl.cumsum(is_here, 0) - is_here, at, mask=here)
+        num += tl.sum(is_here, 0)
+    if num > 0:
+        num_tiles = (num + ROWS - 1) // ROWS
+        tile = tl.atomic_add(counts, num_tiles)
+        tl.atomic_add(counts + 1, 1)
+        for i in range(num_tiles):
+            to = tiles + (tile + i) * 3
+            tl.store(to, expert)
+            tl.store(to + 1, first + i * ROWS)
+            tl.store(to + 2, tl.minimum(num - i * ROWS, ROWS))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def product_of_experts(
+    x,
+    matrices,
+    biases,
+    order,
+    tiles,
+    counts,
+    out,
+    num_pairs,
+    num_out,
+    num_in,
+    x_stride,
+    weight_stride,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    PART: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Multiply pairs by the matrix [O, I] of their expert -> out [splits, num_pairs, O], as `product` does rows.
+
+    x [num_pairs / EACH, I]. matrices: the address of each, a multiple of 16 bytes, of the type of x. biases [experts,
+    O] are in the first part.
+    """
+    _begun(EARLY)
+    tile = tl.program_id(0)
+    expert, place, num = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if tile >= tl.load(counts):
+        return
+    slots = tl.arange(0, ROWS)
+    is_pair = slots < num
+    pairs = tl.load(order + place + slots, mask=is_pair, other=0)
+    weight = tl.multiple_of(tl.load(matrices + expert).to(x.dtype), 16)
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2)
+    ins = split * PART + tl.arange(0, INS)
+    is_row, is_out = is_pair[:, None], outs[None, :] < num_out
+    xs = x + (pairs // EACH)[:, None].to(tl.int64) * x_stride + ins[None, :]
+    ws = weight + outs[None, :].to(tl.int64) * weight_stride + ins[:, None]
+    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    acc = _multiplied(xs, ws, acc, is_row, is_out, split * PART, num_in, INS, PART, EVEN, PRECISION)
+    if BIAS:
+        if split == 0:
+            bias = tl.load(biases + expert.to(tl.int64) * num_out + outs, mask=outs < num_out, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+    to = out + (split * num_pairs + pairs[:, None]).to(tl.int64) * num_out + outs[None, :]
+    tl.store(to, acc, mask=is_row & is_out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def weighed(
+    parts,
+    ids,
+    shares,
+    shared,
+    shared_bias,
+    gates,
+    out,
+    num_rows,
+    width,
+    SPLITS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_BIAS: tl.constexpr,
+    GATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Add what the experts of a row gave, in the order of its choice, and the expert that all rows share.
+
+    parts [SPLITS, num_rows * CHOSEN, width], shared [SHARED, num_rows, width], 0 = none; gates [GATES, num_rows]: what
+    the sigmoid of weighs the shared one, 0 = nothing does -> out [num_rows, width].
+    """
+    _begun(EARLY)
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    stride = num_rows.to(tl.int64) * width
+    for c in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + c
+        is_there = at < tl.where(tl.load(ids + pair) >= 0, width, 0)
+        found = _summed(parts, pair.to(tl.int64) * width + at, stride * CHOSEN, is_there, SPLITS)
+        acc += found * tl.load(shares + pair)
+    if SHARED > 0:
+        found = _summed(shared, row.to(tl.int64) * width + at, stride, inside, SHARED)
+        if SHARED_BIAS:
+            found += tl.load(shared_bias + at, mask=inside, other=0.0).to(tl.float32)
+        if GATES > 0:
+            gate = tl.load(gates + row)
+            for i in tl.static_range(1, GATES):
+                gate += tl.load(gates + i * num_rows + row)
+            found = found * (1.0 / (1.0 + tl.exp(-gate)))
+        acc += found
+    tl.store(out + row.to(tl.int64) * width + at, acc, mask=inside)

@@ -1,0 +1,241 @@
+"""Mixtures of experts on a CUDA device: no launch depends on what rows choose, so that a graph holds them.
+
+A row's bits depend on that row alone: see ops/cuda_expert_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.ops.cuda import ROWS, CudaOps, Parts, Tiles, _power, _precision
+from forerun.ops.cuda_packed import Packed
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp, normed
+
+BLOCK_PAIRS = 1024  # that are looked through at once
+
+
+class Tally:
+    """How many experts rows chose in one pass, of each layer that has some: int32 [layers, 2], of tiles and experts.
+
+    live [T]: 0 = the row is padding, and chooses none; None = all are rows.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.counts = torch.zeros(num_layers, 2, dtype=torch.int32, device=device)
+        self.live: Tensor | None = None
+        self._host = torch.zeros(num_layers, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._told: tuple[list[int], list[int]] | None = None
+
+    def tell(self, to: list[int], layers: list[int]) -> None:
+        """Append the counts of these layers to a list as soon as `arrive` is called, behind this pass."""
+        self._host.copy_(self.counts, non_blocking=True)
+        self._told = to, layers
+
+    def arrive(self) -> None:
+        """Write what was asked for; all that the device was to do is done."""
+        if self._told is not None:
+            to, layers = self._told
+            to += [int(self._host[i, 1]) for i in layers]
+            self._told = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What rows have chosen, on the device. ids, shares [T, chosen]; see cuda_expert_kernels.grouped for the others."""
+
+    ids: Tensor
+    shares: Tensor
+    order: Tensor
+    tiles: Tensor
+    counts: Tensor
+    num_tiles: int
+    rows: int
+
+    @property
+    def num_pairs(self) -> int:
+        """The rows, each as often as it has chosen an expert."""
+        return self.ids.numel()
+
+
+class _Matrices:
+    """The same matrix of each expert. biases [experts, O], or None."""
+
+    def __init__(self, parts: Seq[tuple[Any, Tensor | None]], times: int) -> None:
+        self.kept = [_aligned(part) for part, _ in parts]  # for as long as their addresses are known
+        first, device = self.kept[0], self.kept[0].device
+        self.num_out, self.num_in = first.shape
+        self.stride = first.stride(0)
+        self.addresses = torch.tensor([part.data_ptr() for part in self.kept], dtype=torch.int64, device=device)
+        biases = [bias for _, bias in parts if bias is not None]
+        self.biases = torch.stack(biases) if biases else None
+        self.tiles = Tiles.of(self.num_out, self.num_in, first.itemsize, times)
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """A matrix as the kernels read it, which begins at a multiple of 16 bytes."""
+    return part if part.data_ptr() % 16 == 0 and part.is_contiguous() else part.contiguous().clone()
+
+
+class CudaExperts(TorchExperts):
+    """A mixture of experts whose rows choose on the device. own: what it is made of. layer: its row of the tally."""
+
+    def __init__(self, ops: CudaOps, own: TorchExperts, dtype: torch.dtype, tally: Tally, layer: int) -> None:
+        vars(self).update(vars(own))
+        self.ops, self.dtype, self.tally, self.layer = ops, dtype, tally, layer
+        self.up = _Matrices([_whole(expert.up) for expert in self.experts], self.spec.chosen)
+        self.down = _Matrices([expert.down.parts[0] for expert in self.experts], self.spec.chosen)
+
+    def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
+        """y [T, H] -> float32 [T, H]; the tally knows how many experts were chosen, and 0 is returned."""
+        return self.parts(y, stream).sums[0], 0
+
+    def parts(self, y: Tensor, stream: Tensor) -> Parts:
+        """Return the same as one part [1, T, H], to be added to the rows."""
+        ops, e = self.ops, self.spec
+        choice = self.choose(normed(self.router_norm, ops, stream if e.reads_stream else y))
+        y = y.to(self.dtype).contiguous()
+        found = self._product(y, self.up, choice, each=e.chosen)
+        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(found, None), self.dtype)
+        found = self._product(inner, self.down, choice, each=1)
+        shared = None if self.shared is None else _mlp(ops, self.shared, y, self.dtype)
+        gates = None if self.shared_gate is None else ops.product(y, *self.shared_gate.parts[0])
+        num, width = y.shape
+        out = torch.empty(1, num, width, dtype=torch.float32, device=y.device)
+        block = min(512, _power(width))
+        ops.expert_kernels.weighed[(num, -(-width // block))](
+            found,
+            choice.ids,
+            choice.shares,
+            found if shared is None else shared.sums,
+            found if shared is None or shared.bias is None else shared.bias,
+            found if gates is None else gates.sums,
+            out,
+            num,
+            width,
+            SPLITS=len(found),
+            CHOSEN=e.chosen,
+            SHARED=0 if shared is None else shared.splits,
+            SHARED_BIAS=shared is not None and shared.bias is not None,
+            GATES=0 if gates is None else gates.splits,
+            BLOCK=block,
+            **ops.launch,
+        )
+        return Parts(out, None)
+
+    def choose(self, x: Tensor) -> _Choice:
+        """Choose the experts of rows x [T, H], which the router reads, and group rows by expert."""
+        ops, e, num, device = self.ops, self.spec, len(x), x.device
+        scores = ops.product(x.contiguous(), *self.router.parts[0])
+        num_pairs, rows = num * e.chosen, _rows(num * e.chosen, e.num)
+        is_alone = num == 1
+        num_tiles = e.chosen if is_alone else min(num_pairs, num_pairs // rows + min(e.num, num_pairs))
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=device)
+
+        ids, shares = ints(num, e.chosen), torch.empty(num, e.chosen, dtype=torch.float32, device=device)
+        order, tiles = ints(max(e.chosen, e.num) * num), ints(num_tiles, 3)
+        counts, live = self.tally.counts[self.layer], self.tally.live
+        ops.expert_kernels.routed[(num,)](
+            scores.sums,
+            scores.sums if scores.bias is None else scores.bias,
+            scores.sums if self.scales is None else self.scales,
+            ids if live is None else live,
+            ids,
+            shares,
+            order,
+            tiles,
+            counts,
+            num,
+            e.num,
+            float(e.score_scale),
+            float(e.scale),
+            SPLITS=scores.splits,
+            BIAS=scores.bias is not None,
+            SCORE=e.score,
+            NORMALISE=e.normalise,
+            SCALED=self.scales is not None,
+            LIVE=live is not None,
+            CHOSEN=e.chosen,
+            CHOICES=_power(e.chosen),
+            ALONE=is_alone,
+            BLOCK=_power(e.num),
+            num_warps=1 if e.num <= 128 else 4,
+            **ops.launch,
+        )
+        if not is_alone:
+            block = min(BLOCK_PAIRS, max(16, _power(num_pairs)))
+            ops.expert_kernels.grouped[(e.num,)](
+                ids, order, tiles, counts, num, num_pairs, ROWS=rows, BLOCK=block, num_warps=4, **ops.launch
+            )
+        return _Choice(ids, shares, order, tiles, counts, num_tiles, rows)
+
+    def _product(self, x: Tensor, matrices: _Matrices, choice: _Choice, each: int) -> Tensor:
+        """Multiply pairs by their experts' matrices -> [splits, pairs, O]. each: the pairs of a row of x."""
+        ops, tiles, num_pairs = self.ops, matrices.tiles, choice.num_pairs
+        num_out, num_in, biases = matrices.num_out, matrices.num_in, matrices.biases
+        outs = max(tiles.outs, 64) if choice.rows == ROWS[-1] else tiles.outs
+        out = torch.empty(tiles.splits, num_pairs, num_out, dtype=torch.float32, device=x.device)
+        ops.expert_kernels.product_of_experts[(choice.num_tiles, -(-num_out // outs), tiles.splits)](
+            x,
+            matrices.addresses,
+            x if biases is None else biases,
+            choice.order,
+            choice.tiles,
+            choice.counts,
+            out,
+            num_pairs,
+            num_out,
+            num_in,
+            x.stride(0),
+            matrices.stride,
+            EACH=each,
+            ROWS=choice.rows,
+            OUTS=outs,
+            INS=tiles.ins,
+            PART=tiles.part,
+            EVEN=tiles.part * tiles.splits == num_in and num_out % outs == 0,
+            BIAS=biases is not None,
+            PRECISION=_precision(x.dtype),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **ops.launch,
+        )
+        return out
+
+
+def _rows(num_pairs: int, num_experts: int) -> int:
+    """The rows of a tile: about as many as choose an expert. It changes no bits; see CudaOps.cut."""
+    return next((rows for rows in ROWS if num_pairs <= rows * num_experts), ROWS[-1])
+
+
+def _whole(product: Any) -> tuple[Any, Tensor | None]:
+    """One matrix of a product's, and its bias."""
+    if product.joined is not None or len(product.parts) == 1:
+        return product.joined or product.parts[0]  # type: ignore[no-any-return]
+    biases = [bias for _, bias in product.parts if bias is not None]
+    return torch.cat([weight for weight, _ in product.parts]), torch.cat(biases) if biases else None
+
+
+def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
+    """A feed-forward part of rows y [T, H] -> its parts [splits, T, H]."""
+    found = ops.product(y, *_whole(mlp.up))
+    return ops.product(ops.inner(mlp.spec.act, mlp.spec.gated, found, dtype), *mlp.down.parts[0])
+
+
+def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
+    """Let the experts of all blocks choose on the device; returns what counts them, None where nothing does."""
+    found = [(block, block.experts) for block in blocks if block.experts is not None]
+    matrices = [m for _, own in found for expert in own.experts for m, _ in [_whole(expert.up), expert.down.parts[0]]]
+    if not found or any(isinstance(matrix, Packed) for matrix in matrices):
+        return None
+    tally = Tally(len(found), matrices[0].device)
+    for layer, (block, own) in enumerate(found):
+        block.experts = CudaExperts(ops, own, dtype, tally, layer)
+    return tally

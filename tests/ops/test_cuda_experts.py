@@ -1,0 +1,111 @@
+"""Experts of the CUDA backend: what torch computes, chosen on the device, and the bits of a row whatever is beside it.
+
+Whole models with experts are in test_cuda.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.blocks import Experts, Mlp, Spec
+from forerun.ops import cuda
+from forerun.ops.cuda_experts import CudaExperts
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchExperts, TorchModel, normed
+from ops.native_blocks import SPECS, mixture, random_weights, spec_of
+from ops.native_cases import same_bits, seeded
+from ops.test_cuda import DEVICE, Text, every_type, needs_triton, operators
+
+__all__ = ["operators"]  # a fixture
+WIDE = Experts(5, 2, Mlp(24, "clamped_silu", bias=True), Mlp(24, bias=True), score="sigmoid", router_bias=True)
+FOUND = SPECS | {"in parts of K": spec_of([mixture(WIDE)], hidden_size=1032)}
+MIXTURES = [*(("experts", i) for i in range(5)), ("gpt_oss, experts", 0), ("gemma4, experts", 0), ("in parts of K", 0)]
+every_mixture = pytest.mark.parametrize(("name", "i"), MIXTURES, ids=[f"{name} {i}" for name, i in MIXTURES])
+
+
+def both(spec: Spec, i: int, ops: cuda.CudaOps, dtype: torch.dtype = torch.float32) -> tuple[CudaExperts, TorchExperts]:
+    """The experts of a block on the device, and in torch with the same weights in float32."""
+    weights = {n: w.to(DEVICE, dtype) for n, w in random_weights(spec, torch.float32, 0).items()}
+    own: Any = cuda.load(spec, weights, ops).blocks[i].experts
+    exact: Any = TorchModel(spec, {n: w.float() for n, w in weights.items()}).blocks[i].experts
+    return own, exact
+
+
+def rows_of(num: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows behind a norm, of which some choose the same experts, and rows of the stream."""
+    y, stream = torch.randn(2, num, width, generator=seeded(7))
+    y *= 2 * width**-0.5  # so that the sigmoid tells scores apart
+    y[3::5] = y[0::5][: len(y[3::5])] * 1.01
+    return y.to(DEVICE, dtype), stream.to(DEVICE)
+
+
+@needs_triton
+@every_mixture
+@every_type
+def test_experts_are_those_of_torch(
+    operators: cuda.CudaOps, name: str, i: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """And a row's bits are its own, among 1, 2, 8, 17 and 64 rows."""
+    own, exact = both(FOUND[name], i, operators, dtype)
+    assert own.up.tiles.splits == (1 if name in SPECS else 2 if dtype.itemsize == 2 else 4)
+    y, stream = rows_of(64, own.up.num_in, dtype)
+    found, _ = own.run(operators, y, stream)
+    chosen, _ = exact.chosen(exact_ops := ReferenceOps(), (stream if own.spec.reads_stream else y).float())
+    choice = own.choose(normed(own.router_norm, operators, stream if own.spec.reads_stream else y))
+    alike = (choice.ids.sort(-1).values == chosen.sort(-1).values).all(-1)
+    assert float(alike.float().mean()) > 0.9 if dtype != torch.float32 else bool(alike.all())
+    expected, _ = exact.run(exact_ops, y.float(), stream)
+    assert float((found - expected)[alike].norm()) <= tolerance * float(expected[alike].norm())
+    for first, num in ((0, 1), (63, 1), (5, 2), (8, 8), (20, 17)):
+        part = slice(first, first + num)
+        assert same_bits(own.run(operators, y[part], stream[part])[0], found[part]), (first, num)
+
+
+@needs_triton
+def test_the_lowest_expert_is_chosen_of_equal_ones(operators: cuda.CudaOps) -> None:
+    """What is no number is chosen last, and no expert twice."""
+    own, _ = both(SPECS["experts"], 1, operators)
+    router = own.router.parts[0][0]
+    router.copy_(router[:1].expand_as(router))
+    y = torch.randn(3, 44, generator=seeded(8)).to(DEVICE)
+    assert own.choose(y).ids.tolist() == [[0, 1]] * 3
+    router[2] *= 2.0
+    y[0], y[1], y[2] = 1.0, -1.0, torch.nan
+    expected = [[2, 0], [0, 1]] if float(router[0].sum()) > 0 else [[0, 1], [2, 0]]
+    choice = own.choose(y)
+    assert choice.ids.tolist() == [*expected, [0, 1]]
+    assert choice.shares[2].isnan().all()
+
+
+@needs_triton
+def test_rows_of_padding_choose_nothing(operators: cuda.CudaOps) -> None:
+    own, _ = both(SPECS["experts"], 0, operators)
+    y = torch.randn(8, 44, generator=seeded(9)).to(DEVICE)
+    alone = own.run(operators, y[:5], y)[0]
+    num_chosen = int(own.tally.counts[0, 1])
+    own.tally.live = torch.tensor([4, 9, 1, 1, 7, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    found = own.run(operators, y, y)[0]
+    assert same_bits(found[:5], alone)
+    assert not found[5:].any()
+    assert int(own.tally.counts[0, 1]) == num_chosen
+    assert set(own.choose(y).ids[5:].flatten().tolist()) == {-1}
+
+
+@needs_triton
+def test_a_model_says_how_many_experts_rows_chose(operators: cuda.CudaOps) -> None:
+    spec = SPECS["experts"]
+    weights = {n: w.to(DEVICE) for n, w in random_weights(spec, torch.float32, 0).items()}
+    own, exact = Text(spec, weights, operators), Text(spec, weights, ReferenceOps())
+    for run, layers in (([3, 1, 4, 1, 5], None), ([9], None), ([2, 6], [1, 3])):
+        found, expected = list[int](), list[int]()
+        for text, to in ((own, found), (exact, expected)):
+            model: Any = text.model
+            model.forward(text.batch({0: run}, {}), text.cache, layers, num_experts=to)
+            model.wait()
+            text.cache.keep({0: range(len(run))})
+        assert found == expected
+        assert len(found) == (5 if layers is None else 2)
