@@ -236,7 +236,8 @@ class Probs:
 
     The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
     few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
-    soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it.
+    soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it. afar: in place of
+    the vector, a distribution that is still on a device, and comes when its weights are asked for.
     """
 
     point: int | None = None  # the id that has probability 1
@@ -244,6 +245,7 @@ class Probs:
     ids: Tensor | None = None  # [n] int64, ascending
     listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
     soft: Probs | None = None
+    afar: Afar | None = None
 
     @staticmethod
     @functools.cache
@@ -255,6 +257,8 @@ class Probs:
         """Probability of `token`."""
         if self.point is not None:
             return 1.0 if token == self.point else 0.0
+        if self.afar is not None and token in self.afar.chances:
+            return self.afar.chances[token]
         place = token
         if self.ids is not None:
             place = int(self.ids.numpy().searchsorted(token))
@@ -266,9 +270,32 @@ class Probs:
     def weights(self) -> Tensor:
         """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
+        if self.afar is not None:
+            weights = self.afar.weights
         if weights is None:
             raise InternalError("a distribution needs a point or a dense vector, or ids with their probabilities")
         return weights
+
+
+class Afar:
+    """A distribution that a device holds, and what is known of it here.
+
+    fetch() -> [V] copies its weights to the host; they are kept. chances: the probabilities of some ids. draw: how an
+    id was drawn from it there, and `token`, the one that was.
+    """
+
+    __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
+
+    def __init__(self, fetch: Callable[[], Tensor], chances: Mapping[int, float], draw: Draw, token: int) -> None:
+        self._fetch, self.chances, self.draw, self.token = fetch, chances, draw, token
+        self._weights: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """The probabilities of the ids 0 to V - 1, on the host."""
+        if self._weights is None:
+            self._weights = self._fetch()
+        return self._weights
 
 
 class Coins(Protocol):
@@ -515,8 +542,8 @@ class Draw:
 
     filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
     `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
-    `Coins.draft` draws. seed, position, round: of these coins. probs: the distribution that each token was drawn from,
-    which the model adds.
+    `Coins.draft` draws. seed, position, round: of these coins. purpose: of the coin, where no noise is shared. probs:
+    the distribution that each token was drawn from, which the model adds.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -524,6 +551,7 @@ class Draw:
     seed: int
     position: int
     round: int
+    purpose: int = 0  # forerun.sampling.random.PURPOSE_DRAFT
     probs: list[Probs] = field(default_factory=list)
 
 

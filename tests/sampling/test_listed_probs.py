@@ -132,7 +132,7 @@ def test_enumerated_rounds_do_not_depend_on_the_form(module):
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4, "repetition_penalty": 1.7}])
 def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
     """The real engine in exact enumeration, with every filtered distribution of either model as a list."""
-    monkeypatch.setattr(pipeline, "_most_listed", lambda width: width)
+    monkeypatch.setattr(pipeline, "most_listed", lambda width: width)
     assert pipeline.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options)))
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options), {"draft_top_k": 1}))

@@ -222,7 +222,7 @@ class SearchRequest(Request):
     def restart(self) -> None:
         self.search.restart()
 
-    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+    def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
         return self.search.run()
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forerun import verify
 from forerun.errors import ForerunError
 from forerun.registry import with_fields
-from forerun.sampling import logprobs_of, takes_the_best
+from forerun.sampling import logprobs_of, only_filters, takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import Part, Spoken, ToolCall
 from forerun.text.speech import PartsReader, Speaking
@@ -275,6 +275,7 @@ class Request:
         self.searcher: Request | None = None  # the request whose beam search finds this output
         rule = verify.find(seq.acceptance)
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids) and not rule.reads_soft_rows
+        self.only_filters = only_filters(seq.params, seq.bad_word_ids) and not seq.params.greedy
         self.report = RequestReport(
             draft=seq.draft,
             acceptance=seq.acceptance,
@@ -297,10 +298,11 @@ class Request:
         self.num_fetching, self.num_fetched = 0, 0  # caches whose rows are on their way, and tokens that have come
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
-    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+    def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
         """Return its run of the next pass: the last committed token, then what is drafted.
 
-        best_only: whether the largest logits can be had alone, if it needs no others.
+        best_only: whether the largest logits can be had alone, if it needs no others. coins: of its round, where the
+        device may draw from rows; None = it may not.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from forerun import sampling, verify
 from forerun.engine.request import Committed, Request
 from forerun.errors import ForerunError
 from forerun.models.runner import Run, Scores
+from forerun.sampling.random import PhiloxCoins
 from forerun.types import FORCED, NO_TOKEN, Coins, Draft, Origin, Probs, Sequence, SequenceStep, TokenLogprob, Verdict
 from forerun.verify import Ruling
 
@@ -59,7 +60,27 @@ class SampledRequest(Request):
 
     _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
 
-    def run(self, draft: Draft, b: int, best_only: bool) -> Run:
+    def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
+        run = self._run(draft, b, best_only)
+        if not (self.only_filters and isinstance(coins, PhiloxCoins)) or b in draft.extra:
+            return run
+        if self._may_end_by_force(len(draft.nodes(b))):
+            return run
+        return self._drawn(run, coins)
+
+    def _drawn(self, run: Run, coins: PhiloxCoins) -> Run:
+        """Return a run that says how the device draws from its rows, and which probabilities the rule will ask for."""
+        shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
+        filters = sampling.filters_of(self.seq.params, 0)
+        depths, asked = [0] * len(run.tokens), [list[int]() for _ in run.tokens]
+        for row, parent in enumerate(run.parents or ()):
+            if parent >= 0:
+                depths[row] = depths[parent] + 1
+                asked[parent].append(run.tokens[row])
+        draws = [coins.behind(filters, shares_noise, depth) for depth in depths]
+        return run._replace(best_only=False, draws=draws, asked=asked)
+
+    def _run(self, draft: Draft, b: int, best_only: bool) -> Run:
         seq, nodes, extra, shared = self.seq, draft.nodes(b), draft.extra.get(b), draft.shared.get(b)
         only = best_only and self.takes_the_best and not self._may_end_by_force(len(nodes))
         if not nodes and extra is None:
@@ -81,7 +102,9 @@ class SampledRequest(Request):
         return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
-        if best := scores.best[b]:  # where only the largest logits were asked for
+        if scores.drawn and (drawn := scores.drawn[b]):
+            self._rows = [drawn[0], *(drawn[draft.row(b, node)] for node in draft.nodes(b))]
+        elif best := scores.best[b]:  # where only the largest logits were asked for
             points = [Probs.of_point(token) for token in best]
             self._rows = [points[0], *(points[draft.row(b, node)] for node in draft.nodes(b))]
         else:

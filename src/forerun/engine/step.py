@@ -82,7 +82,7 @@ class Stepper:
 
         draft, granted = self._propose(plan, coins)
         draft_s = laps.lap()
-        scores = self._score(plan, draft)
+        scores = self._score(plan, draft, coins)
         score_s = laps.lap()
         watched = [WatchedCoins(own) for own in coins] if self.wants_detail else []
         verdict = self._judge(plan, draft, scores, watched or coins)
@@ -152,17 +152,20 @@ class Stepper:
 
     # ---------------------------------------------------------------------------------------------------------- score
 
-    def _score(self, plan: Plan, draft: Draft) -> Scores:
+    def _score(self, plan: Plan, draft: Draft, coins: Seq[Coins]) -> Scores:
         """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks.
 
-        The encoder comes first, over the sources of requests that begin.
+        The encoder comes first, over the sources of requests that begin. Listeners that want details, and drafters that
+        read the likeliest tokens, need rows on the host; else a device draws from them where it can.
         """
+        draws_rows = self.runner.draws_rows and not self.wants_detail
         if plan.sources and self.runner.sources is not None:
             self.runner.sources.run([request.seq.id for request in plan.sources])
         runs = []
         for b, request in enumerate(plan.decode):
-            best_only = self.runner.finds_best and not self.drafter.of(request.seq).top_logits
-            runs.append(request.run(draft, b, best_only))
+            reads_top = self.drafter.of(request.seq).top_logits
+            own = coins[b] if draws_rows and not reads_top else None
+            runs.append(request.run(draft, b, self.runner.finds_best and not reads_top, own))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             wanted = "all" if request.scores_prompt else "none"

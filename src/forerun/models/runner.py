@@ -24,7 +24,7 @@ from forerun.errors import CapacityError, InternalError
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
-from forerun.types import Draw, Model, RaggedBatch, Stop, ancestor_words
+from forerun.types import Draw, Model, Probs, RaggedBatch, Stop, ancestor_words
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
@@ -37,8 +37,10 @@ class Run(NamedTuple):
     kept rows; None = a chain behind all that is there. pending: the rows stay as pending ones (KVCache.hold), so that
     the next run of the slot goes on behind them; others are overwritten by it, unless `keep` comes before.
     logits: of every row, of the last row only, or of none. best_only: the id of the largest logit is all that is asked
-    for, of the same rows; only where the runner `finds_best`. vectors: by row of the run, what the first layer gets in
-    place of the embedding of its token [H]; the token must be an id all the same.
+    for, of the same rows; only where the runner `finds_best`. draws: of each of these rows how the device is to draw
+    from it, and asked: ids whose probabilities are wanted with it; only where the runner `draws_rows`. vectors: by row
+    of the run, what the first layer gets in place of the embedding of its token [H]; the token must be an id all the
+    same.
     """
 
     slot: int
@@ -48,6 +50,8 @@ class Run(NamedTuple):
     best_only: bool = False
     pending: bool = False
     vectors: Mapping[int, Tensor] | None = None
+    draws: Seq[Draw] = ()
+    asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
         """The parents, of a chain too."""
@@ -59,9 +63,9 @@ class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
     logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
-    logits are no numbers). taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps
-    has asked for it. runs: what was asked for. num_experts: that some row chose, on average over the layers that have
-    experts; 0 = none has.
+    logits are no numbers), or drawn[b] [wanted rows] and best[b] for a run that said how to draw. taps: by k, the
+    residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it. runs: what was asked
+    for. num_experts: that some row chose, on average over the layers that have experts; 0 = none has.
     """
 
     hidden: Tensor
@@ -72,6 +76,7 @@ class Scores:
     taps: dict[int, Tensor] = field(default_factory=dict)
     runs: Seq[Run] = ()
     num_experts: float = 0.0
+    drawn: Seq[Seq[Probs]] = ()
 
 
 class Runner:
@@ -130,10 +135,10 @@ class Runner:
         batch = pack(runs, self.cache, self.sources)
         # Before the pass: behind it the interpreter's own code has to come from memory again.
         rows = list(itertools.starmap(range, itertools.pairwise(batch.run_starts)))
-        full, few = list[int](), list[int]()
+        full, few, drawn = list[int](), list[int](), list[int]()
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
-            (few if run.best_only else full).extend(wanted)
+            (drawn if run.draws else few if run.best_only else full).extend(wanted)
         shape = batch.run_starts[-1], self.model.config.hidden_size
         taps = {k: torch.empty(shape, device=self.model.device) for k in self.taps}
         touched = list[int]()
@@ -145,14 +150,33 @@ class Runner:
             if run.pending:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
+        probs = self._drawn(hidden, drawn, runs, best) if drawn else ()
         self.model.wait()
         num_experts = sum(touched) / max(1, len(touched))
-        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs, num_experts)
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs, num_experts, probs)
+
+    def _drawn(self, hidden: Tensor, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
+        """The distributions of the rows that are drawn from on the device, by run; their likeliest ids go into best."""
+        draws = [draw for run in runs for draw in run.draws]
+        asked = [own for run in runs for own in run.asked]
+        found, likeliest = self.model.draw(hidden, rows, self.width, draws, asked)  # type: ignore[attr-defined]
+        probs, at = list[Seq[Probs]](), 0
+        for b, run in enumerate(runs):
+            probs.append(found[at : at + len(run.draws)])
+            if run.draws:
+                best[b] = likeliest[at : at + len(run.draws)]
+            at += len(run.draws)
+        return probs
 
     @property
     def finds_best(self) -> bool:
         """Whether the largest logit can be had without the others being written."""
         return not self.holes and hasattr(self.model, "best")
+
+    @property
+    def draws_rows(self) -> bool:
+        """Whether the device can draw from rows, so that their logits need not come to the host."""
+        return not self.holes and hasattr(self.model, "draw")
 
     @property
     def tells_confidence(self) -> bool:
@@ -323,7 +347,10 @@ def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tu
     at = at_best = 0
     for run in runs:
         num = len(run.tokens) if run.logits == "all" else run.logits == "last"
-        if run.best_only:
+        if run.draws:
+            some_best.append([])
+            some_logits.append(none)
+        elif run.best_only:
             some_best.append(best[at_best : at_best + num])
             some_logits.append(none)
             at_best += num

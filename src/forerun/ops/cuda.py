@@ -39,6 +39,7 @@ row_invariant = True
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
+LEAST_SHARED_BYTES = 99 << 10  # of a program on cards of 8.6, 8.9 and 12.0; an H100 has 227 KiB
 SPLIT_KEYS = 128  # keys of a part of attention
 KEYS = 64  # keys of one step
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
@@ -197,6 +198,7 @@ class CudaOps(ReferenceOps):
         self.expert_kernels: Any = cuda_expert_kernels
         # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        self.shared_bytes = _shared_bytes()
         self.launch: dict[str, Any] = {"EARLY": self.early, **({"launch_pdl": True} if self.early else {})}
 
     @property
@@ -255,10 +257,17 @@ class CudaOps(ReferenceOps):
             LINES=lines,
             LINE=128 // weight.itemsize,
             num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            num_stages=self.stages(tiles.stages, (rows + outs) * tiles.ins * weight.itemsize),
             **self.launch,
         )
         return Parts(sums, None if adds_bias else bias)
+
+    def stages(self, most: int, num_bytes: int) -> int:
+        """Return how many steps of a product are under way at once, where each takes so much shared memory.
+
+        It does not change what is computed.
+        """
+        return max(1, min(most, self.shared_bytes // num_bytes))
 
     def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> Parts:
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
@@ -361,19 +370,26 @@ class CudaOps(ReferenceOps):
 
         Ties go to the lowest id. Where logits are no numbers the value is none, and the second id is -1.
         """
-        num, width = logits.shape
-        parts = -(-width // PART_IDS)
-        device = logits.device
-        values = torch.empty(num, parts, dtype=torch.float32, device=device)
-        ids = torch.empty(num, parts, dtype=torch.int32, device=device)
+        num, device = len(logits), logits.device
+        values, ids = self.largest_in_parts(logits, PART_IDS)
+        parts = values.shape[1]
         pairs = torch.empty(2, num, dtype=torch.float32, device=device)
         found = torch.empty(num, dtype=torch.int32, device=device)
         if num:
-            self.kernels.largest_in_parts[(num, parts)](
-                logits, values, ids, width, BLOCK=min(PART_IDS, _power(width)), **self.launch
-            )
             self.kernels.largest_of_parts[(num,)](values, ids, pairs, found, parts, BLOCK=_power(parts), **self.launch)
         return pairs, found
+
+    def largest_in_parts(self, logits: Tensor, part_ids: int) -> tuple[Tensor, Tensor]:
+        """Return values and ids of the largest of each part of so many logits: float32 and int32 [T, parts]."""
+        num, width = logits.shape
+        parts = -(-width // part_ids)
+        values = torch.empty(num, parts, dtype=torch.float32, device=logits.device)
+        ids = torch.empty(num, parts, dtype=torch.int32, device=logits.device)
+        if num:
+            self.kernels.largest_in_parts[(num, parts)](
+                logits, values, ids, width, BLOCK=min(part_ids, _power(width)), **self.launch
+            )
+        return values, ids
 
     # ---------------------------------------------------------------------------------------------------- norms
 
@@ -568,6 +584,14 @@ class CudaOps(ReferenceOps):
                 num_warps=1 if dim <= 64 else 2,
                 **self.launch,
             )
+
+
+def _shared_bytes() -> int:
+    """Return the shared memory that one program may have on the card; without one what the least of cards has."""
+    if interprets() or not torch.cuda.is_available():
+        return LEAST_SHARED_BYTES
+    driver: Any = importlib.import_module("triton.runtime").driver.active
+    return int(driver.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
 def _power(n: int) -> int:

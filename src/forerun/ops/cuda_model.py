@@ -17,17 +17,18 @@ from torch import Tensor
 from forerun import blocks
 from forerun.blocks import Norm, Spec
 from forerun.config import Quantization
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
 from forerun.ops.cuda_experts import CudaExperts, on_device
 from forerun.ops.cuda_packed import Laid, Packed
 from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
+from forerun.ops.cuda_sampling import Cuts, Drawn, Sampler, Settings
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchExperts, TorchModel, Turn, _write
-from forerun.types import RaggedBatch
+from forerun.types import Afar, Draw, Probs, RaggedBatch
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
@@ -220,7 +221,9 @@ class CudaModel(TorchModel):
         self._graphs: dict[Any, _Graph] = {}
         self._numbers: dict[Any, _Numbers] = {}
         self._num_positions = 0
+        self._sampler = Sampler(self._cuda.largest_in_parts)
         self._memory: Any = None  # that all graphs share
+        self._num_draws = 0
 
     # ------------------------------------------------------------------------------------------------- one pass
 
@@ -435,6 +438,78 @@ class CudaModel(TorchModel):
     def _largest(self, hidden: Tensor, num_ids: int) -> Tensor:
         return self._cuda.largest(self.logits(hidden, num_ids))[0]
 
+    # ------------------------------------------------------------------------------------------- draws from rows
+
+    draws_ahead = True  # `run_ahead` takes draws
+
+    @torch.inference_mode()
+    def draw(
+        self, hidden: Tensor, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
+    ) -> tuple[list[Probs], list[int]]:
+        """Draw an id of the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+
+        asked: of each row, ids whose probabilities are wanted with it. Returns the distributions, which stay on the
+        device until their weights are asked for or rows are drawn from anew, and the likeliest ids; -1 where logits are
+        no numbers. One copy comes to the host.
+        """
+        drawn = self._drawn(hidden if len(rows) == len(hidden) else hidden[rows], num_ids, draws)
+        width = drawn.probs.shape[1]
+        flat = [i * width + id_ for i, ids in enumerate(asked) for id_ in ids if id_ < width]
+        chances = drawn.probs.view(-1)[torch.tensor(flat, dtype=torch.int64).to(self.device)]
+        num = len(rows)
+        parts = (drawn.ids[:num], drawn.best[:num], drawn.chances[:num].view(torch.int32), chances.view(torch.int32))
+        told = torch.cat(parts).cpu()
+        ids, best = told[:num].tolist(), told[num : 2 * num].tolist()
+        own = told[2 * num :].view(torch.float32).tolist()
+        of_asked = iter(own[num:])
+        known = [{id_: next(of_asked) for id_ in ids if id_ < width} for ids in asked]
+        found = list[Probs]()
+        for i, draw in enumerate(draws):
+            chances_of = known[i] | {ids[i]: own[i]}
+            found.append(_afar(draw, ids[i], chances_of, self._fetching(drawn.probs, i)))
+        return found, best
+
+    def _fetching(self, probs: Tensor, row: int) -> Callable[[], Tensor]:
+        """Return what copies a row to the host, as long as nothing has been drawn behind it."""
+        number = self._num_draws
+
+        def fetch() -> Tensor:
+            if number != self._num_draws:
+                raise InternalError("a distribution was asked for behind the next draws from rows of its model")
+            return probs[row].cpu()
+
+        return fetch
+
+    def _drawn(self, hidden: Tensor, num_ids: int, draws: Seq[Draw]) -> Drawn:
+        """Draw from the logits of rows hidden [R, H]; what is returned holds until the next call."""
+        self._num_draws += 1
+        num, cuts = len(hidden), Cuts.of(draws, num_ids)
+        size = next((n for n in GRAPH_ROWS if n >= num), num) if self._captures else num
+        key = ("draw", size, num_ids, cuts)
+        if self._captures and size <= GRAPH_ROWS[-1]:
+            if key not in self._graphs:
+                given = torch.zeros(size, self.config.hidden_size, device=self.device)
+                settings = Settings(size, num_ids, self.device)
+                settings.send(draws)
+                depths = torch.zeros(size, dtype=torch.int32, device=self.device)
+
+                def run() -> Drawn:
+                    return self._sampler.draw(self.logits(given, num_ids), settings.device, depths, cuts)
+
+                replay, drawn = self._captured(run)
+                self._graphs[key] = _Graph(replay, drawn.probs, hidden=given, keeps=(settings, drawn, depths))
+            graph = self._graphs[key]
+            assert graph.hidden is not None
+            own, found, _ = graph.keeps
+            own.send(draws)
+            graph.hidden[:num].copy_(hidden)
+            graph.replay()
+            return found  # type: ignore[no-any-return]
+        alone = Settings(num, num_ids, self.device)
+        alone.send(draws)
+        none = torch.zeros(num, dtype=torch.int32, device=self.device)
+        return self._sampler.draw(self.logits(hidden, num_ids), alone.device, none, cuts)
+
     # --------------------------------------------------------------------------------------------- running ahead
 
     @torch.inference_mode()
@@ -447,8 +522,9 @@ class CudaModel(TorchModel):
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         ahead: Any = None,
+        draws: Seq[Draw] = (),
     ) -> list[list[int]] | None:
-        """Continue each run greedily with one synchronisation; as CpuModel.run_ahead, which says more."""
+        """Continue each run with one synchronisation; as CpuModel.run_ahead, which says more."""
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
@@ -459,10 +535,21 @@ class CudaModel(TorchModel):
         num, steps = len(batch.slots), max(lengths)
         lasts = [stop - 1 for stop in batch.run_starts[1:]]
         self._need_positions(end_of(batch) + steps)
-        found = self._ids(out if num == len(out) else out[lasts], num_ids)
+        rows = out if num == len(out) else out[lasts]
+        told = _Told(draws)
+        if draws:
+            drawn = self._drawn(rows, num_ids, draws)
+            found = drawn.ids[:num]
+            told.add(drawn)
+        else:
+            found = self._ids(rows, num_ids)
         if steps == 1:
-            return self._told_ids(found[None].tolist(), lengths)
-        return self._go_on(batch, lengths, cache, num_ids, tuple(chosen), found)
+            ids = self._told_ids(found[None].tolist(), lengths)
+        else:
+            ids = self._go_on(batch, lengths, cache, num_ids, tuple(chosen), found, told)
+        if ids is not None:
+            told.tell(ids)
+        return ids
 
     def _go_on(
         self,
@@ -472,6 +559,7 @@ class CudaModel(TorchModel):
         num_ids: int,
         chosen: tuple[int, ...],
         found: Tensor,
+        told: _Told,
     ) -> list[list[int]] | None:
         """Feed what was found, one by one: each pass is one replay of a graph that ends in the next ids."""
         num, steps = len(batch.slots), max(lengths)
@@ -485,15 +573,20 @@ class CudaModel(TorchModel):
         layout = Layout(size, 1, size, blocks)
         most = max(cached) + steps + 1
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
-        key = ("ahead", layout, num_keys, chosen, num_ids, id(cache))
+        cuts = Cuts.of(told.draws, num_ids) if told.draws else None
+        key = ("ahead", layout, num_keys, chosen, num_ids, id(cache), cuts)
         loop = self._graphs.get(key)
         if loop is None:
-            loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids)
+            loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids, cuts)
         ahead: _Ahead = loop.keeps
+        if ahead.settings is not None:
+            ahead.settings.send(told.draws)
         limits = [own + length for own, length in zip(cached, lengths, strict=True)]
         ahead.begin(last, tables, cache.block_tokens, limits, found)
         for _ in range(steps - 1):
             loop.replay()
+            if ahead.drawn is not None:
+                told.add(ahead.drawn)
         ahead.fed[steps - 1].copy_(ahead.found)
         return self._told_ids(ahead.fed[:steps, :num].cpu().tolist(), lengths)
 
@@ -505,8 +598,11 @@ class CudaModel(TorchModel):
         cache: BlockCache,
         chosen: tuple[int, ...],
         num_ids: int,
+        cuts: Cuts | None,
     ) -> _Graph:
         ahead = _Ahead(layout, self.device)
+        if cuts is not None:
+            ahead.settings = Settings(layout.rows, num_ids, self.device)
         rows = Rows(batch, torch.empty(0), [], ahead.numbers, layout, cache.block_tokens, num_keys)
 
         def run() -> Tensor:
@@ -528,7 +624,12 @@ class CudaModel(TorchModel):
                 **self._cuda.launch,
             )
             out = self._run(rows, cache, chosen, True, None, {})
-            ahead.found.copy_(self._ids(out, num_ids))
+            if ahead.settings is None or cuts is None:
+                ahead.found.copy_(self._ids(out, num_ids))
+            else:
+                logits = self.logits(out, num_ids)
+                ahead.drawn = self._sampler.draw(logits, ahead.settings.device, ahead.step, cuts)
+                ahead.found.copy_(ahead.drawn.ids)
             return ahead.found
 
         if not self._captures:
@@ -581,8 +682,53 @@ class CudaModel(TorchModel):
 MOST_AHEAD = 256  # passes of one run ahead
 
 
+def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Tensor]) -> Probs:
+    """The distribution that an id was drawn from on the device."""
+    if id_ < 0 or draw.filters[0] == 0:
+        return Probs.of_point(id_)
+    return Probs(afar=Afar(fetch, chances, draw, id_))
+
+
+class _Told:
+    """What a run ahead found besides ids: the probability of each, and the whole rows where a judge may ask for them.
+
+    Where the drafter shares the noise of its target, a rejected token is replaced without a look at them.
+    """
+
+    def __init__(self, draws: Seq[Draw]) -> None:
+        self.draws = draws
+        self._keeps_rows = any(not draw.shares_noise for draw in draws)
+        self._chances: list[Tensor] = []
+        self._rows: list[Tensor] = []
+
+    def add(self, drawn: Drawn) -> None:
+        """Keep what one pass has drawn, which the next one writes over."""
+        num = len(self.draws)
+        self._chances.append(drawn.chances[:num].clone())
+        if self._keeps_rows:
+            self._rows.append(drawn.probs[:num].clone())
+
+    def tell(self, ids: list[list[int]]) -> None:
+        """Give each draw the distributions of its ids."""
+        chances = torch.stack(self._chances).tolist() if self._chances else []
+        for b, (draw, own) in enumerate(zip(self.draws, ids, strict=False)):
+            for i, id_ in enumerate(own):
+                draw.probs.append(_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)))
+
+    def _fetching(self, step: int, row: int) -> Callable[[], Tensor]:
+        def fetch() -> Tensor:
+            if not self._rows:
+                raise InternalError("the rows of a draft that shares its target's noise were not kept")
+            return self._rows[step][row].cpu()
+
+        return fetch
+
+
 class _Ahead:
     """What a run ahead keeps on the device between its passes."""
+
+    settings: Settings | None = None  # what its rows are drawn with; None = they take the likeliest id
+    drawn: Drawn | None = None  # by the last pass
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout

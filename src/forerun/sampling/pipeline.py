@@ -268,10 +268,10 @@ def filters_of(params: SamplingParams, width: int) -> Filters:
     if params.greedy:
         return 0.0, 0, -math.inf, 1.0, 0
     log_min_p = float(arithmetic.log(params.min_p)) if params.min_p > 0 else -math.inf
-    return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, _most_listed(width)
+    return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, most_listed(width)
 
 
-def _most_listed(width: int) -> int:
+def most_listed(width: int) -> int:
     """How many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
     return width // 16 if width >= 4096 else 0
 

@@ -152,6 +152,22 @@ class PhiloxCoins:
         """Return how a model draws a chain with these coins by itself: what `pick` or `draft` returns at each depth."""
         return Draw(filters, shares_noise, self._seed, self._position, self._round)
 
+    def behind(self, filters: tuple[float, int, float, float, int], shares_noise: bool, depth: int) -> Draw:
+        """Return how a model draws by itself what `pick` or `draw` returns at this depth."""
+        return Draw(filters, shares_noise, self._seed, self._position + depth, self._round, PURPOSE_NEXT)
+
+    def _known(self, probs: Probs, depth: int, *, shares_noise: bool, purpose: int) -> int | None:
+        """Return the id of this draw, where the device that holds the distribution has drawn it."""
+        if probs.afar is None or probs.afar.token < 0:
+            return None
+        draw = probs.afar.draw
+        is_this = draw.shares_noise == shares_noise and (draw.seed, draw.position) == (
+            self._seed,
+            self._position + depth,
+        )
+        is_coin = shares_noise or (draw.purpose, draw.round) == (purpose, self._round)
+        return probs.afar.token if is_this and is_coin else None
+
     def _uniform(self, purpose: int, depth: int, lane: int = 0) -> float:
         words = _words(((self._position + depth) & _MASK, purpose, self._round, lane), key_of(self._seed))
         return uniform53(words[0], words[1])
@@ -166,6 +182,9 @@ class PhiloxCoins:
 
     def draw(self, probs: Probs, depth: int) -> int:
         """A correction or a bonus with the distribution `probs`."""
+        known = self._known(probs, depth, shares_noise=False, purpose=PURPOSE_NEXT)
+        if known is not None:
+            return known
         return _draw(probs, self._uniform(PURPOSE_NEXT, depth)) if probs.point is None else probs.point
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
@@ -174,6 +193,8 @@ class PhiloxCoins:
 
     def pick(self, probs: Probs, depth: int) -> int:
         """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
+        if (known := self._known(probs, depth, shares_noise=True, purpose=PURPOSE_MATCH)) is not None:
+            return known
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:

@@ -1,0 +1,182 @@
+"""Draws on the device: rows of logits become distributions and ids there, with the bits of forerun.sampling.
+
+A step with drafts then copies a few ids and probabilities to the host, where it copied whole rows. What the judge needs
+of a row beyond those, where a token was rejected, it fetches (`types.Probs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import math
+import struct
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forerun.sampling.arithmetic import tick_bits
+from forerun.sampling.pipeline import most_listed
+from forerun.types import Draw
+
+PART_IDS = 2048  # ids that one program looks at
+WARPS = 8
+NIBBLES = 8  # passes of a search for a threshold
+NUMBERS = npt.NDArray[np.int64]
+# A fused multiplication and addition rounds once where the host rounds twice.
+UNFUSED = {"enable_fp_fusion": False, "num_warps": WARPS}
+
+
+class Field(enum.IntEnum):
+    """What a row is drawn with, in the order of cuda_sampling_kernels. Floats are kept as the bits of a float64."""
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    LOG_MIN_P = 2
+    TOP_P = 3
+    MOST_LISTED = 4
+    KIND = 5  # 0 = the likeliest id, 1 = by the noise of match, 2 = by the cumulative sum
+    SEED = 6
+    POSITION = 7
+    PURPOSE = 8
+    ROUND = 9
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which searches the rows of a pass need: by number for top_k, by mass for top_p."""
+
+    by_number: bool = False
+    by_mass: bool = False
+
+    @classmethod
+    def of(cls, draws: Seq[Draw], width: int) -> Cuts:
+        """Return what some row needs."""
+        filters = [draw.filters for draw in draws if draw.filters[0] > 0]
+        return cls(any(0 < top_k < width for _, top_k, *_ in filters), any(top_p < 1 for *_, top_p, _ in filters))
+
+
+def fill(numbers: NUMBERS, draws: Seq[Draw], width: int) -> None:
+    """Write what rows are drawn with into numbers [fields, R]; rows beyond the draws take the likeliest id."""
+    numbers[Field.KIND, len(draws) :] = 0
+    numbers[Field.TOP_K, len(draws) :] = 0
+    numbers[Field.TOP_P, len(draws) :] = _bits(1.0)
+    numbers[Field.LOG_MIN_P, len(draws) :] = _bits(-math.inf)
+    for i, draw in enumerate(draws):
+        temperature, top_k, log_min_p, top_p, _ = draw.filters
+        kind = 0 if temperature == 0 else 1 if draw.shares_noise else 2
+        seed = draw.seed & (2**64 - 1)
+        numbers[:, i] = (
+            _bits(temperature),
+            top_k if 0 < top_k < width else 0,
+            _bits(log_min_p),
+            _bits(top_p),
+            most_listed(width),
+            kind,
+            seed - (1 << 64) if seed >> 63 else seed,
+            draw.position,
+            draw.purpose,
+            draw.round,
+        )
+
+
+def _bits(value: float) -> int:
+    """The bits of a float64 as an integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What rows drew, on the device: ids int32 [R], -1 where logits are no numbers; chances float32 [R]; probs [R, V].
+
+    best: the likeliest ids int32 [R]. probs has 0 for what filters removed; of rows that take the likeliest id it means
+    nothing.
+    """
+
+    ids: Tensor
+    best: Tensor
+    chances: Tensor
+    probs: Tensor
+
+
+class Settings:
+    """What the rows of a pass are drawn with, on its way to the device; for one shape of passes."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.width = width
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(len(Field), rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.device = torch.zeros(len(Field), rows, dtype=torch.int64, device=device)
+        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, draws: Seq[Draw]) -> None:
+        """Copy what these rows are drawn with to the device, behind what was launched before."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the pass before, which may not have read them yet
+        fill(self._host.numpy(), draws, self.width)
+        self.device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+@dataclass
+class Sampler:
+    """The launches that draw. largest(logits, ids of a part) -> values and ids [R, parts]: the largest of each part."""
+
+    largest: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    kernels: Any = dataclasses.field(
+        default_factory=lambda: importlib.import_module("forerun.ops.cuda_sampling_kernels")
+    )
+    part_ids: int = PART_IDS
+
+    def draw(self, logits: Tensor, settings: Tensor, depths: Tensor, cuts: Cuts) -> Drawn:
+        """Draw an id of each row of logits [R, V], float32. settings: int64 [fields, R]; depths: int32 [R].
+
+        The token of row r is at its draw's position plus depths[r]. Launches the same kernels whatever the rows are,
+        so that they can stand in a graph.
+        """
+        num, width = logits.shape
+        values, largest_ids = self.largest(logits, self.part_ids)
+        parts = values.shape[1]
+        row, every = (num,), (num, parts)
+        bits = tick_bits(width)
+        cut = {"PART": self.part_ids, "PARTS": 1 << max(parts - 1, 0).bit_length()}
+        device = logits.device
+
+        def whole(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+
+        k = self.kernels
+        of_row, sizes = (logits, values, settings), (width, num, parts, bits)
+        cut_at, counts = whole(num, 2), whole(num, parts, 3)
+        if cuts.by_number or cuts.by_mass:
+            sums, states, goals = whole(NIBBLES, num, parts, 16), whole(NIBBLES + 1, num, 2), whole(num)
+            k.goal_of_number[row](settings, goals, num)
+            for step in range(NIBBLES + 1 if cuts.by_number else 0):
+                k.searched[every](*of_row, cut_at, sums, states, goals, *sizes, step, BY_MASS=False,
+                                  HAS_CUT=False, **cut, **UNFUSED)  # fmt: skip
+            k.cut_by_number[row](settings, states, cut_at, num)
+            k.counted[every](*of_row, cut_at, counts, *sizes, **cut, **UNFUSED)
+            if cuts.by_mass:
+                k.goal_of_mass[row](settings, cut_at, counts, goals, num, parts, bits, PARTS=cut["PARTS"], **UNFUSED)
+                for step in range(NIBBLES + 1):
+                    k.searched[every](*of_row, cut_at, sums, states, goals, *sizes, step, BY_MASS=True,
+                                      HAS_CUT=True, **cut, **UNFUSED)  # fmt: skip
+                k.cut_by_mass[row](settings, states, goals, cut_at, num, bits, **UNFUSED)
+                k.counted[every](*of_row, cut_at, counts, *sizes, **cut, **UNFUSED)
+        probs = torch.empty(num, width, dtype=torch.float32, device=device)
+        masses, weights = whole(num, parts), whole(num, parts, 2)
+        times, ids = torch.empty(num, parts, dtype=torch.float64, device=device), torch.empty_like(largest_ids)
+        has_cut = cuts.by_number or cuts.by_mass
+        k.weighed[every](*of_row, cut_at, counts, probs, weights, *sizes, HAS_CUT=has_cut, **cut, **UNFUSED)
+        k.drawn_in_parts[every](settings, depths, probs, weights, times, ids, masses, *sizes, **cut, **UNFUSED)
+        found, best = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(2))
+        chances = torch.empty(num, dtype=torch.float32, device=device)
+        k.drawn[row](settings, depths, probs, weights, times, ids, masses, values, largest_ids, found, best, chances,
+                     *sizes, **cut, **UNFUSED)  # fmt: skip
+        return Drawn(found, best, chances, probs)

@@ -1,0 +1,157 @@
+"""Compile the CUDA backend's kernels for a card that need not be there, and say what each of them takes, as JSON.
+
+    python -m ops.cuda_compiling CAPABILITY [NAME ...]      such as 80, 90 or 120, and beginnings of kernels' names
+
+The kernels are those that the backend launches: its own code runs, with a launch that compiles in place of running.
+Of each: num_warps, registers of a thread, stack bytes (registers that did not fit), shared bytes of a program, and how
+many multiplications are fused with additions. Triton compiles for the cards that its version knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
+class Card:
+    """What Triton asks of the card that it compiles for."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiled:
+    """The kernels of a module, launched as they would be; what is compiled goes to `told`."""
+
+    def __init__(self, module: Any, told: dict[tuple[str, int], Any], wanted: tuple[str, ...] = ()) -> None:
+        self._module, self._told, self._wanted = module, told, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return _Launch(
+            getattr(self._module, name), self._noted(name), not self._wanted or name.startswith(self._wanted)
+        )
+
+    def _noted(self, name: str) -> Callable[[Any], None]:
+        def note(found: Any) -> None:
+            self._told[name, hash(found.asm["ptx"])] = found
+
+        return note
+
+
+class _Launch:
+    def __init__(self, kernel: Any, note: Callable[[Any], None], is_wanted: bool) -> None:
+        self._kernel, self._note, self._is_wanted = kernel, note, is_wanted
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, launch_pdl: bool = False, **options: Any) -> None:
+            if self._is_wanted:
+                self._note(self._kernel.warmup(*args, grid=grid, **options))
+
+        return launch
+
+
+def what_it_takes(found: Any) -> dict[str, Any]:
+    """What a compiled kernel takes."""
+    ptx = found.asm["ptx"]
+    told = {
+        "num_warps": found.metadata.num_warps,
+        "shared": found.metadata.shared,
+        "fused": len(re.findall(r"\bfma\b", ptx)),
+    }
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if tool.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(found.asm["cubin"])
+            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        numbers = re.search(r"REG:(\d+) STACK:(\d+)", said)
+        assert numbers is not None, said
+        told |= {"registers": int(numbers[1]), "stack": int(numbers[2])}
+    return told
+
+
+def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple[str, ...]) -> None:
+    """Launch what a pass of some models launches: on a card that begins kernels early, and on one that does not."""
+    from forerun.ops import cuda, cuda_sampling, cuda_sampling_kernels
+    from forerun.ops.cuda_packed import Packed
+    from forerun.ops.quantised import QuantisedMatrix
+    from forerun.ops.quantising import quantise, scheme_of
+    from ops.native_blocks import SPECS, random_weights
+    from ops.test_cuda import Text
+
+    operators = cuda.CudaOps()
+    operators.early = capability >= 90
+    operators.launch = {"EARLY": operators.early}
+    operators.shared_bytes = SHARED_BYTES[capability]
+    operators.kernels = Compiled(operators.kernels, kinds, wanted)
+    for num_out, num_in, dtype in (
+        (2048, 2048, torch.bfloat16),
+        (128256, 2048, torch.bfloat16),
+        (1000, 776, torch.bfloat16),
+        (2048, 2048, torch.float16),
+        (2048, 2048, torch.float32),
+    ):
+        for rows in (1, 17, 64):
+            operators.linear(torch.zeros(rows, num_in), torch.empty(num_out, num_in, dtype=dtype))
+    for bits, group in ((8, 128), (4, 128), (4, 32)):
+        rows_of_codes = quantise(torch.zeros(64, 512), scheme_of(bits, group))
+        matrix = Packed.of(
+            QuantisedMatrix(rows_of_codes.scheme, (64, 512), lambda own=rows_of_codes: iter([own])), torch.device("cpu")
+        )
+        for rows in (1, 17):
+            operators.linear(torch.zeros(rows, 512), matrix)
+    for name in ("gemma3", "gpt2"):
+        weights = {n: w.bfloat16() for n, w in random_weights(SPECS[name], torch.float32, 0).items()}
+        text = Text(SPECS[name], weights, operators)
+        text.run({0: list(range(20)), 1: [3]})
+    sampler = cuda_sampling.Sampler(operators.largest_in_parts, Compiled(cuda_sampling_kernels, kinds, wanted))
+    fields = len(cuda_sampling.Field)
+    sampler.draw(
+        torch.zeros(2, 128256),
+        torch.zeros(fields, 2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int32),
+        cuda_sampling.Cuts(True, True),
+    )
+    operators.largest(torch.zeros(2, 128256))
+
+
+def main(capability: str, *wanted: str) -> None:
+    """Print what the kernels take."""
+    from triton.runtime import driver
+
+    driver.set_active(Card(int(capability)))
+    kinds: dict[tuple[str, int], Any] = {}
+    launch_all(kinds, int(capability), wanted)
+    told: dict[str, list[Any]] = {}
+    for (name, _), found in kinds.items():
+        told.setdefault(name, []).append(what_it_takes(found))
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
