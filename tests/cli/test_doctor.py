@@ -88,7 +88,7 @@ HEALTHY = Facts(
     cores=native.Cores(num_logical=8, num_allowed=8, num_physical=4, quota=None),
     load_average=0.5,
     operators=Operators("native", "avx2", ["avx2", "baseline", "reference"], None, 4, "bfloat16"),
-    torch=Torch("2", 4, ["libgomp.so.1"], None),
+    torch=Torch("2", 4, ["libgomp.so.1"]),
     available_bytes=1 << 34,
     huge_pages="madvise",
     bandwidth=Bandwidth(5e10, "a probe"),
@@ -108,6 +108,24 @@ def test_a_healthy_machine_gets_no_advice() -> None:
     assert changed(load_average=None) == []
     assert changed(huge_pages=None) == []
     assert changed("cores", quota=6.0) == []
+
+
+def test_a_card_says_who_computes_on_it() -> None:
+    """A card that only torch can use says why, with what to do."""
+    card = doctor.Card("A card", "9.0", 80 * 10**9, 79 * 10**9, None)
+    for problem, expected in (
+        (None, "with own kernels (docs/gpu.md)"),
+        (
+            "needs Triton, which is not here",
+            "torch's operators alone, since ops='cuda' needs Triton, which is not here",
+        ),
+    ):
+        own = dataclasses.replace(card, problem=problem)
+        facts = dataclasses.replace(HEALTHY, torch=dataclasses.replace(HEALTHY.torch, gpu=own))
+        (line,) = [text for label, text in doctor._lines(facts) if label == "GPU"]
+        assert line.startswith("A card, compute capability 9.0, 79.0 GB of 80.0 GB free; --device cuda computes on it")
+        assert expected in line
+        assert doctor.as_dict(facts)["torch"]["gpu"]["capability"] == "9.0"
 
 
 CASES = {

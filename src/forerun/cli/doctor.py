@@ -49,7 +49,18 @@ class Torch:
     version: str
     num_threads: int
     openmp: list[str]  # file names of the OpenMP runtimes that are loaded, one per file
-    gpu: str | None
+    gpu: Card | None = None
+
+
+@dataclass(frozen=True)
+class Card:
+    """The CUDA device that torch sees first."""
+
+    name: str
+    capability: str
+    num_bytes: int
+    free_bytes: int
+    problem: str | None  # why the kernels of ops/cuda.py do not run on it; None = they do
 
 
 @dataclass(frozen=True)
@@ -132,13 +143,26 @@ def examine(root: Path = Path("/")) -> Facts:
             version=torch.__version__,
             num_threads=torch.get_num_threads(),
             openmp=openmp_runtimes(_read(root / "proc/self/maps")),
-            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            gpu=_card(),
         ),
         available_bytes=available,
         huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         bandwidth=bandwidth,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+
+
+def _card() -> Card | None:
+    """Ask for the CUDA device, and whether its kernels can run; None where torch sees no device."""
+    import torch
+
+    from forerun.ops import cuda
+
+    if not torch.cuda.is_available():
+        return None
+    free, whole = torch.cuda.mem_get_info()
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return Card(torch.cuda.get_device_name(), capability, whole, free, cuda.usable("cuda"))
 
 
 def computed(name: str) -> Computed:
@@ -298,7 +322,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     openmp = f"; OpenMP: {', '.join(torch.openmp)}" if torch.openmp else ""
     yield "torch", f"{torch.version}, {_count(torch.num_threads, 'thread')}{openmp}"
     if torch.gpu is not None:
-        yield "GPU", f"{torch.gpu}; device auto takes it, with torch's operators; those above are for device cpu"
+        yield "GPU", _of_card(torch.gpu)
     yield "memory", _memory(facts)
     yield "bandwidth", f"{facts.bandwidth.bytes_per_s / 1e9:.1f} GB/s ({facts.bandwidth.probe})"
     yield (
@@ -306,6 +330,15 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
         f"a model of {EXAMPLE_PARAMETERS / 1e9:.2f} B parameters in bfloat16 reads {facts.example_bytes / 1e9:.2f} GB "
         f"per token: at most {facts.example_tokens_per_s:.1f} tokens/s without speculation",
     )
+
+
+def _of_card(card: Card) -> str:
+    """What a card is, and who computes on it."""
+    found = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
+    found += f"{card.num_bytes / 1e9:.1f} GB free; "
+    if card.problem is None:
+        return f"{found}--device cuda computes on it, with own kernels (docs/gpu.md); all else here is for device cpu"
+    return f"{found}--device cuda computes on it with torch's operators alone, since ops='cuda' {card.problem}"
 
 
 def _line_of(found: Computed) -> tuple[str, str]:

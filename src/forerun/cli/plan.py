@@ -112,11 +112,13 @@ class Models:
 
     def plan(self, config: EngineConfig, available: int | None) -> tuple[EngineConfig, MemoryPlan]:
         """Return the configuration that an engine would have, and its plan. available: bytes, None = this machine's."""
-        from forerun.engine.factory import device_of, fitted
+        import torch
+
+        from forerun.engine.factory import fitted
         from forerun.memory.machine import available_bytes
 
         if available is None:
-            if self.device == "cuda" and device_of(EngineConfig()) != "cuda":
+            if self.device == "cuda" and not torch.cuda.is_available():
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(self.device)
         return fitted(config, self.outlines, self.device, available, self.found)

@@ -12,6 +12,8 @@ from forerun.text.terminal import note as note
 from forerun.types import BEAM, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from forerun.engine.llm import LLM
     from forerun.engine.request import RequestOutput, RequestReport
     from forerun.types import Model
@@ -55,8 +57,18 @@ def computed(model: Model) -> str:
 
     spec = model.config
     found = ops.faster(model.ops.name, model.device.type, spec) if isinstance(spec, Spec) else ()
-    reasons = "; ".join(reason for _, reason in found)
+    reasons = "; ".join([*(reason for _, reason in found), *_card_is_idle(model)])
     return f"{model.ops.name} operators" + (f" ({reasons})" if reasons else "")
+
+
+def _card_is_idle(model: Model) -> Iterator[str]:
+    """Yield a sentence where a model is computed on the CPU of a machine that has a card which could."""
+    import torch
+
+    from forerun.ops import cuda
+
+    if model.device.type == "cpu" and torch.cuda.is_available() and cuda.usable("cuda") is None:
+        yield f"--device cuda would compute on {torch.cuda.get_device_name()}"
 
 
 def model_name(llm: LLM) -> str:
