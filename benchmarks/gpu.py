@@ -2,16 +2,19 @@
 
     python -m benchmarks.gpu FOLDER [PART ...]      writes FOLDER/gpu.json, and prints a short table
 
-Each part runs by itself; one that fails says so and the others run. Times are medians, and every share of bandwidth is
-over what was measured in the same run.
+Each part runs by itself; one that fails says so and the others run. Without names, parts begin until nine minutes are
+over, and those that are left are named. Times are medians, and every share of bandwidth is over what was measured in
+the same run. Where there is no card, some parts are rehearsed on tiny shapes (gpu_timing.py).
 """
 
-# ruff: noqa: B023, PERF401 (what is timed runs at once, inside of the loop that it stands in)
+# ruff: noqa: PERF401 (what is timed runs at once, inside of the loop that it stands in)
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -21,51 +24,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_compared import torch_passes, transformers_loops
+from benchmarks.gpu_draws import draws
+from benchmarks.gpu_timing import DEVICE, IS_REHEARSED, SHAPES, bandwidth, captured, seconds
 from forerun import LLM, SamplingParams, blocks
-from forerun.blocks import Plain, Rope, Spec
+from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
+from forerun.models.loading import read_config
 from forerun.models.runner import Run, Runner
 from forerun.ops import cuda, load_model
 from forerun.ops.cuda_packed import Packed
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 from forerun.ops.quantising import is_rounded, quantise, scheme_for, scheme_of
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Projections, empty_weights
+from forerun.ops.torch import empty_weights
 
-DEVICE = torch.device("cuda")
-_EVENT: Any = torch.cuda.Event
-_STREAM: Any = torch.cuda.Stream
 _TILES: Any = cuda.Tiles
-LLAMA = {"rope": Rope(500000.0), "norm_eps": 1e-5, "max_positions": 8192, "tied": True}
-SHAPES: dict[str, Spec] = {
-    "llama-3.2-1b": Plain("llama", 128256, 2048, 16, 32, 8, 64, 8192, **LLAMA).spec,  # type: ignore[arg-type]
-    "llama-3.2-3b": Plain("llama", 128256, 3072, 28, 24, 8, 128, 8192, **LLAMA).spec,  # type: ignore[arg-type]
-    "qwen3-8b": Plain("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 8192, Rope(1e6), qk_norm=True).spec,
-}
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b, 12 of 48 layers": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 12,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 8192,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b, 6 of 24 layers": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 6,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 8192, "sliding_window": 128,
+    },
+}  # fmt: skip
+ROWS = (1, 2) if IS_REHEARSED else (1, 2, 4, 8, 16, 32, 64)
+NUM_WARM, NUM_TIMED = (0, 1) if IS_REHEARSED else (3, 20)
+NUM_SEQUENCES, NUM_PROMPT = (2, 4) if IS_REHEARSED else (64, 128)
 MATRICES = {
     "1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)],
     "8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
 }
-
-
-def seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """The median time of a run on the device."""
-    for _ in range(3):
-        run()
-    found = list[float]()
-    for _ in range(repeats):
-        start, end = (_EVENT(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(found)
 
 
 def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[cuda.Parts]:
@@ -74,79 +71,6 @@ def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[cuda.Parts
 
 def _one(rows: QuantisedRows) -> Iterator[QuantisedRows]:
     yield rows
-
-
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """The same as a graph."""
-    stream = _STREAM()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def torch_passes(out: dict[str, Any]) -> None:
-    """The same shapes as a plain loop of torch's operators in a CUDA graph: one row behind 512 tokens, and 8."""
-    found = out["torch_passes"] = {}
-    for name, spec in SHAPES.items():
-        weights = empty_weights(spec, torch.bfloat16, DEVICE)
-        for weight in weights.values():
-            weight.normal_(0.0, 0.02)
-        a, mlp, h = spec.blocks[0].attention, spec.blocks[0].mlp, spec.hidden_size
-        assert a is not None
-        assert mlp is not None
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        layers = [
-            [
-                Projections.of(weights, [f"model.layers.{i}.{name}" for name in names]).joined
-                or (weights[f"model.layers.{i}.{names[0]}.weight"], None)
-                for names in (
-                    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-                    ["self_attn.o_proj"],
-                    ["mlp.gate_proj", "mlp.up_proj"],
-                    ["mlp.down_proj"],
-                )
-            ]
-            for i in range(spec.num_layers)
-        ]
-        head = weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]
-        ones = torch.ones(h, device=DEVICE, dtype=torch.bfloat16)
-        for rows in (1, 8):
-            x0 = torch.randn(rows, h, device=DEVICE).bfloat16()
-            keys, values = (
-                torch.randn(1, a.kv_heads, 512 + rows, a.head_dim, device=DEVICE).bfloat16() for _ in range(2)
-            )
-
-            def run(x: Tensor = x0, keys: Tensor = keys, values: Tensor = values, rows: int = rows) -> Tensor:
-                for qkv, o, up, down in layers:
-                    y = F.linear(F.rms_norm(x, (h,), ones, 1e-5), qkv[0])
-                    query = y[:, :q].view(1, rows, a.heads, a.head_dim).transpose(1, 2)
-                    keys[0, :, 512:] = y[:, q : q + kv].view(rows, a.kv_heads, a.head_dim).transpose(0, 1)
-                    values[0, :, 512:] = y[:, q + kv :].view(rows, a.kv_heads, a.head_dim).transpose(0, 1)
-                    seen = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-                    x = x + F.linear(seen.transpose(1, 2).reshape(rows, q), o[0])
-                    gate, inner = F.linear(F.rms_norm(x, (h,), ones, 1e-5), up[0]).chunk(2, -1)
-                    x = x + F.linear(F.silu(gate) * inner, down[0])
-                return F.linear(F.rms_norm(x, (h,), ones, 1e-5), head).argmax(-1)
-
-            found[f"{name} {rows}"] = {"device_ms": seconds(captured(run)) * 1e3}
-            print("torch", name, rows, found[f"{name} {rows}"], flush=True)
-        torch.cuda.empty_cache()
-
-
-def bandwidth() -> dict[str, float]:
-    """Bytes per second of a copy, bytes read and written, and of reading, over 4 GB."""
-    a = torch.empty(1 << 30, dtype=torch.float32, device=DEVICE).fill_(0.5)
-    b = torch.empty_like(a)
-    matrix, x = a.view(-1, 8192), torch.ones(8192, device=DEVICE)
-    return {
-        "copy": 2 * a.nbytes / seconds(lambda: b.copy_(a), 10),
-        "read": a.nbytes / seconds(matrix.sum, 10),
-        "matrix_vector": a.nbytes / seconds(lambda: torch.mv(matrix, x), 10),
-    }
 
 
 def products(out: dict[str, Any]) -> None:
@@ -358,16 +282,17 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
     )
     runner = Runner(model, cache)
     cache.open(0)
+    behind = 8 if IS_REHEARSED else 512
     with torch.inference_mode():
-        runner.forward([Run(0, list(range(512)), "none")])
-    cache.keep({0: range(512)})
+        runner.forward([Run(0, list(range(behind)), "none")])
+    cache.keep({0: range(behind)})
     num_bytes = model.bytes_per_pass
     for rows in rows_of:
         run = Run(0, list(range(rows)), "all", None, True)
-        for _ in range(3):
+        for _ in range(NUM_WARM):
             runner.forward([run])
         walls = []
-        for _ in range(20):
+        for _ in range(NUM_TIMED):
             start = time.perf_counter()
             runner.forward([run])
             walls.append(time.perf_counter() - start)
@@ -380,7 +305,7 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
             "wall_ms": statistics.median(walls) * 1e3,
             "outside_ms": (statistics.median(walls) - sum(device)) * 1e3,
             "bytes": num_bytes,
-            "share": num_bytes / sum(device) / out["bandwidth"]["best"],
+            "share": num_bytes / sum(device) / out["bandwidth"]["best"] if device else None,
         }
         print(
             name,
@@ -394,13 +319,13 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
 
 def many(name: str, runner: Runner, cache: BlockCache, out: dict[str, Any]) -> None:
     """A pass of 64 sequences of 128 tokens, each with one row."""
-    for slot in range(1, 65):
+    for slot in range(1, NUM_SEQUENCES + 1):
         cache.open(slot)
-        runner.forward([Run(slot, list(range(128)), "none")])
-        cache.keep({slot: range(128)})
-    runs = [Run(slot, [slot], "all", None, True) for slot in range(1, 65)]
+        runner.forward([Run(slot, list(range(NUM_PROMPT)), "none")])
+        cache.keep({slot: range(NUM_PROMPT)})
+    runs = [Run(slot, [slot], "all", None, True) for slot in range(1, NUM_SEQUENCES + 1)]
     walls = []
-    for _ in range(15):
+    for _ in range(NUM_TIMED):
         start = time.perf_counter()
         runner.forward(runs)
         walls.append(time.perf_counter() - start)
@@ -477,35 +402,66 @@ def engine(out: dict[str, Any]) -> None:
             print(draft, "FAILED", repr(error)[:300], flush=True)
 
 
+def experts(out: dict[str, Any]) -> None:
+    """Passes of models with experts, of a quarter of the layers: Qwen3 30B-A3B and gpt-oss 20B."""
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"head_dim": 16, "vocab_size": 300, "intermediate_size": 32, "moe_intermediate_size": 32}
+    for name, config in EXPERTS.items():
+        spec = read_config(
+            config | ({key: value for key, value in small.items() if key in config} if IS_REHEARSED else {})
+        )
+        _passes(out, name, random_model(spec), (1, 2) if IS_REHEARSED else (1, 2, 8, 32, 64))
+
+
+def tests(out: dict[str, Any]) -> None:
+    """The tests of the kernels, on this card."""
+    files = sorted(map(str, Path("tests/ops").glob("test_cuda*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "tests", os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    out["tests"] = {"rc": done.returncode, "said": done.stdout[-3000:] + done.stderr[-2000:]}
+    print("tests", done.returncode, done.stdout[-1500:], flush=True)
+
+
+SECONDS = 540  # within which parts begin that were not asked for by name
 PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
     part.__name__: part
-    for part in (products, codes, parity, passes, coded_passes, torch_passes, pair, engine, wide, tune)
+    for part in (draws, pair, tests, passes, experts, coded_passes, engine, torch_passes, transformers_loops)
 }
+NAMED: dict[str, Callable[[dict[str, Any]], None]] = {
+    part.__name__: part for part in (products, codes, parity, wide, tune)
+}
+REHEARSED = ("draws", "passes", "experts", "torch_passes", "transformers_loops")
 
 
 def main(folder: str, *chosen: str) -> None:
     """Run the parts, all where none is named."""
     torch.manual_seed(0)
-    out: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": {}}
+    began = time.monotonic()
+    card = "none: a rehearsal on a CPU" if IS_REHEARSED else torch.cuda.get_device_name()
+    out: dict[str, Any] = {"card": card, "torch": torch.__version__, "ops": cuda.make().build, "seconds": {}}
     with torch.inference_mode():
         out["bandwidth"] = bandwidth()
         torch.cuda.empty_cache()
         out["bandwidth"]["best"] = max(out["bandwidth"].values())
         print({k: round(v / 1e9) for k, v in out["bandwidth"].items()}, flush=True)
-        for name in chosen or PARTS:
+        for name in chosen or (REHEARSED if IS_REHEARSED else PARTS):
+            if not chosen and time.monotonic() - began > SECONDS:
+                out.setdefault("left", []).append(name)
+                continue
+            part = (PARTS | NAMED)[name]
             start = time.perf_counter()
             try:
-                if name in ("engine", "pair"):
-                    with torch.inference_mode(False):
-                        PARTS[name](out)
-                else:
-                    PARTS[name](out)
+                with torch.inference_mode(name not in ("engine", "pair")):
+                    part(out)
             except Exception as error:
                 out.setdefault("failed", {})[name] = "".join(traceback.format_exception(error))[-3000:]
                 print(name, "FAILED", "".join(traceback.format_exception(error))[-1800:], flush=True)
             out["seconds"][name] = time.perf_counter() - start
             Path(folder, "gpu.json").write_text(json.dumps(out, indent=1, default=str))
-    print(out["seconds"], out.get("products"), out.get("parity"), flush=True)
+    print(out["seconds"], out.get("products"), out.get("parity"), "left:", out.get("left"), flush=True)
+    if out.get("failed"):
+        sys.exit(f"failed: {', '.join(out['failed'])}")
 
 
 if __name__ == "__main__":
