@@ -106,7 +106,7 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
 
     operators = cuda.CudaOps()
     operators.early = capability >= 90
-    operators.launch = {"EARLY": operators.early}
+    operators.launch |= {"EARLY": operators.early}
     operators.shared_bytes = SHARED_BYTES[capability]
     operators.kernels = Compiled(operators.kernels, kinds, wanted)
     for num_out, num_in, dtype in (

@@ -199,7 +199,10 @@ class CudaOps(ReferenceOps):
         # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         self.shared_bytes = _shared_bytes()
-        self.launch: dict[str, Any] = {"EARLY": self.early, **({"launch_pdl": True} if self.early else {})}
+        # Said, since Triton's default is another from version to version, and bits with it.
+        self.launch: dict[str, Any] = {"EARLY": self.early, "enable_fp_fusion": True}
+        if self.early:
+            self.launch["launch_pdl"] = True
 
     @property
     def build(self) -> str:
