@@ -24,7 +24,7 @@ from torch import Tensor
 from forerun.blocks import Act, Norm, Spec
 from forerun.kv.pool import Pool
 from forerun.ops import torch as in_torch
-from forerun.ops.cuda_packed import Laid, Packed, packs
+from forerun.ops.cuda_packed import STEP, TILE, Laid, Packed, packs
 from forerun.ops.cuda_rows import Rows, rows_of_view
 from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.quantised import Scheme
@@ -45,6 +45,8 @@ KEYS = 64  # keys of one step
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
 COMPILERS = ("gcc", "clang", "cc")
 AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
+AHEAD_BYTES = 8192  # of codes that a program asks for ahead
+PROGRAMS = 384  # of a product of codes, where K can be cut into so many parts
 PART_IDS = 4096  # logits that one program looks through
 PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
 
@@ -151,26 +153,25 @@ class Tiles:
 
 @dataclass(frozen=True)
 class CodeTiles:
-    """How a product of codes is cut. outs: of a tile. splits: parts of K; units: of each; step: units of one step."""
+    """How a product of codes is cut. steps: of inputs, in all; splits: parts of K; part: steps of each."""
 
-    outs: int
+    steps: int
     splits: int
-    units: int
-    step: int
+    part: int
     warps: int = 4
     stages: int = 4
 
     @classmethod
     @cache
-    def of(cls, num_out: int, num_in: int, bits: int, group: int) -> CodeTiles:
+    def of(cls, num_out: int, num_in: int) -> CodeTiles:
         """Return how a matrix is cut, however many rows a pass has."""
-        units = -(-num_in // (group * (2 if bits == 4 else 1)))
-        step = max(1, min(128 // group, 1 << (units.bit_length() - 1)))
-        outs, steps = 32, -(-units // step)
+        tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
+        # Three programs or more for each processor of a large card, as far as a part has two steps.
         splits = 1
-        while (-(-num_out // outs) * splits < 512 or splits == 1) and steps // (2 * splits) >= 2 and num_out <= 65536:
+        while tiles * splits < PROGRAMS and steps // (2 * splits) >= 2:
             splits *= 2
-        return cls(outs, splits, -(-steps // splits) * step, step)
+        part = -(-steps // splits)
+        return cls(steps, -(-steps // part), part)
 
 
 @dataclass(frozen=True)
@@ -275,40 +276,40 @@ class CudaOps(ReferenceOps):
     def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> Parts:
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
         num, (num_out, num_in) = len(x), weight.shape
-        tiles = CodeTiles.of(num_out, num_in, weight.bits, weight.group)
-        # 64 rows would take other instructions, which add the products of integers in another order.
-        rows, outs = self.cut(min(num, ROWS[-2]), tiles.outs)
+        tiles = CodeTiles.of(num_out, num_in)
+        rows = self.cut(num, TILE)[0]
         adds_bias = whole and bias is not None and tiles.splits == 1
         sums = torch.empty(tiles.splits, num, num_out, dtype=torch.float32, device=x.device)
-        per_unit = weight.group * (2 if weight.bits == 4 else 1)
-        even = tiles.units * tiles.splits * per_unit == num_in and num_out % outs == 0
-        self.kernels.product_of_codes[(-(-num // rows), -(-num_out // outs), tiles.splits)](
+        step_bytes = STEP * TILE * weight.bits // 8
+        self.kernels.product_of_codes[(-(-num // rows), -(-num_out // TILE), tiles.splits)](
             x,
             weight.codes,
             weight.scales,
-            weight.codes if weight.zeros is None else weight.zeros,
+            weight.scales if weight.zeros is None else weight.zeros,
             weight.scales if weight.minimums is None else weight.minimums,
+            weight.scales if weight.supers is None else weight.supers,
+            weight.scales if weight.super_minimums is None else weight.super_minimums,
             bias if adds_bias else weight.scales,
             sums,
             num,
             num_out,
             num_in,
-            num_in // weight.group,
+            tiles.steps,
+            tiles.part,
             x.stride(0),
-            weight.codes.stride(0),
             ROWS=rows,
-            OUTS=outs,
+            KIND=weight.kind,
             GROUP=weight.group,
-            UNITS=tiles.units,
-            STEP=tiles.step,
-            SPLITS=tiles.splits,
-            BITS=weight.bits,
+            SUPER=weight.super_group,
+            ZERO=weight.zero,
             ZEROS=weight.zeros is not None,
             MINIMUMS=weight.minimums is not None,
-            EVEN=even,
+            SUPER_MINIMUMS=weight.super_minimums is not None,
+            EVEN=num_in % STEP == 0,
             BIAS=adds_bias,
             PRECISION=_precision(torch.bfloat16),
-            LINES=min(AHEAD_LINES, tiles.units * weight.group // 128) if even else 0,
+            STAGES=tiles.stages,
+            LINES=min(AHEAD_BYTES, step_bytes) // 128,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
             **self.launch,

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from forerun.ops import cuda_packed
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -148,112 +150,310 @@ def product(
     tl.store(to, acc.to(out.dtype.element_ty), mask=is_row & is_out)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+TILE = tl.constexpr(cuda_packed.TILE)
+CODES_STEP = tl.constexpr(cuda_packed.STEP)
+LESS_128 = tl.constexpr(-0x3CFF3D00)  # the words of 32 bits that hold -128 twice, as bfloat16
+TWICE = tl.constexpr(0x10001)  # times a number of 16 bits = the number in both halves of a word
+
+# Codes become exact bfloat16 numbers by their bits, two at a time. 0x4300 is 128, and the 7 bits of a mantissa behind
+# it add 0 to 127. Each text gets words ($8, or $4) and gives what the weights of a word stand for, in order.
+INT4_TEXT = tl.constexpr(
+    """{
+    .reg .b32 a<4>, t<4>, one;
+    mov.b32 one, 0x3f803f80;
+    lop3.b32 a0, $8, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 t1, $8, 4;
+    lop3.b32 a1, t1, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 t2, $8, 8;
+    lop3.b32 a2, t2, 0x000f000f, 0x43004300, 0xea;
+    shr.u32 t3, $8, 12;
+    lop3.b32 a3, t3, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 a0, a0, one, $9;
+    fma.rn.bf16x2 a1, a1, one, $9;
+    fma.rn.bf16x2 a2, a2, one, $10;
+    fma.rn.bf16x2 a3, a3, one, $10;
+    mov.b32 {$0, $1}, a0;
+    mov.b32 {$2, $3}, a1;
+    mov.b32 {$4, $5}, a2;
+    mov.b32 {$6, $7}, a3;
+    }"""
+)
+# A signed byte is its low 7 bits less 128 times its sign: 0x4380 is 256.
+INT8_TEXT = tl.constexpr(
+    """{
+    .reg .b32 a<2>, b<2>, t1, less;
+    mov.b32 less, 0xbf80bf80;
+    lop3.b32 a0, $4, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 b0, $4, 0x00800080, 0x43004300, 0xea;
+    shr.u32 t1, $4, 8;
+    lop3.b32 a1, t1, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 b1, t1, 0x00800080, 0x43004300, 0xea;
+    fma.rn.bf16x2 a0, b0, less, a0;
+    fma.rn.bf16x2 a1, b1, less, a1;
+    mov.b32 {$0, $1}, a0;
+    mov.b32 {$2, $3}, a1;
+    }"""
+)
+# The 4 bits of exponent and 3 of mantissa of a float of 8 bits (e4m3), where those of bfloat16 are, are 2 ** -120 of
+# it, also below the least normal number.
+FP8_TEXT = tl.constexpr(
+    """{
+    .reg .b32 a<2>, t<2>, up, none;
+    mov.b32 up, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    shl.b32 t0, $4, 8;
+    shl.b32 a0, $4, 4;
+    and.b32 a0, a0, 0x07f007f0;
+    lop3.b32 a0, t0, 0x80008000, a0, 0xea;
+    shr.u32 a1, $4, 4;
+    and.b32 a1, a1, 0x07f007f0;
+    lop3.b32 a1, $4, 0x80008000, a1, 0xea;
+    fma.rn.bf16x2 a0, a0, up, none;
+    fma.rn.bf16x2 a1, a1, up, none;
+    mov.b32 {$0, $1}, a0;
+    mov.b32 {$2, $3}, a1;
+    }"""
+)
+
+
+@triton.jit
+def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
+    """Part INDEX of COUNT of words [N, COUNT] -> [N]. Each thread has all of the last dimension: nothing moves."""
+    num: tl.constexpr = words.shape[0]
+    if COUNT == 1:
+        found = tl.reshape(words, (num,))
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(words, (num, 2, COUNT // 2)), (0, 2, 1)))
+        if INDEX < COUNT // 2:
+            found = _part(low, INDEX, COUNT // 2)
+        else:
+            found = _part(high, INDEX - COUNT // 2, COUNT // 2)
+    return found
+
+
+@triton.jit
+def _numbers(at, COUNT: tl.constexpr):
+    """The numbers of the outputs of a tile, of COUNT groups: a tuple of tensors [TILE], in the order of memory."""
+    if COUNT == 1:
+        found = (tl.load(at),)
+    else:
+        found = _numbers(at, COUNT // 2) + _numbers(at + COUNT // 2 * TILE, COUNT // 2)
+    return found
+
+
+@triton.jit
+def _by_output(numbers):
+    """Numbers [TILE] in the order of memory, where outputs i and i + 8 of 16 are neighbours, in that of outputs."""
+    return tl.reshape(tl.permute(tl.reshape(numbers, (4, 8, 2)), (0, 2, 1)), (TILE,))
+
+
+@triton.jit
+def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N] of 4 bits, less zeros [TILE], or less ZERO."""
+    if PRECISION == "widened":
+        less, more = ZERO, ZERO
+        if ZEROS:
+            less, more = tl.split(tl.reshape(zeros.to(tl.int32), (4, 8, 2)))
+            less, more = less[:, :, None, None], more[:, :, None, None]
+        a0, a1 = ((words & 15) - less).to(tl.float32), (((words >> 16) & 15) - less).to(tl.float32)
+        a2, a3 = (((words >> 4) & 15) - less).to(tl.float32), (((words >> 20) & 15) - less).to(tl.float32)
+        a4, a5 = (((words >> 8) & 15) - more).to(tl.float32), (((words >> 24) & 15) - more).to(tl.float32)
+        a6, a7 = (((words >> 12) & 15) - more).to(tl.float32), (((words >> 28) & 15) - more).to(tl.float32)
+    else:
+        if ZEROS:
+            less, more = tl.split(tl.reshape(zeros.to(tl.int32) * TWICE + LESS_128, (4, 8, 2)))
+            less = tl.broadcast_to(less[:, :, None, None], words.shape)
+            more = tl.broadcast_to(more[:, :, None, None], words.shape)
+        else:
+            less = tl.full(words.shape, ZERO * TWICE + LESS_128, tl.int32)
+            more = less
+        a0, a1, a2, a3, a4, a5, a6, a7 = tl.inline_asm_elementwise(
+            INT4_TEXT,
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, less, more],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    low = tl.join(tl.join(a0, a1), tl.join(a2, a3))
+    high = tl.join(tl.join(a4, a5), tl.join(a6, a7))
+    return tl.permute(tl.join(low, high), (0, 6, 1, 3, 5, 2, 4))
+
+
+@triton.jit
+def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits."""
+    if PRECISION == "widened":
+        a0, a1 = _byte(words << 24, KIND), _byte(words << 8, KIND)
+        a2, a3 = _byte(words << 16, KIND), _byte(words, KIND)
+    else:
+        a0, a1, a2, a3 = tl.inline_asm_elementwise(
+            INT8_TEXT if KIND == "int8" else FP8_TEXT,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    found = tl.join(tl.join(a0, a1), tl.join(a2, a3))
+    return tl.permute(found, (0, 4, 1, 3, 6, 2, 5))
+
+
+@triton.jit
+def _byte(words, KIND: tl.constexpr):
+    """What the highest byte of words stands for, float32."""
+    if KIND == "int8":
+        return (words >> 24).to(tl.float32)
+    exponent, mantissa = (words >> 27) & 15, ((words >> 24) & 7).to(tl.float32)
+    size = tl.where(exponent == 0, mantissa / 8, 1.0 + mantissa / 8) * tl.exp2(
+        tl.maximum(exponent, 1).to(tl.float32) - 7.0
+    )
+    return tl.where(words < 0, -size, size)
+
+
+@triton.jit
+def _asked(lines, COUNT: tl.constexpr):
+    """Ask for COUNT cache lines, of 128 bytes, from this address of 32-bit words on."""
+    at = lines + tl.arange(0, COUNT) * 32
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_out", "num_in", "steps", "part"])
 def product_of_codes(
     x,
     codes,
     scales,
     zeros,
     minimums,
+    supers,
+    super_minimums,
     bias,
     out,
     num_rows,
     num_out,
     num_in,
-    num_groups,
+    steps,
+    part,
     x_stride,
-    code_stride,
     ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
+    KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    UNITS: tl.constexpr,
-    STEP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BITS: tl.constexpr,
+    SUPER: tl.constexpr,
+    ZERO: tl.constexpr,
     ZEROS: tl.constexpr,
     MINIMUMS: tl.constexpr,
+    SUPER_MINIMUMS: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     LINES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply x [num_rows, I] by a packed matrix (cuda_packed.Packed) -> out [SPLITS, num_rows, O].
+    """Multiply x [num_rows, I], bfloat16, by a packed matrix (cuda_packed.Packed) -> out [splits, num_rows, O].
 
-    UNITS: of each part, a unit being what GROUP bytes hold: one group of 8 bits, two of 4. STEP: units of one step.
-    Each weight is computed exactly in float32 and rounded to bfloat16, which is what it stands for.
+    steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
+    inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.
+
+    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies (cuda_packed says in
+    which order): nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
+    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand, and has its
+    bits from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    tile, split = tl.program_id(1), tl.program_id(2)
+    num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
+    first = split * part
+    last = tl.minimum(first + part, steps)
+    words = codes + (tile.to(tl.int64) * steps + first) * num_words
+    if EARLY:
         if LINES > 0:
-            asked = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-            at = asked[:, None].to(tl.int64) * code_stride + tl.program_id(2) * UNITS * GROUP
-            lines = codes + at + (tl.arange(0, LINES) * 128)[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-            )
+            _asked(words, LINES)
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(0) * ROWS
-    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    split = tl.program_id(2)
-    rows = first + tl.arange(0, ROWS)
-    halves: tl.constexpr = 2 if BITS == 4 else 1
-    is_row, is_out = rows < num_rows, outs < num_out
-    at = tl.arange(0, STEP * GROUP)
-    steps = tl.arange(0, STEP)
-    inside = at // GROUP * (GROUP * halves) + at % GROUP  # where the first weight of each byte stands among the inputs
-    cs = codes + outs[:, None].to(tl.int64) * code_stride + at[None, :]
-    xs = x + rows[:, None] * x_stride + inside[None, :]
-    numbers = outs[:, None].to(tl.int64) * num_groups + steps[None, :] * halves
-    acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
-    for unit in range(split * UNITS, (split + 1) * UNITS, STEP):
-        if EVEN:
-            c = tl.load(cs + unit * GROUP)
-        else:
-            c = tl.load(cs + unit * GROUP, mask=is_out[:, None] & (unit * GROUP + at[None, :] < code_stride), other=0)
-        for half in tl.static_range(halves):
-            group = unit * halves + half
+    count: tl.constexpr = CODES_STEP // GROUP if GROUP < CODES_STEP else 1
+    each: tl.constexpr = CODES_STEP // count  # inputs of a product
+    span: tl.constexpr = GROUP // CODES_STEP if GROUP > CODES_STEP else 1  # steps of a group
+    super_span: tl.constexpr = SUPER // CODES_STEP if SUPER > 0 else 1
+    own_words: tl.constexpr = num_words // 128 // count  # words of a group that a thread has
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ins = tl.arange(0, each)
+    is_row = rows < num_rows
+    xs = x + rows[:, None] * x_stride + ins[None, :]
+    cs = words + tl.arange(0, num_words)
+    at = tile.to(tl.int64) * tl.cdiv(steps, span) * count * TILE + tl.arange(0, TILE)
+    super_at = tile.to(tl.int64) * tl.cdiv(steps, super_span) * TILE + tl.arange(0, TILE)
+    acc = tl.zeros((TILE, ROWS), dtype=tl.float32)
+    # Numbers of groups are loaded a step ahead.
+    next_at = at + first // span * count * TILE
+    next_super = super_at + first // super_span * TILE
+    next_scales = _numbers(scales + next_at, count)
+    if ZEROS:
+        next_zeros = _numbers(zeros + next_at, count)
+    if MINIMUMS:
+        next_minimums = _numbers(minimums + next_at, count)
+        ones = tl.full((TILE, each), 1.0, tl.float32 if PRECISION == "widened" else tl.bfloat16)
+    if SUPER > 0:
+        next_factor = tl.load(supers + next_super)
+        if SUPER_MINIMUMS:
+            next_second = tl.load(super_minimums + next_super)
+    for step in tl.range(first, last, num_stages=STAGES):
+        c = tl.load(cs + (step - first) * num_words)
+        c = tl.permute(tl.reshape(c, (num_words // 512, 128, 4)), (1, 0, 2))
+        c = tl.reshape(tl.permute(tl.reshape(c, (128, count, own_words)), (0, 2, 1)), (128 * own_words, count))
+        ahead = tl.minimum(step + 1, last - 1)
+        next_at = at + ahead // span * count * TILE
+        next_super = super_at + ahead // super_span * TILE
+        own_scales = next_scales
+        next_scales = _numbers(scales + next_at, count)
+        if ZEROS:
+            own_zeros = next_zeros
+            next_zeros = _numbers(zeros + next_at, count)
+        if MINIMUMS:
+            own_minimums = next_minimums
+            next_minimums = _numbers(minimums + next_at, count)
+        if SUPER > 0:
+            factor = next_factor
+            next_factor = tl.load(supers + next_super)
+            if SUPER_MINIMUMS:
+                second = next_second
+                next_second = tl.load(super_minimums + next_super)
+        for i in tl.static_range(count):
+            start = step * CODES_STEP + i * each
             if EVEN:
-                a = tl.load(xs + group * GROUP, mask=is_row[:, None], other=0.0).to(tl.bfloat16)
-                scale = tl.load(scales + numbers + group).to(tl.float32)
+                a = tl.load(xs + start, mask=is_row[:, None], other=0.0)
             else:
-                is_in = is_row[:, None] & (group * GROUP + inside[None, :] < num_in)
-                a = tl.load(xs + group * GROUP, mask=is_in, other=0.0).to(tl.bfloat16)
-                is_group = is_out[:, None] & (group + steps[None, :] * halves < num_groups)
-                scale = tl.load(scales + numbers + group, mask=is_group, other=0.0).to(tl.float32)
-            least = scale * 0.0
+                a = tl.load(xs + start, mask=is_row[:, None] & (start + ins < num_in)[None, :], other=0.0)
+            if KIND == "int4":
+                w = _nibbles(
+                    tl.reshape(_part(c, i, count), (4, 8, 4, own_words)),
+                    own_zeros[i] if ZEROS else ZERO,
+                    ZERO,
+                    ZEROS,
+                    PRECISION,
+                )
+            else:
+                w = _bytes(tl.reshape(_part(c, i, count), (4, 8, 4, own_words // 2, 2)), KIND, PRECISION)
+            w = tl.reshape(w, (TILE, each))
+            a = tl.trans(a)
+            none = tl.zeros((TILE, ROWS), dtype=tl.float32)
+            scale = _by_output(own_scales[i].to(tl.float32))
+            if SUPER > 0:
+                scale *= _by_output(factor.to(tl.float32))
+            acc += _dot(w, a, none, PRECISION) * scale[:, None]
             if MINIMUMS:
-                if EVEN:
-                    least = tl.load(minimums + numbers + group)
-                else:
-                    least = tl.load(minimums + numbers + group, mask=is_group, other=0.0)
-            if ZEROS:
-                if EVEN:
-                    least = tl.load(zeros + numbers + group).to(tl.float32) * scale
-                else:
-                    least = tl.load(zeros + numbers + group, mask=is_group, other=0).to(tl.float32) * scale
-            if BITS == 4:
-                least = least + 128.0 * scale
-                if half == 0:
-                    own = c & 15
-                else:
-                    own = c >> 4
-                if PRECISION == "widened":
-                    code = own.to(tl.float32) + 128.0
-                else:  # the bits of 128 + code are the code's behind those of 128
-                    code = (own.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True).to(tl.float32)
-            else:
-                code = c.to(tl.float32)
-            if STEP == 1:
-                w = code * scale - least
-            else:
-                w = tl.reshape(code, (OUTS, STEP, GROUP)) * scale[:, :, None] - least[:, :, None]
-                w = tl.reshape(w, (OUTS, STEP * GROUP))
-            acc = _dot(a, tl.trans(w.to(tl.bfloat16)), acc, PRECISION)
+                least = _by_output(own_minimums[i].to(tl.float32))
+                if SUPER_MINIMUMS:
+                    least *= _by_output(second.to(tl.float32))
+                acc -= _dot(ones, a, none, PRECISION) * least[:, None]
+    outs = tile * TILE + tl.arange(0, TILE)
+    is_out = outs < num_out
     if BIAS:
-        acc += tl.load(bias + outs, mask=is_out, other=0.0).to(tl.float32)[None, :]
-    to = out + (split * num_rows + rows[:, None]).to(tl.int64) * num_out + outs[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
+        acc += tl.load(bias + outs, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    to = out + (split * num_rows + rows[None, :]).to(tl.int64) * num_out + outs[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_out[:, None])
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,36 +15,60 @@ from forerun.blocks import Spec, Weight
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.torch import Projections, empty_weights
 
+TILE = 64  # outputs of a tile: what the matrix instructions of four warps take
+STEP = 128  # inputs of a step of the kernel, which fills up rows of codes with zeros
 LEAST_GROUP = 16  # weights of a group: what the matrix instructions take at least
+OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors of numbers
 
 
 def packs(scheme: Scheme) -> bool:
     """Tell whether matrices of this scheme are packed."""
-    return scheme.bits in (2, 3, 4, 8) and scheme.group >= LEAST_GROUP and scheme.group & (scheme.group - 1) == 0
+    return scheme.bits in (2, 3, 4, 5, 6, 8) and _span(scheme.group) >= LEAST_GROUP
+
+
+def _span(group: int) -> int:
+    """Return how many inputs share a scale in memory: a multiple of a step, or a power of two that divides one."""
+    return group if group % STEP == 0 else group & -group
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A matrix [O, I] of 4 or 8 bits: weight = scale * (code - zero) - minimum, by group.
 
-    codes: 8 bits, int8 [O, I], a code less 128; 4 bits, uint8 [O, units x group], whose byte j of unit u has weight j
-    of group 2u in its low half and that of group 2u + 1 in its high one. scales [O, groups]. zeros: uint8 [O, groups],
-    None = all 0 (of 8 bits 128). minimums: float32 [O, groups] or None.
+    kind: "int4", codes 0 to 15; "int8", signed bytes, no zeros; "fp8", floats of 8 bits (e4m3), no zeros. group: inputs
+    that share a scale. zero: what all codes of 4 bits have subtracted where there are no zeros. scales, zeros,
+    minimums [tiles, groups, 64], zeros uint8 or None = `zero`, minimums or None = 0. super_group: inputs that share one
+    more factor of scales, supers [tiles, super groups, 64], and one of minimums, super_minimums; 0 = None.
+
+    codes: int32 [tiles, units, 4, 8, 4, 4], the words in the order in which threads multiply them. A tile is 64
+    outputs, a unit 64 inputs of 4 bits or 32 of 8: 4 warps, of 8 by 4 threads, of 4 words each. Output 16 w + 8 h + g
+    and input 16 n + 8 j + 2 t + e lie with warp w and thread (g, t). Of 4 bits its word n has them as nibble
+    4 e + 2 h + j; of 8 bits word 2 n + h as byte 2 e + j. Numbers of a group lie in the order w, g, h.
     """
 
-    bits: int
-    group: int
+    kind: str
+    num_out: int
     num_in: int
+    group: int
     codes: Tensor
     scales: Tensor
-    zeros: Tensor | None
-    minimums: Tensor | None
+    zero: int = 0
+    zeros: Tensor | None = None
+    minimums: Tensor | None = None
+    super_group: int = 0
+    supers: Tensor | None = None
+    super_minimums: Tensor | None = None
     ndim = 2
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.kind == "int4" else 8
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        return len(self.codes), self.num_in
+        return self.num_out, self.num_in
 
     @property
     def device(self) -> torch.device:
@@ -57,45 +81,99 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """The bytes in memory."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros, self.minimums) if part is not None)
+        return sum(part.nbytes for part in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("codes", *OF_GROUPS)}
+        return {name: part for name, part in found.items() if part is not None}
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return self.num_out
 
     @overload
     def __getitem__(self, rows: slice) -> Packed: ...
     @overload
     def __getitem__(self, rows: list[int]) -> Tensor: ...
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
-        """Return some outputs: of a slice as they are, of a list what they stand for."""
-        if isinstance(rows, slice):
-            parts = {name: self._rows(name, rows) for name in ("codes", "scales", "zeros", "minimums")}
-            return replace(self, **parts)
-        return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
+        """Return some outputs: of a slice as they are, without a copy where it begins a tile; of a list as `rows`."""
+        if not isinstance(rows, slice):
+            return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
+        first, stop, _ = rows.indices(self.num_out)
+        num = max(stop - first, 0)
+        if first % TILE and num:
+            ids = torch.arange(first, first + num, device=self.device)
+            return self._tiled({name: self._taken(name, ids) for name in self._tensors()})
+        tiles = slice(first // TILE, -(-(first + num) // TILE))
+        parts: dict[str, Any] = {name: part[tiles] for name, part in self._tensors().items()}
+        return replace(self, num_out=num, **parts)
 
-    def _rows(self, name: str, rows: slice | Tensor) -> Any:
-        part = getattr(self, name)
-        return None if part is None else part[rows]
+    def _taken(self, name: str, ids: Tensor) -> Tensor:
+        """Return a tensor in the order of outputs: uint8 codes [n, I], or the numbers of groups [n, groups]."""
+        part: Tensor = getattr(self, name)
+        tile, place = ids // TILE, ids % TILE
+        warp, half, thread = place // 16, place // 8 % 2, place % 8
+        if name != "codes":
+            return part[tile, :, warp * 16 + thread * 2 + half]
+        words = part[tile, :, warp, thread]  # [n, units, 4 threads, 4 words]
+        if self.kind == "int4":
+            shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=part.device)
+            codes = (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
+            codes = torch.unflatten(codes, -1, (2, 2, 2))  # e, h, j
+            codes = torch.where(half.view(-1, *[1] * 5).bool(), codes[..., 1, :], codes[..., 0, :])
+            codes = codes.permute(0, 1, 3, 5, 2, 4)
+        else:
+            codes = torch.unflatten(words.contiguous().view(torch.uint8), -1, (2, 2, 2, 2))  # n, h, e, j
+            codes = torch.where(half.view(-1, *[1] * 5).bool(), codes[:, :, :, :, 1], codes[:, :, :, :, 0])
+            codes = codes.permute(0, 1, 3, 5, 2, 4)
+        return codes.flatten(1)[:, : self.num_in]
+
+    def _tiled(self, parts: Mapping[str, Tensor]) -> Packed:
+        """Return a matrix like this one of parts in the order of outputs, as `_taken` gives them."""
+        num_out, num_in = parts["codes"].shape
+        codes = _filled(parts["codes"], -(-num_in // STEP) * STEP)
+        if self.kind == "int4":  # w, h, g, n (units of 4), j, t, e
+            found = codes.view(-1, 4, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 2, 6)
+            pairs = found.reshape(-1, 2)
+            found = (pairs[:, 0] | pairs[:, 1] << 4).view(len(codes) // TILE, -1, 4, 8, 4, 16)
+        else:
+            found = codes.view(-1, 4, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 2, 8, 6)
+            found = found.reshape(len(codes) // TILE, -1, 4, 8, 4, 16)
+        laid: dict[str, Any] = {"codes": found.contiguous().view(torch.int32)}
+        for name, part in parts.items():
+            if name != "codes":
+                span = self.group if not name.startswith("super") else self.super_group
+                numbers = _filled(part, -(-codes.shape[1] // span))
+                numbers = numbers.view(-1, 4, 2, 8, numbers.shape[1]).permute(0, 4, 1, 3, 2)
+                laid[name] = numbers.reshape(len(numbers), -1, TILE)
+        return replace(self, num_out=num_out, num_in=num_in, **laid)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return what some outputs stand for, float32 [n, I]."""
-        codes, scales, zeros, minimums = (self._rows(n, ids.long()) for n in ("codes", "scales", "zeros", "minimums"))
-        if self.bits == 4:
-            units = codes.unflatten(-1, (-1, self.group))
-            codes = torch.stack((units & 15, units >> 4), -2)
-        groups = codes.flatten(1)[:, : self.num_in].float().unflatten(-1, (-1, self.group))
-        if zeros is not None:
-            groups = groups - zeros.float().unsqueeze(-1)
-        found = groups * scales.float().unsqueeze(-1)
-        whole: Tensor = found if minimums is None else found - minimums.unsqueeze(-1)
-        return whole.flatten(1)
+        taken = {name: self._taken(name, ids.long()) for name in self._tensors()}
+        groups = -(-self.num_in // self.group)
+        numbers = {name: part[:, :groups].float() for name, part in taken.items() if name != "codes"}
+        for name, factors in (("scales", "supers"), ("minimums", "super_minimums")):
+            if factors in taken:
+                repeated = taken[factors].float().repeat_interleave(self.super_group // self.group, 1)
+                numbers[name] = numbers[name] * repeated[:, :groups]
+        codes = taken["codes"]
+        if self.kind == "fp8":
+            found = codes.view(torch.float8_e4m3fn).float()
+        else:
+            found = (codes if self.kind == "int4" else codes.view(torch.int8)).float()
+        found = torch.unflatten(_filled(found, groups * self.group, len(found)), -1, (-1, self.group))
+        if self.kind == "int4":
+            found = found - (numbers["zeros"].unsqueeze(-1) if self.zeros is not None else self.zero)
+        found = found * numbers["scales"].unsqueeze(-1)
+        if self.minimums is not None:
+            found = found - numbers["minimums"].unsqueeze(-1)
+        whole: Tensor = found.flatten(1)[:, : self.num_in]
+        return whole
 
     def float(self) -> Tensor:
         """Return the whole matrix as it is multiplied, in float32."""
-        return torch.cat([self[first : first + 4096]._all() for first in range(0, len(self), 4096)])
-
-    def _all(self) -> Tensor:
-        return self.rows(torch.arange(len(self), device=self.device))
+        ids = torch.arange(self.num_out, device=self.device)
+        return torch.cat([self.rows(part) for part in torch.split(ids, 4096)])
 
     @classmethod
     def of(cls, matrix: QuantisedMatrix, device: torch.device) -> Packed:
@@ -108,42 +186,56 @@ class Packed:
         first = parts[0]
         if len(parts) == 1:
             return first
-        found: dict[str, Any] = {
-            name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
-            for name in ("codes", "scales", "zeros", "minimums")
-        }
-        return replace(first, **found)
+        if all(part.num_out % TILE == 0 for part in parts[:-1]):
+            whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in first._tensors()}
+            return replace(first, num_out=sum(map(len, parts)), **cast(Any, whole))
+        ids = [torch.arange(len(part), device=part.device) for part in parts]
+        return first._tiled(
+            {
+                name: torch.cat([part._taken(name, own) for part, own in zip(parts, ids, strict=True)])
+                for name in first._tensors()
+            }
+        )
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> Packed:
         rows = rows.looked_up()
-        scheme, codes, num_in = rows.scheme, rows.codes.to(device), rows.codes.shape[1]
-        is_centred = scheme.bits == 8 and scheme.zero == 128  # what is packed are the numbers that scales multiply
-        exact = scheme.super_group == 0 and scheme.offset == "zero"
-        zeros: Tensor | None = None
-        minimums: Tensor | None = None
-        if exact:
-            assert rows.zeros is not None
-            scales = rows.scales.to(device)
-            zeros = None if is_centred else rows.zeros.to(device)
-        elif is_centred:
-            scales = rows.numbers(scheme.group, num_in // scheme.group, "zero")[0].to(device)
-        else:
-            both = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
-            scales, minimums = (part.to(device) for part in both)
-        if scheme.bits == 8:
-            if zeros is not None or minimums is not None:  # a code less 128 has 128 added where it counts
-                lifted = scales.float() * 128 if minimums is not None else None
-                minimums = None if minimums is None or lifted is None else minimums - lifted
-                if zeros is not None:
-                    minimums, zeros = (zeros.float() - 128) * scales.float(), None
-            return cls(8, scheme.group, num_in, (codes.int() - 128).to(torch.int8), scales, zeros, minimums)
-        groups = torch.unflatten(codes, -1, (-1, scheme.group))
-        if groups.shape[1] % 2:
-            groups = torch.cat((groups, torch.zeros_like(groups[:, :1])), 1)
-        units = torch.unflatten(groups, 1, (-1, 2))
-        packed = (units[:, :, 0] | units[:, :, 1] << 4).flatten(1).contiguous()
-        return cls(4, scheme.group, num_in, packed, scales, zeros, minimums)
+        scheme, num_in = rows.scheme, rows.codes.shape[1]
+        kind = "int4" if scheme.bits <= 4 else "int8"
+        super_group = scheme.super_group if scheme.super_group % STEP == 0 else 0
+        numbers: dict[str, Tensor | None] = {"scales": rows.scales, "minimums": rows.minimums}
+        if super_group:
+            numbers |= {"supers": rows.super_scales, "super_minimums": rows.super_minimums}
+        elif scheme.super_group:
+            numbers["scales"], least = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
+            numbers["minimums"] = None if rows.minimums is None else least
+        codes, zero = rows.codes, 0
+        if scheme.zero is not None:
+            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)
+        elif kind == "int4":
+            numbers["zeros"] = rows.zeros
+        else:  # bytes have a sign and no zeros, and the product of a scale and a whole number of 8 bits is exact
+            lift = 128 if scheme.bits == 8 else 0
+            codes = codes - lift
+            scales, least = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
+            if rows.zeros is not None:
+                numbers["minimums"] = (rows.zeros.float() - lift) * scales
+            elif lift:
+                numbers["minimums"], numbers["super_minimums"] = least - lift * scales, None
+        span = _span(scheme.group)
+        found = {name: part.to(device) for name, part in numbers.items() if part is not None}
+        if span != scheme.group:
+            for name in [name for name in found if not name.startswith("super")]:
+                found[name] = found[name].repeat_interleave(scheme.group // span, 1)
+        codes = codes.to(device)
+        unlaid = cls(kind, len(codes), num_in, span, codes, codes, zero, super_group=super_group)
+        return unlaid._tiled({"codes": codes, **found})
+
+
+def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """Return a matrix with zeros behind it, up to so many columns and rows; None = whole tiles."""
+    rows = -(-len(part) // TILE) * TILE if rows is None else rows
+    return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - len(part))).contiguous()
 
 
 class Laid(Mapping[str, Any]):
