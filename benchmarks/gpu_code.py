@@ -1,4 +1,4 @@
-"""What the main loops of the CUDA backend's products of codes cost in instructions: no card is needed, nothing is timed.
+"""What the loops of the CUDA backend's products of codes cost in instructions: no card is needed, nothing is timed.
 
     python -m benchmarks.gpu_code [CAPABILITY] [KIND ...]      prints a table; a capability is 80, 89 or 90
 
