@@ -147,7 +147,7 @@ def counts(capability: int, *chosen: str) -> Iterator[dict[str, Any]]:
     driver.set_active(Card(capability))
     ops = cuda.CudaOps()
     ops.early = capability >= 90
-    ops.launch = {"EARLY": ops.early}
+    ops.launch |= {"EARLY": ops.early}
     ops.kernels = compiled = Compiled(ops.kernels)
     for name, (kind, group, more) in KINDS.items():
         if chosen and name not in chosen:
