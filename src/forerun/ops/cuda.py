@@ -29,7 +29,6 @@ from forerun.ops.cuda_rows import Rows, rows_of_view
 from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
-from forerun.ops.torch_memory import ReferenceSizes
 from forerun.types import CacheView
 
 NAME = "cuda"
@@ -116,7 +115,9 @@ def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, 
 
 def sizes(wanted: Wanted) -> Sizes:
     """Return the memory that weights and passes take."""
-    return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=False)
+    CudaSizes = importlib.import_module("forerun.ops.cuda_memory").CudaSizes  # noqa: N806  # it imports this file
+
+    return CudaSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, False, wanted.schemes)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
 from forerun.ops.cuda_experts import CudaExperts, on_device
 from forerun.ops.cuda_packed import Laid, Packed
-from forerun.ops.cuda_rows import Layout, Rows, fill, layout_of, rows_of
+from forerun.ops.cuda_rows import GRAPH_ROWS, Layout, Rows, fill, layout_of, rows_of
 from forerun.ops.cuda_sampling import Cuts, Drawn, Sampler, Settings
 from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
@@ -30,7 +30,6 @@ from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchExperts, TorchModel, Turn, _write
 from forerun.types import Afar, Draw, Probs, RaggedBatch
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
 LEAST_POSITIONS = 4096  # of a table of cos and sin, which is made anew where a text grows beyond it
 

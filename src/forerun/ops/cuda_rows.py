@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.types import CacheView, RaggedBatch, bits
 
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
 PER_ROW = 6  # numbers of each row: id, position, row of the pool, keys that it sees, those in its table, its run
 Ints = npt.NDArray[np.int32]
 

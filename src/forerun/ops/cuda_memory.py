@@ -1,0 +1,119 @@
+"""Memory of the CUDA backend: weights to the byte, an upper bound of a pass, and what graphs keep.
+
+The bound follows the code that allocates: ops/cuda.py, ops/cuda_model.py, ops/cuda_sampling.py. It was derived, not
+measured on a card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import Spec, products, weights
+from forerun.ops.cuda import PARTS_BYTES, SPLIT_KEYS, Tiles
+from forerun.ops.cuda_packed import TILE, Packed, packs
+from forerun.ops.cuda_rows import GRAPH_ROWS
+from forerun.ops.memory import FLOAT_BYTES, Beside, MemoryPart, Pass, Schemes, Widths, matrix_shapes, rope_table_bytes
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.torch_memory import ReferenceSizes
+
+
+@dataclass(frozen=True)
+class CudaSizes(ReferenceSizes):
+    """The sizes of the CUDA backend. schemes: by the names of models, how their quantised matrices are stored."""
+
+    schemes: Mapping[str, Schemes] = field(default_factory=dict)
+
+    def weights(
+        self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
+    ) -> list[MemoryPart]:
+        """Return one part for each model: matrices as they are packed, all else in the type of the weights."""
+        parts = []
+        for name, model in models.items():
+            num_bytes, num = sum(self._product_bytes(model, self.schemes.get(name, {}))), model.num_weights
+            how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
+            parts.append(MemoryPart(f"{name} weights", num_bytes, how))
+        return [*parts, *super().weights({}, beside)]
+
+    def activations(self, passes: list[Pass]) -> list[MemoryPart]:
+        """Return the memory of the largest pass, and what the graphs of all models keep."""
+        found = []
+        for run in passes:
+            rows, logits = self._row_bytes(run, run.num_rows), self._logit_bytes(run.model, run.num_logits)
+            tables = rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
+            how = f"{run.num_rows:,} rows of the {run.name}, {rows / 1e6:,.1f} MB; {run.num_logits:,} rows of logits "
+            how += f"and their probabilities, {logits / 1e6:,.1f} MB{run.taps_said}"
+            found.append(MemoryPart("activations", rows + logits + tables + run.tap_bytes + run.kept_bytes, how))
+        graphs = sum(self._graph_bytes(run) for run in passes)
+        how = f"static rows of passes of {', '.join(map(str, GRAPH_ROWS))} rows, and of what they draw"
+        return [max(found, key=lambda part: part.bytes), MemoryPart("graphs", graphs, how)]
+
+    def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
+        """Return no parts: what graphs keep is counted from the start."""
+        return ()
+
+    def _product_bytes(self, model: Spec, schemes: Schemes) -> Iterator[int]:
+        """Yield the bytes of the matrices of every product, those of one scheme packed together, and of vectors."""
+        known = weights(model)
+        grouped = set[str]()
+        for group in products(known).values():
+            own = [schemes.get(weight.name) for weight in group]
+            grouped.update(weight.name for weight in group)
+            first, num_out, num_in = own[0], sum(weight.shape[0] for weight in group), group[0].shape[-1]
+            if first is None or len(set(own)) > 1 or not packs(first) or len(group[0].shape) != 2:
+                yield sum(math.prod(weight.shape) for weight in group) * self.dtype.itemsize
+            else:
+                yield -(-num_out // TILE) * tile_bytes(first, num_in)
+        yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * self.dtype.itemsize
+
+    def _row_bytes(self, run: Pass, num_rows: int) -> int:
+        """Return the bytes of a layer's rows: the stream, its norm, and parts of the widest product, in float32."""
+        widths, hidden = Widths.of(run.model), run.model.hidden_size
+        widest = max(splits * num_out for num_out, splits in self._parts_of(run.model))
+        heads = widths.q * (FLOAT_BYTES + self.dtype.itemsize)
+        splits = -(-run.context // SPLIT_KEYS)
+        parts = min(PARTS_BYTES, num_rows * widths.heads * splits * (widths.head_dim + 2) * FLOAT_BYTES)
+        inner = widths.ffn * self.dtype.itemsize
+        return num_rows * (3 * hidden * FLOAT_BYTES + 2 * widest * FLOAT_BYTES + heads + inner) + parts
+
+    def _parts_of(self, model: Spec) -> Iterator[tuple[int, int]]:
+        """Yield the outputs of each product, and in how many parts they are summed."""
+        for num_out, num_in in matrix_shapes(model):
+            yield num_out, Tiles.of(num_out, num_in, self.dtype.itemsize).splits
+
+    def _logit_bytes(self, model: Spec, num_rows: int) -> int:
+        """Logits, the probabilities that are made of them, and their parts where K is cut: float32."""
+        return 3 * num_rows * model.vocab_size * FLOAT_BYTES
+
+    def _graph_bytes(self, run: Pass) -> int:
+        """Return the static rows of all sizes of passes, the probabilities of each, and the work of the largest."""
+        num = sum(GRAPH_ROWS)
+        static = num * (2 * run.model.hidden_size + run.model.vocab_size) * FLOAT_BYTES
+        return static + self._row_bytes(run, GRAPH_ROWS[-1]) + self._logit_bytes(run.model, GRAPH_ROWS[-1])
+
+
+@cache
+def tile_bytes(scheme: Scheme, num_in: int) -> int:
+    """Return the bytes of a tile of packed outputs, found by packing one."""
+    groups, supers = num_in // scheme.group, num_in // scheme.super_group if scheme.super_group else 0
+    is_zero = scheme.offset == "zero"
+
+    def none(columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((TILE, columns), scheme.zero or 0, dtype=torch.uint8).to(dtype)
+
+    rows = QuantisedRows(
+        scheme,
+        none(num_in, torch.uint8),
+        none(groups, torch.int8 if supers else scheme.scale_dtype),
+        none(groups, torch.uint8) if is_zero else None,
+        None if is_zero else none(groups, torch.uint8 if supers else scheme.scale_dtype),
+        none(supers, scheme.scale_dtype) if supers else None,
+        none(supers, scheme.scale_dtype) if supers and not is_zero else None,
+    )
+    return Packed.of(QuantisedMatrix(scheme, (TILE, num_in), lambda: iter([rows])), torch.device("cpu")).nbytes

@@ -1,0 +1,47 @@
+"""The plan of the CUDA backend counts the bytes that its weights have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import blocks
+from forerun.blocks import Plain
+from forerun.ops.cuda_memory import CudaSizes
+from forerun.ops.cuda_packed import Laid, packs
+from forerun.ops.memory import Pass
+from forerun.ops.quantised import QuantisedMatrix, Scheme
+from ops.test_quantised import SCHEMES, rows_of
+
+SPEC = Plain("qwen2", 300, 512, 2, 4, 2, 128, 768, 1e-5, 96, tied=True, qkv_bias=True).spec
+PACKED = {name: scheme for name, scheme in SCHEMES.items() if packs(scheme) and 256 % scheme.group == 0}
+
+
+@pytest.mark.parametrize("name", ["none", *PACKED])
+def test_weights_are_counted_to_the_byte(name: str) -> None:
+    """Biases and norms are dense, and so is all of a model that is not quantised."""
+    scheme: Scheme | None = PACKED.get(name)
+    made, schemes = dict[str, Any](), dict[str, Scheme]()
+    for weight in blocks.weights(SPEC):
+        if scheme is None or len(weight.shape) == 1:
+            made[weight.name] = torch.zeros(weight.shape, dtype=torch.bfloat16)
+        else:
+            rows = rows_of(scheme, *weight.shape)
+            made[weight.name] = QuantisedMatrix(scheme, weight.shape, lambda own=rows: iter([own]))
+            schemes[weight.name] = scheme
+    laid = Laid(SPEC, made)
+    dense = sum(part.nbytes for part in laid.values() if isinstance(part, torch.Tensor))
+    sizes = CudaSizes(torch.bfloat16, "cuda", 96, False, False, {"target": schemes})
+    (part,) = sizes.weights({"target": SPEC})
+    assert part.bytes == dense + sum(whole.nbytes for whole in laid.wholes.values())
+
+
+def test_a_pass_and_its_graphs_are_counted() -> None:
+    """More rows take more, and the graphs keep probabilities of each of their sizes."""
+    sizes = CudaSizes(torch.bfloat16, "cuda", 96, False, False)
+    one, many = (sizes.activations([Pass("target", SPEC, rows, rows, 0, 96, 96, rows)]) for rows in (64, 512))
+    assert [part.name for part in one] == ["activations", "graphs"]
+    assert many[0].bytes > 4 * one[0].bytes
+    assert one[1].bytes == many[1].bytes > 127 * 300 * 4
