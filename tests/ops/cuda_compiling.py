@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from forerun.blocks import Buckets, Experts, Mlp
+
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
@@ -101,14 +103,16 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
     from forerun.ops.cuda_packed import Packed
     from forerun.ops.quantised import QuantisedMatrix
     from forerun.ops.quantising import quantise, scheme_of
-    from ops.native_blocks import SPECS, random_weights
-    from ops.test_cuda import Text
+    from ops.native_blocks import mixture, random_weights, spec_of
+    from ops.test_cuda import FOUND, Text
 
+    MIXTURE = spec_of([mixture(Experts(8, 2, Mlp(512), Mlp(256), True))], hidden_size=512)  # noqa: N806
     operators = cuda.CudaOps()
     operators.early = capability >= 90
     operators.launch |= {"EARLY": operators.early}
     operators.shared_bytes = SHARED_BYTES[capability]
     operators.kernels = Compiled(operators.kernels, kinds, wanted)
+    operators.expert_kernels = Compiled(operators.expert_kernels, kinds, wanted)
     for num_out, num_in, dtype in (
         (2048, 2048, torch.bfloat16),
         (128256, 2048, torch.bfloat16),
@@ -125,10 +129,13 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
         )
         for rows in (1, 17):
             operators.linear(torch.zeros(rows, 512), matrix)
-    for name in ("gemma3", "gpt2"):
-        weights = {n: w.bfloat16() for n, w in random_weights(SPECS[name], torch.float32, 0).items()}
-        text = Text(SPECS[name], weights, operators)
+    for name in ("gemma3", "gpt2", "experts", "gpt_oss, experts", "large heads", "mixture"):
+        spec = MIXTURE if name == "mixture" else FOUND[name]
+        weights = {n: w.bfloat16() for n, w in random_weights(spec, torch.float32, 0).items()}
+        text = Text(spec, weights, operators)
         text.run({0: list(range(20)), 1: [3]})
+        text.run({1: [3]})
+    attend_widely(operators)
     sampler = cuda_sampling.Sampler(operators.largest_in_parts, Compiled(cuda_sampling_kernels, kinds, wanted))
     fields = len(cuda_sampling.Field)
     sampler.draw(
@@ -138,6 +145,25 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
         cuda_sampling.Cuts(True, True),
     )
     operators.largest(torch.zeros(2, 128256))
+
+
+def attend_widely(operators: Any) -> None:
+    """Attend with the largest heads, and over all of a run with biases, windows, or both."""
+    from forerun.kv.pool import Pool
+    from forerun.ops.cuda_rows import rows_of_themselves
+    from forerun.ops.reference import PLAIN, Scoring
+    from forerun.types import RaggedBatch
+
+    rows = rows_of_themselves(RaggedBatch([1] * 200, list(range(200)), [0, 200], [0], [0]), torch.device("cpu"))
+    biased = Scoring(1.0, buckets=Buckets(32, 128, both_ways=True), table=torch.zeros(32, 2), sees_all=True)
+    for dim, dtype, window, scoring in (
+        (512, torch.bfloat16, None, PLAIN),
+        (256, torch.float32, None, PLAIN),
+        (64, torch.bfloat16, None, biased),
+        (64, torch.bfloat16, 40, biased),
+    ):
+        pool = Pool(*torch.zeros(2, 200, 1, dim, dtype=dtype))
+        operators.attend(torch.zeros(200, 2, dim), pool, rows, window, scoring, torch.float32)
 
 
 def main(capability: str, *wanted: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, native, ops
-from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Plain, Spec, weight_shapes
+from forerun.blocks import Attention, Block, Experts, Mlp, Plain, Recurrence, Spec, weight_shapes
 from forerun.cli import doctor
 from forerun.cli.words import backend, closing_line
 from forerun.config import EngineConfig
@@ -64,9 +64,8 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"experts": Experts(4, 2, Mlp(16))}, "no experts beside a feed-forward part"),
-        ({"per_layer_input": LayerInput(8)}, "no inputs of single layers"),
-        ({"attention": Attention(2, 1, 512)}, "heads of 512, but up to 256"),
+        ({"recurrence": Recurrence("short_conv", 3)}, "blocks that keep a state"),
+        ({"attention": Attention(2, 1, 1024)}, "heads of 1024, but up to 512"),
     ],
 )
 def test_cuda_refuses_what_its_kernels_lack(changes: dict[str, Any], words: str) -> None:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from forerun import ops
-from forerun.blocks import Plain, Spec
+from forerun.blocks import Attention, Block, Mlp, Plain, Rope, Spec
 from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.ops import cuda, load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch, ancestor_words
-from ops.native_blocks import SPECS, path_to, random_weights
+from ops.native_blocks import RMS, SPECS, path_to, random_weights, spec_of
 from ops.native_cases import same_bits, seeded
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -80,6 +80,12 @@ def test_the_largest_logit_is_the_lowest_of_equal_ones(operators: cuda.CudaOps) 
     assert not pairs[1, 1].isfinite()
 
 
+LARGE = Block(RMS, Attention(2, 1, 320, rope=Rope()), pre_mlp=RMS, mlp=Mlp(33))
+FOUND = SPECS | {"large heads": spec_of([LARGE])}
+MODELS = ["gemma3", "gpt2", "partial", "sums", "experts", "gpt_oss, experts", "gemma4, experts", "gemma4, own inputs"]
+MODELS += ["large heads"]
+
+
 class Text:
     """A model with a cache, fed by slots."""
 
@@ -118,9 +124,7 @@ class Text:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "name", ["gemma3", "gpt2", "partial", "sums", "experts", "gpt_oss, experts", "gemma4, experts"]
-)
+@pytest.mark.parametrize("name", MODELS)
 @every_type
 def test_rows_of_a_model_are_those_of_torch_and_their_bits_those_of_rows_alone(
     operators: cuda.CudaOps, name: str, dtype: torch.dtype, tolerance: float
@@ -128,7 +132,7 @@ def test_rows_of_a_model_are_those_of_torch_and_their_bits_those_of_rows_alone(
     """Chunks, a tree with a sequence beside it, and the same text one token at a time."""
     if dtype != torch.float32 and name not in ("gemma3", "sums", "gpt_oss, experts"):
         pytest.skip("one family of joined kernels, one without, and one with experts stand for all in narrow types")
-    spec = SPECS[name]
+    spec = FOUND[name]
     weights = {n: w.to(DEVICE, dtype) for n, w in random_weights(spec, torch.float32, 0).items()}
     wide = {n: w.float() for n, w in weights.items()}
     own, exact, alone = Text(spec, weights, operators), Text(spec, wide, ReferenceOps()), Text(spec, weights, operators)

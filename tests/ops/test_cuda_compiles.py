@@ -15,6 +15,7 @@ from ops.cuda_compiling import SHARED_BYTES
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SAMPLING = {"searched", "counted", "cut_by_number", "cut_by_mass", "goal_of_mass", "weighed", "drawn_in_parts", "drawn"}
+EXPERTS = {"routed", "grouped", "product_of_experts", "experts_added"}
 TESTS = Path(__file__).parents[1]
 
 
@@ -28,9 +29,16 @@ def test_kernels_compile_for_a_card_and_fit_it(capability: int, tmp_path: Path) 
     done = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
-    assert {"product", "product_of_codes", "attended", "heads_of", "activated", "largest_in_parts", *SAMPLING} <= set(
-        told
-    )
+    assert {
+        "product",
+        "product_of_codes",
+        "attended",
+        "heads_of",
+        "activated",
+        "largest_in_parts",
+        *SAMPLING,
+        *EXPERTS,
+    } <= set(told)
     for name, kinds in told.items():
         for kind in kinds:
             assert kind["shared"] <= SHARED_BYTES[capability], (name, kind)

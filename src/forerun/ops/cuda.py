@@ -40,7 +40,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
 LEAST_SHARED_BYTES = 99 << 10  # of a program on cards of 8.6, 8.9 and 12.0; an H100 has 227 KiB
 SPLIT_KEYS = 128  # keys of a part of attention
-KEYS = 64  # keys of one step
+KEYS = 64  # keys of one step, of heads of up to WIDE_BYTES
+WIDE_BYTES = 512
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
 COMPILERS = ("gcc", "clang", "cc")
 AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
@@ -81,7 +82,7 @@ def _without_triton() -> str | None:
     return None
 
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 
 
 def supports(spec: Spec) -> str | None:
@@ -89,15 +90,9 @@ def supports(spec: Spec) -> str | None:
     if (reason := in_torch.supports(spec)) is not None:
         return reason
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
-    if any(a.bias is not None for a in attentions):
-        return "the CUDA kernels have no biases of relative positions"
-    if any(a.sees != "past" for a in attentions):
-        return "the CUDA kernels let a row see earlier rows alone"
-    if spec.layer_input is not None:
-        return "the CUDA kernels have no inputs of single layers"
     if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
         return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"
-    return None
+    return None if spec.encoder is None else supports(spec.encoder)
 
 
 @cache
@@ -194,6 +189,7 @@ class CudaOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.row_invariant, self.name = True, NAME
+        self._biases: dict[int, tuple[Scoring, Tensor]] = {}  # of relative positions, with what they are of
         from forerun.ops import cuda_expert_kernels, cuda_kernels
 
         self.kernels: Any = cuda_kernels
@@ -370,6 +366,15 @@ class CudaOps(ReferenceOps):
         )
         return out
 
+    def activated(self, act: Act, x: Tensor) -> Tensor:
+        """Compute an activation of every number."""
+        rows = x.flatten(0, -2).contiguous()
+        return self.inner(act, False, Parts(rows[None], None), torch.float32).view(x.shape)
+
+    def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute act(gate) * up of rows [T, size]."""
+        return self.inner(act, True, Parts(torch.cat((gate, up), -1)[None], None), torch.float32)
+
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and values of the largest of each row of logits [T, V], float32 [2, T], and the ids, int32 [T].
 
@@ -483,9 +488,12 @@ class CudaOps(ReferenceOps):
         scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> float32 [T, heads, D]."""
-        assert pool is not None
         assert view is not None
         rows = rows_of_view(view, q.device)
+        if pool is None:
+            assert k is not None
+            assert v is not None
+            pool, k, v = Pool(k.contiguous(), v.contiguous()), None, None
         if k is not None and v is not None and len(k):
             width = pool.keys.shape[1] * pool.keys.shape[2]
             block = min(1024, _power(width))
@@ -527,14 +535,18 @@ class CudaOps(ReferenceOps):
         heads, dim = q.shape[1:]
         kv_heads, num = pool.keys.shape[1], len(chosen)
         own, out = q[chosen.start : chosen.stop], out[chosen.start : chosen.stop]
-        lengths, seen, runs, tails = rows.part(chosen.start, chosen.stop)
+        lengths, seen, runs, tails, places = rows.part(chosen.start, chosen.stop)
         parts, stats = out, out
         if splits > 1:
             parts = torch.empty(num, heads, splits, dim, dtype=torch.float32, device=q.device)
             stats = torch.empty(num, heads, splits, 2, dtype=torch.float32, device=q.device)
         sinks = out if scoring.sinks is None else scoring.sinks
+        biases = self._by_distance(scoring)
+        sees_all = scoring.sees_all and (window is not None or biases is not None)
         scale = dim**-0.5 if scoring.scale is None else scoring.scale
         block = max(16, _power(dim))
+        wide = max(1, block * pool.keys.element_size() // WIDE_BYTES)  # so that keys and values of a step fit any card
+        keys = max(16, KEYS // wide)
         self.kernels.attended[(num, kv_heads, splits)](
             own,
             pool.keys,
@@ -544,6 +556,8 @@ class CudaOps(ReferenceOps):
             runs,
             tails,
             rows.tables,
+            places,
+            out if biases is None else biases,
             sinks,
             parts,
             stats,
@@ -552,6 +566,7 @@ class CudaOps(ReferenceOps):
             rows.tables.stride(0),
             rows.block_tokens,
             window or 0,
+            0 if scoring.buckets is None else scoring.buckets.max_distance,
             float(scale),
             float(scoring.softcap or 1.0),
             splits,
@@ -561,14 +576,16 @@ class CudaOps(ReferenceOps):
             GROUP=max(16, _power(heads // kv_heads)),
             BLOCK=block,
             SPLIT_KEYS=SPLIT_KEYS,
-            KEYS=KEYS,
+            KEYS=keys,
             WINDOW=window is not None,
+            SEES_ALL=sees_all,
+            BIAS=biases is not None,
             SOFTCAP=scoring.softcap is not None,
             SINKS=scoring.sinks is not None,
             DIRECT=splits == 1,
             PRECISION=_precision(pool.keys.dtype),
-            num_warps=4,
-            num_stages=2,
+            num_warps=4 if wide == 1 else 8,
+            num_stages=self.stages(2, 2 * keys * block * pool.keys.element_size()),
             **self.launch,
         )
         if splits > 1:
@@ -577,6 +594,7 @@ class CudaOps(ReferenceOps):
                 stats,
                 sinks,
                 lengths,
+                places,
                 out,
                 window or 0,
                 splits,
@@ -585,10 +603,23 @@ class CudaOps(ReferenceOps):
                 BLOCK=block,
                 SPLIT_KEYS=SPLIT_KEYS,
                 WINDOW=window is not None,
+                SEES_ALL=sees_all,
                 SINKS=scoring.sinks is not None,
                 num_warps=1 if dim <= 64 else 2,
                 **self.launch,
             )
+
+    def _by_distance(self, scoring: Scoring) -> Tensor | None:
+        """Return biases by the distance from key to row, float32 [heads, 2 reach + 1], from -reach on; or None."""
+        if scoring.buckets is None or scoring.table is None:
+            return None
+        if id(scoring) not in self._biases:
+            reach = scoring.buckets.max_distance
+            distances = torch.arange(-reach, reach + 1, device=scoring.table.device)
+            found = scoring.bias(distances[None])
+            assert found is not None
+            self._biases[id(scoring)] = scoring, found[:, 0].contiguous()
+        return self._biases[id(scoring)][1]
 
 
 def _shared_bytes() -> int:

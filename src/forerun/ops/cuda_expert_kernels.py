@@ -187,7 +187,7 @@ def product_of_experts(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def weighed(
+def experts_added(
     parts,
     ids,
     shares,

@@ -108,7 +108,7 @@ class CudaExperts(TorchExperts):
         num, width = y.shape
         out = torch.empty(1, num, width, dtype=torch.float32, device=y.device)
         block = min(512, _power(width))
-        ops.expert_kernels.weighed[(num, -(-width // block))](
+        ops.expert_kernels.experts_added[(num, -(-width // block))](
             found,
             choice.ids,
             choice.shares,
@@ -204,7 +204,7 @@ class CudaExperts(TorchExperts):
             BIAS=biases is not None,
             PRECISION=_precision(x.dtype),
             num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            num_stages=ops.stages(tiles.stages, (choice.rows + outs) * tiles.ins * x.itemsize),
             **ops.launch,
         )
         return out

@@ -719,6 +719,20 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
+    """Which of its keys a row is, and the first that it sees, and one more than the last."""
+    length = tl.load(lengths + row)
+    own, lowest = length - 1, 0
+    if SEES_ALL:
+        own = tl.load(places + row)
+    if WINDOW:
+        lowest = tl.maximum(own + 1 - window, 0)
+        if SEES_ALL:
+            length = tl.minimum(length, own + window)
+    return own, lowest, length
+
+
+@triton.jit
 def attended(
     queries,
     keys,
@@ -728,6 +742,8 @@ def attended(
     runs,
     tails,
     tables,
+    places,
+    biases,
     sinks,
     parts,
     stats,
@@ -736,6 +752,7 @@ def attended(
     tables_stride,
     block_tokens,
     window,
+    reach,
     scale,
     softcap,
     num_splits,
@@ -747,6 +764,8 @@ def attended(
     SPLIT_KEYS: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SEES_ALL: tl.constexpr,
+    BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -756,17 +775,16 @@ def attended(
     """Attend with the query heads of one row and one head of keys to one part of the row's keys.
 
     A row sees `lengths` keys. The i-th of them lies, for i below `seen`, where the block table of its run says, and
-    else in row tails[i - seen]. parts [T, HEADS, splits, DIM] and stats [T, HEADS, splits, 2] get the weighted sum of
-    values, the largest score and the sum of weights; DIRECT: there is one part, and `out` gets the result.
+    else in row tails[i - seen]. SEES_ALL: the row is the key `places` of them, and not the last. biases [HEADS,
+    2 reach + 1]: by the distance from a key to its row, from -reach on; what is further has that of `reach`.
+    parts [T, HEADS, splits, DIM] and stats [T, HEADS, splits, 2] get the weighted sum of values, the largest score and
+    the sum of weights; DIRECT: there is one part, and `out` gets the result.
     """
     _begun(EARLY)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(length - window, 0)
+    own, lowest, length = _seen(lengths, places, row, window, WINDOW, SEES_ALL)
     group: tl.constexpr = HEADS // KV_HEADS
     heads = tl.arange(0, GROUP)
     dims = tl.arange(0, BLOCK)
@@ -798,6 +816,10 @@ def attended(
             scores = _dot(q, k, tl.zeros((GROUP, KEYS), dtype=tl.float32), PRECISION)
             if SOFTCAP:
                 scores = softcap * _tanh(scores / softcap)
+            if BIAS:
+                distance = tl.minimum(tl.maximum(own - i, -reach), reach) + reach
+                at_bias = (kv_head * group + heads)[:, None] * (2 * reach + 1) + distance[None, :]
+                scores += tl.load(biases + at_bias, mask=is_head[:, None] & is_key[None, :], other=0.0)
             scores = tl.where(is_key[None, :], scores * LOG2E, -float("inf"))
             new = tl.maximum(largest, tl.max(scores, 1))
             shrunk = tl.exp2(largest - new)
@@ -828,6 +850,7 @@ def parts_joined(
     stats,
     sinks,
     lengths,
+    places,
     out,
     window,
     num_splits,
@@ -836,6 +859,7 @@ def parts_joined(
     BLOCK: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SEES_ALL: tl.constexpr,
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -843,10 +867,7 @@ def parts_joined(
     _begun(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    length = tl.load(lengths + row)
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(length - window, 0)
+    _, lowest, length = _seen(lengths, places, row, window, WINDOW, SEES_ALL)
     dims = tl.arange(0, BLOCK)
     is_dim = dims < DIM
     whole = (row * HEADS + head).to(tl.int64)

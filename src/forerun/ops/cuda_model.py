@@ -22,9 +22,20 @@ from forerun.kv.cache import BlockCache
 from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
 from forerun.ops.cuda_experts import CudaExperts, on_device
 from forerun.ops.cuda_packed import Laid, Packed
-from forerun.ops.cuda_rows import GRAPH_ROWS, Layout, Rows, fill, layout_of, rows_of
+from forerun.ops.cuda_rows import (
+    GRAPH_ROWS,
+    Layout,
+    Rows,
+    fill,
+    fill_alike,
+    layout_alike,
+    layout_of,
+    rows_alike,
+    rows_of,
+    rows_of_themselves,
+)
 from forerun.ops.cuda_sampling import Cuts, Drawn, Sampler, Settings
-from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
+from forerun.ops.passes import check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchExperts, TorchModel, Turn, _write
@@ -154,12 +165,13 @@ def joins(block: TorchBlock) -> bool:
     if own is None or (block.mlp is None) == (block.experts is None) or type(block.experts) is TorchExperts:
         return False
     a = own.spec
-    plain = a.shares_kv_of is None and not a.gate and not a.k_is_v and a.reads is None and a.position_scale is None
+    is_told = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
+    plain = is_told and not a.gate and a.position_scale is None
     norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
     if len(norms) == 1 or any(norm.kind != "rms" or norm.span != "head" or norm.bias for norm in norms):
         return False
     ropes = a.rope is None or a.rope.pairs == "half" or a.rope.pairs == "adjacent"
-    simple = not spec.parallel and not spec.out_scale and a.v_norm is None
+    simple = not spec.parallel and not spec.out_scale and a.v_norm is None and spec.per_layer_input is None
     products = [own._products[0][1], *([] if block.mlp is None else [block.mlp.up])]
     whole = len(own._products) == 1 and all(p.joined is not None or len(p.parts) == 1 for p in products)
     return plain and ropes and simple and whole and _same_biases(own._products[0][1])
@@ -192,18 +204,27 @@ class _Numbers:
     """The numbers of a pass on their way to the device: a pinned copy on the host, and one buffer on the device."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        self.host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=True)
+        self.layout, is_cuda = layout, device.type == "cuda"
+        self.host = torch.zeros(layout.size, dtype=torch.int32, pin_memory=is_cuda)
         self.device = torch.zeros(layout.size, dtype=torch.int32, device=device)
         self._array = self.host.numpy()
-        self._sent: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
         """Copy the numbers of a pass to the device; returns the most keys that a row sees."""
-        self._sent.synchronize()  # of the pass before, which may not have read them yet
-        most = fill(self._array, self.layout, batch, tables, block_tokens)
+        return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens))
+
+    def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
+        """Copy those of a pass whose rows see all of `lengths` keys of their run; returns the most of these."""
+        return self._send(lambda array: fill_alike(array, self.layout, batch, tables, lengths))
+
+    def _send(self, write: Callable[[Any], int]) -> int:
+        if self._sent is not None:
+            self._sent.synchronize()  # of the pass before, which may not have read them yet
+        most = write(self._array)
         self.device.copy_(self.host, non_blocking=True)
-        self._sent.record()
+        if self._sent is not None:
+            self._sent.record()
         return most
 
 
@@ -223,6 +244,13 @@ class CudaModel(TorchModel):
         self._sampler = Sampler(self._cuda.largest_in_parts)
         self._memory: Any = None  # that all graphs share
         self._num_draws = 0
+        inputs = self._layer_inputs
+        if inputs is not None and isinstance(inputs.table, Packed):
+            inputs.look_up = inputs.table.rows
+
+    def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Any) -> TorchModel:
+        assert isinstance(join.__self__, Laid)
+        return CudaModel(spec, join.__self__.of_encoder(own), self.ops)
 
     # ------------------------------------------------------------------------------------------------- one pass
 
@@ -246,10 +274,13 @@ class CudaModel(TorchModel):
         tables = [] if cache is None else cache.tables(batch)
         self._need_positions(end_of(batch))
         layout = layout_of(batch, tables)
+        if cache is None and self._sees_all:
+            return self._run(rows_of_themselves(batch, self.device), cache, chosen, is_normed, hidden, taps, read)
         if cache is None or read is not None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.device)
-            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts)
+            sources = None if cache is None else self._rows_of_sources(batch, cache)
+            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts, sources)
             self._tell(num_experts, chosen)
             return found
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
@@ -284,6 +315,7 @@ class CudaModel(TorchModel):
         taps: Mapping[int, Tensor],
         read: Tensor | None = None,
         num_experts: list[int] | None = None,
+        sources: Rows | None = None,
     ) -> Tensor:
         """Launch the kernels of one pass."""
         ops = self._cuda
@@ -292,7 +324,10 @@ class CudaModel(TorchModel):
             x = self._entered(x, rows.positions)
         stream = _Stream(x.contiguous())
         tables = {turn: self._table(turn) for turn in self._rotations}
-        step = Step(rows.positions, {}, cache, [rows])
+        inputs = None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs.run(ops, rows.ids, self._embedded(rows.ids))
+        step = Step(rows.positions, {}, cache, [rows], sources, inputs)
         if self._tally is not None:
             self._tally.live = None if cache is None else rows.lengths
         first = 0
@@ -366,7 +401,8 @@ class CudaModel(TorchModel):
         most = numbers.send(batch, tables, cache.block_tokens)
         splits = max(1, -(-most // SPLIT_KEYS))
         num_keys = SPLIT_KEYS << (splits - 1).bit_length()
-        key = (whole, num_keys, wanted, id(cache))
+        sources, of_sources = self._sent_sources(batch, cache, size, runs)
+        key = (whole, num_keys, of_sources, wanted, id(cache))
         chosen, is_normed, has_hidden, taps = wanted
         if key not in self._graphs:
             rows = self._static_rows(batch, numbers, whole, cache, num_keys)
@@ -375,7 +411,7 @@ class CudaModel(TorchModel):
             static = {k: torch.empty(shape, device=self.device) for k in taps}
 
             def run() -> Tensor:
-                return self._run(rows, cache, chosen, is_normed, hidden, static)
+                return self._run(rows, cache, chosen, is_normed, hidden, static, sources=sources)
 
             replay, out = self._captured(run)
             self._graphs[key] = _Graph(replay, out, rows, hidden, static, (cache, numbers))
@@ -386,6 +422,31 @@ class CudaModel(TorchModel):
     ) -> Rows:
         empty = torch.empty(0, dtype=torch.int64)
         return Rows(batch, empty, [], numbers.device, layout, cache.block_tokens, num_keys)
+
+    def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
+        """Return where the sources of an encoder-decoder lie, which all rows of their runs see."""
+        if self.encoder is None:
+            return None
+        check_sources(batch)
+        tables = [cache.table(source.slot) for source in batch.sources]
+        return rows_alike(batch, tables, cache.block_tokens, [own.num_tokens for own in batch.sources], self.device)
+
+    def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
+        """Return the same for a graph of so many rows and runs, on its way to the device, and what else is captured."""
+        if self.encoder is None:
+            return None, None
+        check_sources(batch)
+        tables = [cache.table(source.slot) for source in batch.sources]
+        blocks = max(64, 1 << (layout_alike(batch, tables).blocks - 1).bit_length())
+        layout = Layout(rows, 1, runs, blocks)
+        key = ("sources", layout)
+        if key not in self._numbers:
+            self._numbers[key] = _Numbers(layout, self.device)
+        numbers = self._numbers[key]
+        most = numbers.send_alike(batch, tables, [source.num_tokens for source in batch.sources])
+        num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
+        found = self._static_rows(batch, numbers, layout, cache, num_keys)
+        return found, (layout, num_keys)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Run something once, capture it, and return what runs it again, and where its result is then."""
@@ -567,16 +628,17 @@ class CudaModel(TorchModel):
         positions = [batch.ids()[1][stop - 1] for stop in batch.run_starts[1:]]
         cached = [batch.end(b) - 1 for b in range(num)]
         tables = cache.tables(batch)
-        last = RaggedBatch([0] * num, positions, starts, batch.slots, cached)
+        last = RaggedBatch([0] * num, positions, starts, batch.slots, cached, sources=batch.sources)
         blocks = max(64, 1 << (max(map(len, tables)) - 1).bit_length())
         layout = Layout(size, 1, size, blocks)
         most = max(cached) + steps + 1
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
+        sources, of_sources = self._sent_sources(last, cache, size, size)
         cuts = Cuts.of(told.draws, num_ids) if told.draws else None
-        key = ("ahead", layout, num_keys, chosen, num_ids, id(cache), cuts)
+        key = ("ahead", layout, num_keys, of_sources, chosen, num_ids, id(cache), cuts)
         loop = self._graphs.get(key)
         if loop is None:
-            loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids, cuts)
+            loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids, cuts, sources)
         ahead: _Ahead = loop.keeps
         if ahead.settings is not None:
             ahead.settings.send(told.draws)
@@ -598,6 +660,7 @@ class CudaModel(TorchModel):
         chosen: tuple[int, ...],
         num_ids: int,
         cuts: Cuts | None,
+        sources: Rows | None,
     ) -> _Graph:
         ahead = _Ahead(layout, self.device)
         if cuts is not None:
@@ -622,7 +685,7 @@ class CudaModel(TorchModel):
                 layout.rows,
                 **self._cuda.launch,
             )
-            out = self._run(rows, cache, chosen, True, None, {})
+            out = self._run(rows, cache, chosen, True, None, {}, sources=sources)
             if ahead.settings is None or cuts is None:
                 ahead.found.copy_(self._ids(out, num_ids))
             else:

@@ -282,6 +282,18 @@ class Laid(Mapping[str, Any]):
             first += part.shape[0]
         return True
 
+    def of_encoder(self, own: Mapping[str, Any]) -> Laid:
+        """Return the weights of the encoder of this model, which are `own` by the names of its spec."""
+        found = Laid.__new__(Laid)
+        names = {blocks.of_encoder(name): name for name in own}
+        found._found = dict(own)
+        found.wholes = {
+            tuple(names[name] for name in group): whole
+            for group, whole in self.wholes.items()
+            if all(name in names and name.startswith("encoder.") for name in group)
+        }
+        return found
+
     def join(self, weights: Mapping[str, Any], names: list[str]) -> Projections:
         """Return the product of the matrices of these names."""
         whole = self.wholes.get(tuple(f"{name}.weight" for name in names))

@@ -65,9 +65,10 @@ class Rows(CacheView):
     tails: Tensor = None  # type: ignore[assignment]
     tables: Tensor = None  # type: ignore[assignment]
 
-    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return lengths, seen, runs and tails of some rows."""
-        return self.lengths[start:stop], self.seen[start:stop], self.runs[start:stop], self.tails[start:stop]
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return lengths, seen, runs, tails and positions of some rows."""
+        found = self.lengths, self.seen, self.runs, self.tails, self.positions
+        return tuple(part[start:stop] for part in found)  # type: ignore[return-value]
 
 
 def layout_of(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
@@ -113,6 +114,44 @@ def fill(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]
             by_row[3, row], by_row[4, row] = cached + len(seen), cached
             tails[row, : len(seen)] = places[seen]
     return most
+
+
+def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
+    """Write the numbers of a pass whose rows see all of `lengths` keys of their run; see `fill`. None is written."""
+    n, num = layout.rows, batch.run_starts[-1]
+    by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
+    by_row[:, num:] = 0
+    by_row[0, :num], by_row[1, :num] = batch.ids()
+    by_row[2] = -1
+    room = numbers[n * (PER_ROW + layout.tail) : layout.size].reshape(layout.runs, layout.blocks)
+    for b, (blocks, length) in enumerate(zip(tables, lengths, strict=True)):
+        room[b, : len(blocks)] = blocks
+        rows = batch.run(b)
+        by_row[3:5, rows.start : rows.stop] = length
+        by_row[5, rows.start : rows.stop] = b
+    return max(lengths, default=0)
+
+
+def layout_alike(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
+    """Return the least layout of such a pass."""
+    return Layout(batch.run_starts[-1], 1, max(len(batch.slots), 1), max(map(len, tables), default=1))
+
+
+def rows_alike(
+    batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, lengths: Seq[int], device: torch.device
+) -> Rows:
+    """Return the numbers of a pass whose rows see all of `lengths` keys of their run, which lie in these blocks."""
+    layout = layout_alike(batch, tables)
+    numbers = np.zeros(layout.size, dtype=np.int32)
+    most = fill_alike(numbers, layout, batch, tables, lengths)
+    empty = torch.empty(0, dtype=torch.int64)
+    return Rows(batch, empty, [], torch.from_numpy(numbers).to(device), layout, block_tokens, most)
+
+
+def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
+    """Return the numbers of rows that are in no cache, each of which sees all of its run: of an encoder."""
+    runs = [batch.run(b) for b in range(len(batch.slots))]
+    return rows_alike(batch, runs, 1, [len(run) for run in runs], device)
 
 
 def rows_of(

@@ -7,7 +7,7 @@ others with the same interface). A family that nothing else computes runs here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -381,6 +381,7 @@ class TorchLayerInputs:
 
     def __init__(self, own: LayerInput, parts: Parts) -> None:
         self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
+        self.look_up: Callable[[Tensor], Tensor] = lambda tokens: F.embedding(tokens, self.table)
         self.projection = parts.product("model.per_layer_model_projection")
         self.norm = Normed.of(parts, "model.per_layer_projection_norm", own.norm)
 
@@ -388,7 +389,7 @@ class TorchLayerInputs:
         """Tokens [T] and their embeddings x [T, H] -> [T, layers, size]."""
         projected = self.projection.apply(ops, x)[0] * x.shape[-1] ** -0.5
         projected = normed(self.norm, ops, projected.unflatten(-1, (-1, self.spec.size)))
-        found = F.embedding(tokens, self.table)
+        found = self.look_up(tokens)
         found = found * torch.tensor(math.sqrt(self.spec.size), dtype=found.dtype)
         return (projected + found.view(projected.shape)) * 2**-0.5
 
@@ -495,12 +496,16 @@ class TorchModel:
             names = [weight.name for weight in blocks.weights(spec.encoder)]
             lent = "" if spec.encoder.own_embedding else EMBEDDING
             own = {name: weights[name if name == lent else blocks.of_encoder(name)] for name in names}
-            self.encoder = TorchModel(spec.encoder, own, self.ops, join)
+            self.encoder = self._made_encoder(spec.encoder, own, join)
         dtype = self.activation_dtype
         self._rotations = {turn: Rotations(*turn, self.device, dtype) for turn in turns}
         self._packed = None if join is None else parts.made
         if join is not None:  # products that have weights of their own: nothing is in memory twice
             self.weights = {}
+
+    def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Join | None) -> TorchModel:
+        """Return the model of an encoder. own: its weights by the names of its spec."""
+        return TorchModel(spec, own, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the bytes of all weights as they are in memory. Raises BadOption for packed ones."""
