@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from forerun.blocks import Buckets, Experts, Mlp
+from forerun.config import Quantization
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
@@ -137,6 +138,10 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
         text = Text(spec, weights, operators)
         text.run({0: list(range(20)), 1: [3]})
         text.run({1: [3]})
+    rounded = Text(MIXTURE, weights, operators)
+    for quantization in ("int8:group=32", "int4:group=32"):
+        rounded.model = text.model.rounded(Quantization.parse(quantization))
+        rounded.run({0: list(range(20)), 1: [3]})
     model: Any = text.model  # nothing is computed: ids are whatever the memory holds
     model.run_ahead(text.batch({0: [1]}, {}, more=3), [3], text.cache, 61)
     attend_widely(operators)

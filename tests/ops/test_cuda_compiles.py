@@ -19,7 +19,9 @@ KERNELS = {
         "product", "product_of_codes", "summed", "added", "heads_of", "attended", "parts_joined", "activated",
         "written", "largest_in_parts", "largest_of_parts", "advanced",
     )),
-    *(f"cuda_expert_kernels.{name}" for name in ("routed", "grouped", "product_of_experts", "experts_added")),
+    *(f"cuda_expert_kernels.{name}" for name in (
+        "routed", "grouped", "product_of_experts", "product_of_experts_codes", "experts_added",
+    )),
     *(f"cuda_sampling_kernels.{name}" for name in (
         "searched", "counted", "cut_by_number", "cut_by_mass", "goal_of_mass", "weighed", "drawn_in_parts", "drawn",
     )),

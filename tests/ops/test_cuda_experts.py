@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Experts, Mlp, Spec
+from forerun.config import Quantization
 from forerun.ops import cuda
 from forerun.ops.cuda_experts import CudaExperts
 from forerun.ops.cuda_model import CudaModel
+from forerun.ops.cuda_packed import Packed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchExperts, TorchModel, normed
-from ops.native_blocks import SPECS, mixture, random_weights, spec_of
+from ops.native_blocks import SPECS, _rounded, mixture, random_weights, spec_of
 from ops.native_cases import same_bits, seeded
 from ops.test_cuda import DEVICE, Text, every_type, needs_triton, operators
 
@@ -78,7 +80,7 @@ def test_experts_are_those_of_torch(
 ) -> None:
     """And a row's bits are its own, among 1, 2, 8, 17 and 64 rows."""
     own, exact = both(FOUND[name], i, operators, dtype)
-    assert own.up.tiles.splits == (1 if name in SPECS else 2 if dtype.itemsize == 2 else 4)
+    assert own.up.cut.splits == (1 if name in SPECS else 2 if dtype.itemsize == 2 else 4)
     y, stream = rows_of(64, own.up.num_in, dtype)
     found, _ = own.run(operators, y, stream)
     chosen, _ = exact.chosen(exact_ops := ReferenceOps(), (stream if own.spec.reads_stream else y).float())
@@ -138,3 +140,54 @@ def test_a_model_says_how_many_experts_rows_chose(operators: cuda.CudaOps, graph
         assert found == expected
         assert float((rows[0] - rows[1]).norm()) <= 1e-5 * float(rows[1].norm())
         assert len(found) == (5 if layers is None else 2)
+
+
+PACKED = spec_of(
+    [
+        mixture(Experts(6, 2, Mlp(64), Mlp(64), True)),
+        mixture(Experts(5, 3, Mlp(64, "clamped_silu", bias=True), score="softmax_of_chosen", router_bias=True)),
+    ],
+    hidden_size=128,
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("quantization", ["int8:group=32", "int4:group=32"])
+def test_packed_experts_are_what_their_codes_stand_for(operators: cuda.CudaOps, quantization: str) -> None:
+    """With the bits of each row its own, whatever the other rows choose."""
+    weights = {n: w.to(DEVICE).bfloat16() for n, w in random_weights(PACKED, torch.float32, 0).items()}
+    wanted = Quantization.parse(quantization)
+    own, exact = (Text(PACKED, weights, made) for made in (operators, ReferenceOps()))
+    for text in (own, exact):
+        text.model = text.model.rounded(wanted)
+    experts: Any = own.model.blocks[0].experts
+    assert isinstance(experts.up.first, Packed)
+    assert isinstance(experts.down.first, Packed)
+    found, expected = own.run({0: list(range(5))}), exact.run({0: list(range(5))})
+    alike = (found - expected).norm(dim=-1) <= 0.06 * expected.norm(dim=-1)
+    assert float(alike.float().mean()) > 0.7  # a choice may fall the other way
+    assert same_bits(torch.cat([own.run({1: [token]}) for token in range(5)]), found)
+    experts.tally.live = None
+    y, stream = rows_of(40, 128, torch.bfloat16)
+    whole = experts.run(operators, y, stream)[0]
+    for first, num in ((0, 1), (39, 1), (8, 8), (20, 17)):
+        part = slice(first, first + num)
+        assert same_bits(experts.run(operators, y[part], stream[part])[0], whole[part]), (first, num)
+
+
+@needs_triton
+def test_experts_that_are_not_packed_alike_are_multiplied_all_the_same(operators: cuda.CudaOps) -> None:
+    spec = spec_of([mixture(Experts(3, 2, Mlp(64)))], hidden_size=64)
+    weights: dict[str, Any] = {n: w.bfloat16() for n, w in random_weights(spec, torch.float32, 0).items()}
+    for name, bits in (("0.up_proj", 8), ("0.gate_proj", 8), ("1.up_proj", 4), ("1.gate_proj", 4), ("2.down_proj", 4)):
+        name = f"model.layers.0.mlp.experts.{name}.weight"
+        weights[name] = _rounded(weights[name].float(), bits)
+    own: Any = cuda.load(spec, {n: w.to(DEVICE) if isinstance(w, Tensor) else w for n, w in weights.items()}, operators)
+    stand_for = {
+        n: w.float() if isinstance(w, Tensor) else next(iter(w.blocks())).dequantise() for n, w in weights.items()
+    }
+    exact: Any = TorchModel(spec, {n: w.to(DEVICE) for n, w in stand_for.items()})
+    y, stream = rows_of(5, 64, torch.bfloat16)
+    found = own.blocks[0].experts.run(operators, y, stream)[0]
+    expected = exact.blocks[0].experts.run(ReferenceOps(), y.float(), stream)[0]
+    assert float((found - expected).norm()) <= 0.06 * float(expected.norm())

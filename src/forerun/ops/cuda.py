@@ -159,12 +159,12 @@ class CodeTiles:
 
     @classmethod
     @cache
-    def of(cls, num_out: int, num_in: int) -> CodeTiles:
-        """Return how a matrix is cut, however many rows a pass has."""
+    def of(cls, num_out: int, num_in: int, times: int = 1) -> CodeTiles:
+        """Return how a matrix is cut, however many rows a pass has. times: as of Tiles."""
         tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
         # Three programs or more for each processor of a large card, as far as a part has two steps.
         splits = 1
-        while tiles * splits < PROGRAMS and steps // (2 * splits) >= 2:
+        while tiles * splits * times < PROGRAMS and steps // (2 * splits) >= 2:
             splits *= 2
         part = -(-steps // splits)
         return cls(steps, -(-steps // part), part)
@@ -295,14 +295,7 @@ class CudaOps(ReferenceOps):
             tiles.part,
             x.stride(0),
             ROWS=rows,
-            KIND=weight.kind,
-            GROUP=weight.group,
-            SUPER=weight.super_group,
-            ZERO=weight.zero,
-            ZEROS=weight.zeros is not None,
-            MINIMUMS=weight.minimums is not None,
-            SUPER_MINIMUMS=weight.super_minimums is not None,
-            EVEN=num_in % STEP == 0,
+            **self.code_constants(weight),
             BIAS=adds_bias,
             PRECISION=_precision(torch.bfloat16),
             STAGES=tiles.stages,
@@ -312,6 +305,20 @@ class CudaOps(ReferenceOps):
             **self.launch,
         )
         return Parts(sums, None if adds_bias else bias)
+
+    @staticmethod
+    def code_constants(weight: Packed) -> dict[str, Any]:
+        """Return what a kernel of products of codes is compiled for, of a matrix."""
+        return {
+            "KIND": weight.kind,
+            "GROUP": weight.group,
+            "SUPER": weight.super_group,
+            "ZERO": weight.zero,
+            "ZEROS": weight.zeros is not None,
+            "MINIMUMS": weight.minimums is not None,
+            "SUPER_MINIMUMS": weight.super_minimums is not None,
+            "EVEN": weight.num_in % STEP == 0,
+        }
 
     @staticmethod
     def cut(num: int, outs: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forerun.ops.cuda_kernels import _begun, _multiplied, _summed
+from forerun.ops.cuda_kernels import CODES_STEP, TILE, _begun, _codes_multiplied, _multiplied, _summed
 
 LEAST = tl.constexpr(-3.0e38)  # what counts as a score that is no number, or below all numbers
 
@@ -132,6 +132,12 @@ def grouped(
             tl.store(to + 2, tl.minimum(num - i * ROWS, ROWS))
 
 
+@triton.jit
+def _of_expert(addresses, at, like):
+    """The address of a tensor, a multiple of 16 bytes, as a pointer like this one."""
+    return tl.multiple_of(tl.load(addresses + at).to(like.dtype), 16)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def product_of_experts(
     x,
@@ -169,7 +175,7 @@ def product_of_experts(
     slots = tl.arange(0, ROWS)
     is_pair = slots < num
     pairs = tl.load(order + place + slots, mask=is_pair, other=0)
-    weight = tl.multiple_of(tl.load(matrices + expert).to(x.dtype), 16)
+    weight = _of_expert(matrices, expert, x)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
     ins = split * PART + tl.arange(0, INS)
@@ -184,6 +190,97 @@ def product_of_experts(
             acc += bias.to(tl.float32)[None, :]
     to = out + (split * num_pairs + pairs[:, None]).to(tl.int64) * num_out + outs[None, :]
     tl.store(to, acc, mask=is_row & is_out)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_out", "num_in", "steps", "part"])
+def product_of_experts_codes(
+    x,
+    addresses,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    supers,
+    super_minimums,
+    biases,
+    order,
+    tiles,
+    counts,
+    out,
+    num_pairs,
+    num_out,
+    num_in,
+    steps,
+    part,
+    x_stride,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER: tl.constexpr,
+    ZERO: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    SUPER_MINIMUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Multiply pairs by the packed matrix of their expert -> out [splits, num_pairs, O], as `product_of_codes` rows.
+
+    addresses [experts, 6]: of codes, scales, zeros, minimums, supers and super_minimums, each of the type of the tensor
+    of that name, which is the first expert's. See product_of_experts for the others.
+    """
+    _begun(EARLY)
+    pair_tile = tl.program_id(0)
+    at = tiles + pair_tile * 3
+    expert, place, num = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    if pair_tile >= tl.load(counts):
+        return
+    slots = tl.arange(0, ROWS)
+    is_pair = slots < num
+    pairs = tl.load(order + place + slots, mask=is_pair, other=0)
+    own = addresses + expert * 6
+    tile, split = tl.program_id(1), tl.program_id(2)
+    num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
+    first = split * part
+    words = _of_expert(own, 0, codes) + (tile.to(tl.int64) * steps + first) * num_words
+    acc = _codes_multiplied(
+        x + (pairs // EACH).to(tl.int64) * x_stride,
+        is_pair,
+        words,
+        _of_expert(own, 1, scales),
+        _of_expert(own, 2, zeros),
+        _of_expert(own, 3, minimums),
+        _of_expert(own, 4, supers),
+        _of_expert(own, 5, super_minimums),
+        tile,
+        first,
+        tl.minimum(first + part, steps),
+        steps,
+        num_in,
+        ROWS,
+        KIND,
+        GROUP,
+        SUPER,
+        ZERO,
+        ZEROS,
+        MINIMUMS,
+        SUPER_MINIMUMS,
+        EVEN,
+        PRECISION,
+        STAGES,
+    )
+    outs = tile * TILE + tl.arange(0, TILE)
+    is_out = outs < num_out
+    if BIAS:
+        if split == 0:
+            bias = tl.load(biases + expert.to(tl.int64) * num_out + outs, mask=is_out, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+    to = out + (split * num_pairs + pairs[None, :]).to(tl.int64) * num_out + outs[:, None]
+    tl.store(to, acc, mask=is_pair[None, :] & is_out[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

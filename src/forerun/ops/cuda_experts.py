@@ -6,14 +6,15 @@ A row's bits depend on that row alone: see ops/cuda_expert_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.ops.cuda import ROWS, CudaOps, Parts, Tiles, _power, _precision
-from forerun.ops.cuda_packed import Packed
+from forerun.ops.cuda import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
+from forerun.ops.cuda_packed import OF_GROUPS, TILE, Packed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp, normed
 
@@ -64,22 +65,47 @@ class _Choice:
 
 
 class _Matrices:
-    """The same matrix of each expert. biases [experts, O], or None."""
+    """The same matrix of each expert. biases [experts, O], or None. first: the first expert's."""
 
     def __init__(self, parts: Seq[tuple[Any, Tensor | None]], times: int) -> None:
-        self.kept = [_aligned(part) for part, _ in parts]  # for as long as their addresses are known
-        first, device = self.kept[0], self.kept[0].device
-        self.num_out, self.num_in = first.shape
-        self.stride = first.stride(0)
-        self.addresses = torch.tensor([part.data_ptr() for part in self.kept], dtype=torch.int64, device=device)
+        self.kept = _alike([part for part, _ in parts])  # for as long as their addresses are known
+        self.first: Any = self.kept[0]
+        self.num_out, self.num_in = self.first.shape
+        self.dtype: torch.dtype = self.first.dtype
+        device = self.first.device
+        addresses = [[own.data_ptr() for own in _tensors(part)] for part in self.kept]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         biases = [bias for _, bias in parts if bias is not None]
         self.biases = torch.stack(biases) if biases else None
-        self.tiles = Tiles.of(self.num_out, self.num_in, first.itemsize, times)
+        self.is_packed = isinstance(self.first, Packed)
+        cut = CodeTiles.of if self.is_packed else partial(Tiles.of, itemsize=self.first.itemsize)
+        self.cut: Any = cut(self.num_out, self.num_in, times=times)
 
 
-def _aligned(part: Tensor) -> Tensor:
-    """A matrix as the kernels read it, which begins at a multiple of 16 bytes."""
-    return part if part.data_ptr() % 16 == 0 and part.is_contiguous() else part.contiguous().clone()
+def _tensors(part: Any) -> list[Tensor]:
+    """What a matrix consists of, in the order in which kernels have the addresses."""
+    if isinstance(part, Tensor):
+        return [part]
+    found = [part.codes, *(getattr(part, name) for name in OF_GROUPS)]
+    return [part.codes if own is None else own for own in found]
+
+
+def _alike(parts: Seq[Any]) -> list[Any]:
+    """Matrices as the kernels read them: packed alike, or all dense, beginning at multiples of 16 bytes."""
+    kinds = {tuple(map(_kind, [getattr(part, own.name) for own in fields(part)])) for part in parts if _packed(part)}
+    if len(kinds) == 1 and all(map(_packed, parts)):
+        return list(parts)
+    dense = [part.float().to(part.dtype) if _packed(part) else part for part in parts]
+    return [part if part.data_ptr() % 16 == 0 and part.is_contiguous() else part.contiguous().clone() for part in dense]
+
+
+def _packed(part: Any) -> bool:
+    return isinstance(part, Packed)
+
+
+def _kind(value: Any) -> Any:
+    """What must be the same of all experts."""
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else value
 
 
 class CudaExperts(TorchExperts):
@@ -99,9 +125,9 @@ class CudaExperts(TorchExperts):
         """Return the same as one part [1, T, H], to be added to the rows."""
         ops, e = self.ops, self.spec
         choice = self.choose(normed(self.router_norm, ops, stream if e.reads_stream else y))
-        y = y.to(self.dtype).contiguous()
+        y = y.to(self.up.dtype).contiguous()
         found = self._product(y, self.up, choice, each=e.chosen)
-        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(found, None), self.dtype)
+        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(found, None), self.down.dtype)
         found = self._product(inner, self.down, choice, each=1)
         shared = None if self.shared is None else _mlp(ops, self.shared, y, self.dtype)
         gates = None if self.shared_gate is None else ops.product(y, *self.shared_gate.parts[0])
@@ -178,34 +204,51 @@ class CudaExperts(TorchExperts):
 
     def _product(self, x: Tensor, matrices: _Matrices, choice: _Choice, each: int) -> Tensor:
         """Multiply pairs by their experts' matrices -> [splits, pairs, O]. each: the pairs of a row of x."""
-        ops, tiles, num_pairs = self.ops, matrices.tiles, choice.num_pairs
-        num_out, num_in, biases = matrices.num_out, matrices.num_in, matrices.biases
-        outs = max(tiles.outs, 64) if choice.rows == ROWS[-1] else tiles.outs
-        out = torch.empty(tiles.splits, num_pairs, num_out, dtype=torch.float32, device=x.device)
-        ops.expert_kernels.product_of_experts[(choice.num_tiles, -(-num_out // outs), tiles.splits)](
+        ops, num_pairs, biases = self.ops, choice.num_pairs, matrices.biases
+        num_out, num_in, first = matrices.num_out, matrices.num_in, matrices.first
+        cut = matrices.cut
+        out = torch.empty(cut.splits, num_pairs, num_out, dtype=torch.float32, device=x.device)
+        ends = (x if biases is None else biases, choice.order, choice.tiles, choice.counts, out, num_pairs)
+        shared: dict[str, Any] = {
+            "EACH": each,
+            "ROWS": choice.rows,
+            "BIAS": biases is not None,
+            "PRECISION": _precision(x.dtype),
+            "num_warps": cut.warps,
+            **ops.launch,
+        }
+        if matrices.is_packed:
+            ops.expert_kernels.product_of_experts_codes[(choice.num_tiles, -(-num_out // TILE), cut.splits)](
+                x,
+                matrices.addresses,
+                *_tensors(first),
+                *ends,
+                num_out,
+                num_in,
+                cut.steps,
+                cut.part,
+                x.stride(0),
+                **ops.code_constants(first),
+                STAGES=cut.stages,
+                num_stages=cut.stages,
+                **shared,
+            )
+            return out
+        outs = max(cut.outs, 64) if choice.rows == ROWS[-1] else cut.outs
+        ops.expert_kernels.product_of_experts[(choice.num_tiles, -(-num_out // outs), cut.splits)](
             x,
             matrices.addresses,
-            x if biases is None else biases,
-            choice.order,
-            choice.tiles,
-            choice.counts,
-            out,
-            num_pairs,
+            *ends,
             num_out,
             num_in,
             x.stride(0),
-            matrices.stride,
-            EACH=each,
-            ROWS=choice.rows,
+            first.stride(0),
             OUTS=outs,
-            INS=tiles.ins,
-            PART=tiles.part,
-            EVEN=tiles.part * tiles.splits == num_in and num_out % outs == 0,
-            BIAS=biases is not None,
-            PRECISION=_precision(x.dtype),
-            num_warps=tiles.warps,
-            num_stages=ops.stages(tiles.stages, (choice.rows + outs) * tiles.ins * x.itemsize),
-            **ops.launch,
+            INS=cut.ins,
+            PART=cut.part,
+            EVEN=cut.part * cut.splits == num_in and num_out % outs == 0,
+            num_stages=ops.stages(cut.stages, (choice.rows + outs) * cut.ins * x.itemsize),
+            **shared,
         )
         return out
 
@@ -232,10 +275,9 @@ def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
 def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
     """Let the experts of all blocks choose on the device; returns what counts them, None where nothing does."""
     found = [(block, block.experts) for block in blocks if block.experts is not None]
-    matrices = [m for _, own in found for expert in own.experts for m, _ in [_whole(expert.up), expert.down.parts[0]]]
-    if not found or any(isinstance(matrix, Packed) for matrix in matrices):
+    if not found:
         return None
-    tally = Tally(len(found), matrices[0].device)
+    tally = Tally(len(found), found[0][1].router.parts[0][0].device)
     for layer, (block, own) in enumerate(found):
         block.experts = CudaExperts(ops, own, dtype, tally, layer)
     return tally

@@ -320,23 +320,21 @@ def _asked(lines, COUNT: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_out", "num_in", "steps", "part"])
-def product_of_codes(
-    x,
-    codes,
+@triton.jit
+def _codes_multiplied(
+    rows,
+    is_row,
+    words,
     scales,
     zeros,
     minimums,
     supers,
     super_minimums,
-    bias,
-    out,
-    num_rows,
-    num_out,
-    num_in,
+    tile,
+    first,
+    last,
     steps,
-    part,
-    x_stride,
+    num_in,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -346,42 +344,21 @@ def product_of_codes(
     MINIMUMS: tl.constexpr,
     SUPER_MINIMUMS: tl.constexpr,
     EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    LINES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """Multiply x [num_rows, I], bfloat16, by a packed matrix (cuda_packed.Packed) -> out [splits, num_rows, O].
+    """Multiply rows [ROWS], pointers to their first inputs, by steps first to last of a tile -> [TILE, ROWS].
 
-    steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
-    inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.
-
-    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies (cuda_packed says in
-    which order): nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
-    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand, and has its
-    bits from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
+    words: where the codes of the first step lie. See product_of_codes for the others.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    tile, split = tl.program_id(1), tl.program_id(2)
     num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
-    first = split * part
-    last = tl.minimum(first + part, steps)
-    words = codes + (tile.to(tl.int64) * steps + first) * num_words
-    if EARLY:
-        if LINES > 0:
-            _asked(words, LINES)
-        tl.extra.cuda.gdc_wait()
     count: tl.constexpr = CODES_STEP // GROUP if GROUP < CODES_STEP else 1
     each: tl.constexpr = CODES_STEP // count  # inputs of a product
     span: tl.constexpr = GROUP // CODES_STEP if GROUP > CODES_STEP else 1  # steps of a group
     super_span: tl.constexpr = SUPER // CODES_STEP if SUPER > 0 else 1
     own_words: tl.constexpr = num_words // 128 // count  # words of a group that a thread has
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ins = tl.arange(0, each)
-    is_row = rows < num_rows
-    xs = x + rows[:, None] * x_stride + ins[None, :]
+    xs = rows[:, None] + ins[None, :]
     cs = words + tl.arange(0, num_words)
     at = tile.to(tl.int64) * tl.cdiv(steps, span) * count * TILE + tl.arange(0, TILE)
     super_at = tile.to(tl.int64) * tl.cdiv(steps, super_span) * TILE + tl.arange(0, TILE)
@@ -448,6 +425,90 @@ def product_of_codes(
                 if SUPER_MINIMUMS:
                     least *= _by_output(second.to(tl.float32))
                 acc -= _dot(ones, a, none, PRECISION) * least[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_out", "num_in", "steps", "part"])
+def product_of_codes(
+    x,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    supers,
+    super_minimums,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    steps,
+    part,
+    x_stride,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER: tl.constexpr,
+    ZERO: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    SUPER_MINIMUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Multiply x [num_rows, I], bfloat16, by a packed matrix (cuda_packed.Packed) -> out [splits, num_rows, O].
+
+    steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
+    inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.
+
+    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies (cuda_packed says in
+    which order): nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
+    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand, and has its
+    bits from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile, split = tl.program_id(1), tl.program_id(2)
+    num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
+    first = split * part
+    last = tl.minimum(first + part, steps)
+    words = codes + (tile.to(tl.int64) * steps + first) * num_words
+    if EARLY:
+        if LINES > 0:
+            _asked(words, LINES)
+        tl.extra.cuda.gdc_wait()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    acc = _codes_multiplied(
+        x + rows * x_stride,
+        is_row,
+        words,
+        scales,
+        zeros,
+        minimums,
+        supers,
+        super_minimums,
+        tile,
+        first,
+        last,
+        steps,
+        num_in,
+        ROWS,
+        KIND,
+        GROUP,
+        SUPER,
+        ZERO,
+        ZEROS,
+        MINIMUMS,
+        SUPER_MINIMUMS,
+        EVEN,
+        PRECISION,
+        STAGES,
+    )
     outs = tile * TILE + tl.arange(0, TILE)
     is_out = outs < num_out
     if BIAS:

@@ -38,7 +38,7 @@ from forerun.ops.cuda_sampling import Cuts, Drawn, Sampler, Settings
 from forerun.ops.passes import check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Normed, Step, TorchBlock, TorchExperts, TorchModel, Turn, _write
+from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
 from forerun.types import Afar, Draw, Probs, RaggedBatch
 
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
@@ -162,7 +162,7 @@ def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -
 def joins(block: TorchBlock) -> bool:
     """Tell whether a block runs on joined kernels."""
     spec, own = block.spec, block.attention
-    if own is None or (block.mlp is None) == (block.experts is None) or type(block.experts) is TorchExperts:
+    if own is None or (block.mlp is None) == (block.experts is None):
         return False
     a = own.spec
     is_told = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
@@ -237,7 +237,7 @@ class CudaModel(TorchModel):
         self._cuda = cast(CudaOps, ops)
         self._tally = on_device(self._cuda, self.blocks, self.weight_dtype)
         self._joined = [_Joined(self._cuda, b, self.weight_dtype) if joins(b) else None for b in self.blocks]
-        self._captures = self.device.type == "cuda" and all(type(b.experts) is not TorchExperts for b in self.blocks)
+        self._captures = self.device.type == "cuda"
         self._graphs: dict[Any, _Graph] = {}
         self._numbers: dict[Any, _Numbers] = {}
         self._num_positions = 0
@@ -280,7 +280,7 @@ class CudaModel(TorchModel):
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.device)
             sources = None if cache is None else self._rows_of_sources(batch, cache)
-            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, num_experts, sources)
+            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, sources)
             self._tell(num_experts, chosen)
             return found
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
@@ -314,7 +314,6 @@ class CudaModel(TorchModel):
         hidden: Tensor | None,
         taps: Mapping[int, Tensor],
         read: Tensor | None = None,
-        num_experts: list[int] | None = None,
         sources: Rows | None = None,
     ) -> Tensor:
         """Launch the kernels of one pass."""
@@ -351,8 +350,6 @@ class CudaModel(TorchModel):
         if taps:
             stream = _Stream(added(ops, stream, None, torch.float32)[0])
             _write(taps, range(first, self.config.num_layers + 1), stream.x)
-        if num_experts is not None and self._tally is None:
-            num_experts += step.num_experts
         norm = _told(self._final_norm) if is_normed else None
         x, y = added(ops, stream, norm, torch.float32)
         return y if is_normed else x
