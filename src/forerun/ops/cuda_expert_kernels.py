@@ -138,6 +138,13 @@ def _of_expert(addresses, at, like):
     return tl.multiple_of(tl.load(addresses + at).to(like.dtype), 16)
 
 
+@triton.jit
+def _first_bias(biases, expert, outs, num_out, split):
+    """What the first part of K adds to an expert's outputs."""
+    own = biases + expert.to(tl.int64) * num_out + outs
+    return tl.load(own, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def product_of_experts(
     x,
@@ -185,9 +192,7 @@ def product_of_experts(
     acc = tl.zeros((ROWS, OUTS), dtype=tl.float32)
     acc = _multiplied(xs, ws, acc, is_row, is_out, split * PART, num_in, INS, PART, EVEN, PRECISION)
     if BIAS:
-        if split == 0:
-            bias = tl.load(biases + expert.to(tl.int64) * num_out + outs, mask=outs < num_out, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
+        acc += _first_bias(biases, expert, outs, num_out, split)[None, :]
     to = out + (split * num_pairs + pairs[:, None]).to(tl.int64) * num_out + outs[None, :]
     tl.store(to, acc, mask=is_row & is_out)
 
@@ -276,9 +281,7 @@ def product_of_experts_codes(
     outs = tile * TILE + tl.arange(0, TILE)
     is_out = outs < num_out
     if BIAS:
-        if split == 0:
-            bias = tl.load(biases + expert.to(tl.int64) * num_out + outs, mask=is_out, other=0.0)
-            acc += bias.to(tl.float32)[:, None]
+        acc += _first_bias(biases, expert, outs, num_out, split)[:, None]
     to = out + (split * num_pairs + pairs[None, :]).to(tl.int64) * num_out + outs[:, None]
     tl.store(to, acc, mask=is_pair[None, :] & is_out[:, None])
 
