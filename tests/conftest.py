@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import tempfile
@@ -19,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Triton's own functions are made for a card or for its interpreter when they are imported, which transformers does.
+    if importlib.util.find_spec("triton") is not None:
+        import torch
+
+        with pytest.MonkeyPatch.context() as patch:
+            if not torch.cuda.is_available():
+                patch.setenv("TRITON_INTERPRET", "1")
+            importlib.import_module("triton.language")
     config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
 

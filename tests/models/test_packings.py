@@ -25,7 +25,11 @@ from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.models.loading import load_checkpoint, read_config, under_our_names
 from forerun.models.source import open_source, safetensors
+from forerun.models.weights import StoredWeights
+from forerun.ops import cuda_packed
 from forerun.ops.cpu import CpuOps
+from forerun.ops.cuda_packed import Packed
+from forerun.ops.quantised import QuantisedMatrix
 
 RAW = {
     "model_type": "llama",
@@ -60,7 +64,7 @@ def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str,
 
 
 def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Dense, and packed by the native operators where they can pack the scheme."""
+    """Dense, and packed by the native operators and for CUDA where they can pack the scheme."""
     model, source = load_checkpoint(folder, dtype="float32").model, open_source(folder)
     for name, weight in weights.items():
         assert torch.equal(model.weights[name], weight.float()), name
@@ -68,6 +72,11 @@ def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
         if native.extension() is not None and scheme is not None and CpuOps().packs_scheme(scheme):
             matrix = source.quantised(name)  # type: ignore[attr-defined]
             assert torch.equal(CpuOps().pack(matrix).unpack(), weight.float()), name
+        taken = StoredWeights(source, torch.bfloat16, torch.device("cpu"), cuda_packed.packs)[name]
+        if isinstance(taken, QuantisedMatrix):
+            laid = Packed.of(taken, torch.device("cpu")).float()
+            # Of 8 bits a zero point becomes a minimum, beside which the last bits are others.
+            assert float((laid - weight.float()).abs().max()) <= 2.0**-20 * float(weight.abs().max()), name
 
 
 def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:
@@ -312,6 +321,29 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, caplog:
     assert_loads(tmp_path, write(tmp_path, config, quantise))
     assert "has 14 matrices of 8-bit floats, which become numbers while they are loaded: quantization" in caplog.text
     assert_rounds(tmp_path)
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_fp8_is_packed_where_groups_divide_a_row(tmp_path: Path, case: str) -> None:
+    """For operators that compute with it; 24 by 48 divide none, and a number that is none is refused there, too."""
+    config, quantise = FP8[case]
+    write(tmp_path, config, quantise)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def taken() -> Tensor | QuantisedMatrix:
+        return StoredWeights(open_source(tmp_path), torch.bfloat16, torch.device("cpu"), cuda_packed.packs)[name]
+
+    found = taken()
+    assert isinstance(found, Tensor) == (case == "blocks that end beyond")
+    if isinstance(found, QuantisedMatrix):
+        assert Packed.of(found, torch.device("cpu")).kind == "fp8"
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors[name] = torch.full(tensors[name].shape, torch.nan).to(torch.float8_e4m3fn)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        broken = taken()
+        assert isinstance(broken, QuantisedMatrix)
+        with pytest.raises(UnsupportedModel, match=f"{name} in .* holds NaN"):
+            Packed.of(broken, torch.device("cpu"))
 
 
 def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:

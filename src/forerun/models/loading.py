@@ -134,9 +134,6 @@ def load_checkpoint(
     source.check(with_tokenizer)
     tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(path), in_one_file=path.is_file())
-    for was, num in Counter(stored.was for stored in source.tensors.values() if stored.was).items():
-        hint = ": quantization=int8 rounds them" if quantization is None else ""
-        LOG.warning("%s has %d matrices of %s, which become numbers while they are loaded%s", name, num, was, hint)
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
@@ -151,7 +148,13 @@ def load_checkpoint(
     stored = StoredWeights(source, computed, device, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
     packed = packed_schemes(operators, computed)
-    lazy = operators.packs or any(own.scheme and packed(own.scheme) for own in source.tensors.values())
+    schemes = {name: own.scheme or own.floats for name, own in source.tensors.items()}
+    is_packed = {name: scheme is not None and packed(scheme) for name, scheme in schemes.items()}
+    widened = [own.was for ours, own in source.tensors.items() if own.was and (own.scheme or not is_packed[ours])]
+    for was, num in Counter(widened).items():
+        hint = ": quantization=int8 rounds them" if quantization is None else ""
+        LOG.warning("%s has %d matrices of %s, which become numbers while they are loaded%s", name, num, was, hint)
+    lazy = operators.packs or any(is_packed.values())
     with operators.alone():  # unpacking is thousands of small operations, for which torch's threads would wait
         weights = cast(Mapping[str, Tensor], stored) if lazy else _read_all(stored, config)
         model = load_model(config, weights, operators, consume=True)

@@ -103,6 +103,22 @@ class Floats:
             raise ValueError(f"its scales have shape {list(scales)}, which fits no matrix of {list(shape)}")
         return spans[scales]
 
+    @staticmethod
+    def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
+        """Return the scheme of a matrix for operators that compute with floats of 8 bits; None = groups divide no row.
+
+        group: columns that share a scale. scales: their type in the file.
+        """
+        return None if num_in % group else Scheme(8, group, "zero", SCALE_DTYPES[scales], zero=0, floats=True)
+
+
+def floats(numbers: Tensor, scales: Tensor, first: int, spans: tuple[int, int], scheme: Scheme) -> QuantisedRows:
+    """Return some rows of a matrix of `Floats`; see `widened`."""
+    rows = torch.arange(first, first + len(numbers)) // spans[0]
+    own = scales[rows].contiguous()
+    zeros = torch.zeros(own.shape, dtype=torch.uint8)
+    return QuantisedRows(scheme, numbers.contiguous().view(torch.uint8), own, zeros)
+
 
 def widened(numbers: Tensor, scales: Tensor, first: int, spans: tuple[int, int]) -> Tensor:
     """Return some rows of a matrix of `Floats` in float32. numbers: [R, I], from row `first` on. scales: [O', I']."""

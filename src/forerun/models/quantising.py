@@ -60,8 +60,7 @@ class QuantisingSource:
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`."""
         stored = self.tensors[name]
-        assert stored.scheme is not None
-        if stored.scheme == self.source.tensors[name].scheme:
+        if stored.scheme is None or stored.scheme == self.source.tensors[name].scheme:
             return cast(QuantisedSource, self.source).quantised(name)
         num_out, num_in = stored.shape
         place = None

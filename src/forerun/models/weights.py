@@ -32,7 +32,8 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
 
     def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
         stored = self.source.tensors[name]
-        if stored.scheme is not None and self.packs_scheme(stored.scheme):
+        scheme = stored.scheme or stored.floats
+        if scheme is not None and self.packs_scheme(scheme):
             return self._checked(name, cast(QuantisedSource, self.source).quantised(name))
         shape = stored.shape
         try:
@@ -68,6 +69,8 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
 
         def blocks() -> Iterator[QuantisedRows]:
             for rows in matrix.blocks():
+                if matrix.scheme.floats and bool((rows.codes & 127 == 127).any()):
+                    raise UnsupportedModel(self._fault(name, rows.dequantise(), torch.float32))
                 scales, minimums = (rows.scales, rows.super_scales), (rows.minimums, rows.super_minimums)
                 for part, factor in ((scales, most), (minimums, 1)):
                     for numbers in part:

@@ -177,8 +177,19 @@ class Packed:
 
     @classmethod
     def of(cls, matrix: QuantisedMatrix, device: torch.device) -> Packed:
-        """Read a quantised matrix on its way to the device."""
-        return cls.joined([cls._of_rows(rows, device) for rows in matrix.blocks()])
+        """Read a quantised matrix on its way to the device, whole tiles at a time."""
+        found, left = list[Packed](), dict[str, Tensor]()
+        unlaid: Packed | None = None
+        for rows in matrix.blocks():
+            unlaid, parts = cls._of_rows(rows, device)
+            left = {name: torch.cat((left[name], part)) if left else part for name, part in parts.items()}
+            if whole := len(left["codes"]) // TILE * TILE:
+                found.append(unlaid._tiled({name: part[:whole] for name, part in left.items()}))
+                left = {name: part[whole:].clone() for name, part in left.items()}
+        assert unlaid is not None
+        if len(left["codes"]):
+            found.append(unlaid._tiled(left))
+        return cls.joined(found)
 
     @classmethod
     def joined(cls, parts: Seq[Packed]) -> Packed:
@@ -198,10 +209,11 @@ class Packed:
         )
 
     @classmethod
-    def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> Packed:
+    def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
+        """Return a matrix of which nothing is laid yet, and its parts in the order of outputs."""
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
-        kind = "int4" if scheme.bits <= 4 else "int8"
+        kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
         super_group = scheme.super_group if scheme.super_group % STEP == 0 else 0
         numbers: dict[str, Tensor | None] = {"scales": rows.scales, "minimums": rows.minimums}
         if super_group:
@@ -211,7 +223,7 @@ class Packed:
             numbers["minimums"] = None if rows.minimums is None else least
         codes, zero = rows.codes, 0
         if scheme.zero is not None:
-            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)
+            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # of floats it is 0
         elif kind == "int4":
             numbers["zeros"] = rows.zeros
         else:  # bytes have a sign and no zeros, and the product of a scale and a whole number of 8 bits is exact
@@ -229,7 +241,7 @@ class Packed:
                 found[name] = found[name].repeat_interleave(scheme.group // span, 1)
         codes = codes.to(device)
         unlaid = cls(kind, len(codes), num_in, span, codes, codes, zero, super_group=super_group)
-        return unlaid._tiled({"codes": codes, **found})
+        return unlaid, {"codes": codes, **found}
 
 
 def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:

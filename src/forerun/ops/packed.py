@@ -121,8 +121,8 @@ class Format:
 
 
 def packs(scheme: Scheme) -> bool:
-    """Tell whether the kernels read matrices of this scheme: in groups of 16 or of a multiple of 32."""
-    return scheme.bits in BITS and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
+    """Tell whether the kernels read matrices of this scheme: integers in groups of 16 or of a multiple of 32."""
+    return scheme.bits in BITS and not scheme.floats and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
 
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:

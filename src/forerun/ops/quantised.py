@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 UNIT = 32  # weights in a row whose inputs are rounded together
+LARGEST_FLOAT = 448  # of 8 bits
 TABLE_ZERO = 128  # the code of 8 bits that stands for 0, where the numbers of a table are codes
 
 
@@ -27,7 +28,8 @@ class Scheme:
     scales and minimums, or of the factors above them where `super_group` is not 0. super_group: weights in a row whose
     integer scales (and minimums) share one more factor, as K-quants have them; 0 = none. zero: the zero point where all
     groups of all such matrices have this one. table: 16 integers, from -127 to 127, that codes of 4 bits stand for; the
-    zero point is 0 then. () = codes stand for themselves. powers: scales are powers of two, or 0.
+    zero point is 0 then. () = codes stand for themselves. powers: scales are powers of two, or 0. floats: codes are the
+    bits of floats of 8 bits (e4m3, without infinities), and the zero point is 0.
     """
 
     bits: int
@@ -38,9 +40,10 @@ class Scheme:
     zero: int | None = None
     table: tuple[int, ...] = ()
     powers: bool = False
+    floats: bool = False
 
     def __str__(self) -> str:
-        kind = f"{self.bits} bits by a table" if self.table else f"int{self.bits}"
+        kind = f"{self.bits} bits by a table" if self.table else f"{'fp' if self.floats else 'int'}{self.bits}"
         return f"{kind}, group {self.group}"
 
     @property
@@ -48,6 +51,8 @@ class Scheme:
         """The largest magnitude of what a scale is multiplied by."""
         if self.table:
             return max(map(abs, self.table))
+        if self.floats:
+            return LARGEST_FLOAT
         top = (1 << self.bits) - 1
         return max(self.zero, top - self.zero) if self.zero is not None else top
 
@@ -97,6 +102,8 @@ class QuantisedRows:
         """Return what the codes stand for, float32 [R, I]."""
         if self.scheme.table:
             return _taken(self.codes, self.scheme.table, torch.float32)
+        if self.scheme.floats:
+            return self.codes.view(torch.float8_e4m3fn).float()
         return self.codes.float()
 
     def numbers(self, span: int, count: int, offset: str) -> tuple[Tensor, Tensor]:

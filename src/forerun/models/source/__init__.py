@@ -29,7 +29,8 @@ STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?"
 class Stored:
     """Where and how a tensor is stored; dtype: of what `Source.blocks` gives. scheme: None = not quantised.
 
-    was: what a quantised matrix is that no operator computes with, so that `blocks` gives numbers for it.
+    was: what a quantised matrix is that few operators compute with, or none, so that `blocks` gives numbers for it.
+    floats: the scheme of one of 8-bit floats, for operators that pack it.
     """
 
     file: Path
@@ -37,6 +38,7 @@ class Stored:
     dtype: torch.dtype
     scheme: Scheme | None = None
     was: str | None = None
+    floats: Scheme | None = None
 
 
 class Source(Protocol):

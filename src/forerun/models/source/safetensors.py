@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import refusals
-from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, in_order, layout_of, widened
+from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, floats, in_order, layout_of, widened
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
 from forerun.models.source import BLOCK_BYTES, STACKED, STACKED_SIZES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
@@ -145,9 +145,10 @@ class SafetensorsFolder:
                     raise ValueError(f"its scales have type {stored.dtype}")
                 shape = entry.shape[0], entry.shape[1]
                 spans = layout.spans(shape, stored.shape)
+                scheme = layout.scheme(shape[1], spans[1], stored.dtype)
             except ValueError as error:
                 raise self._not_read(layout.method, prefix, str(error)) from error
-            found[name] = FloatParts(shape, scales[0], spans, frozenset({name, *there.values()}))
+            found[name] = FloatParts(shape, scales[0], spans, frozenset({name, *there.values()}), scheme)
         return found
 
     @cached_property
@@ -173,7 +174,8 @@ class SafetensorsFolder:
                 was = f"{parts.scheme.bits}-bit integers with inputs in another order (g_idx)"
                 found[name] = replace(found[name], scheme=None, was=was)
         for name, matrix in self._floats.items():
-            found[name] = Stored(self._entries[name].file, matrix.shape, torch.float32, was="8-bit floats")
+            file = self._entries[name].file
+            found[name] = Stored(file, matrix.shape, torch.float32, was="8-bit floats", floats=matrix.scheme)
         return found
 
     def blocks(self, name: str) -> Iterator[Tensor]:
@@ -197,6 +199,12 @@ class SafetensorsFolder:
                 yield whole[chosen] if entry.expert is None else whole[entry.expert, chosen]
 
     def _widened(self, name: str) -> Iterator[Tensor]:
+        spans = self._floats[name].spans
+        for numbers, scales, first in self._float_rows(name):
+            yield widened(numbers, scales, first, spans)
+
+    def _float_rows(self, name: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Some rows of a matrix of 8-bit floats, all of its scales, and the first row."""
         matrix = self._floats[name]
         scales = self._read(matrix.scales)
         if not bool(scales.isfinite().all()):
@@ -206,10 +214,19 @@ class SafetensorsFolder:
         for first in range(0, matrix.shape[0], step):
             with safe_open(self._entries[name].file, framework="pt") as file:
                 numbers = file.get_slice(self._entries[name].name)[first : first + step]
-            yield widened(numbers, scales, first, matrix.spans)
+            yield numbers, scales, first
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`."""
+        if name in self._floats:
+            matrix = self._floats[name]
+            assert matrix.scheme is not None
+            scheme, spans = matrix.scheme, matrix.spans
+            return QuantisedMatrix(
+                scheme,
+                matrix.shape,
+                lambda: (floats(*found, spans, scheme) for found in self._float_rows(name)),
+            )
         parts = self._quantised[name]
         return QuantisedMatrix(parts.scheme, parts.shape, partial(self._quantised_rows, name))
 
@@ -268,12 +285,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class FloatParts:
-    """A matrix of 8-bit floats. scales: their tensor. spans: rows and columns that share one. names: of all tensors."""
+    """A matrix of 8-bit floats. scales: their tensor. spans: rows and columns that share one. names: of all tensors.
+
+    scheme: see `Floats.scheme`.
+    """
 
     shape: tuple[int, int]
     scales: str
     spans: tuple[int, int]
     names: frozenset[str]
+    scheme: Scheme | None
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
