@@ -91,7 +91,8 @@ def _named(source: Source, spec: Spec) -> Source | None:
 
 def _schemes(tensors: Mapping[str, Stored], spec: Spec, quantization: str | None) -> Mapping[str, Scheme]:
     made = tensors if quantization is None else planned(tensors, spec, Quantization.parse(quantization))
-    return {name: stored.scheme for name, stored in made.items() if stored.scheme is not None}
+    known = {name: stored.scheme or stored.floats for name, stored in made.items()}
+    return {name: scheme for name, scheme in known.items() if scheme is not None}
 
 
 def _tensors(source: Source | None) -> Mapping[str, Stored]:
