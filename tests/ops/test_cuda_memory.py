@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from forerun import blocks
-from forerun.blocks import Plain
+from forerun.blocks import Experts, Mlp, Plain
 from forerun.ops.cuda_memory import CudaSizes
 from forerun.ops.cuda_packed import Laid, packs
 from forerun.ops.memory import Pass
 from forerun.ops.quantised import QuantisedMatrix, Scheme
+from ops.native_blocks import mixture, spec_of
 from ops.test_quantised import SCHEMES, rows_of
 
 SPEC = Plain("qwen2", 300, 512, 2, 4, 2, 128, 768, 1e-5, 96, tied=True, qkv_bias=True).spec
@@ -45,3 +46,12 @@ def test_a_pass_and_its_graphs_are_counted() -> None:
     assert [part.name for part in one] == ["activations", "graphs"]
     assert many[0].bytes > 4 * one[0].bytes
     assert one[1].bytes == many[1].bytes > 127 * 300 * 4
+
+
+def test_a_pass_counts_the_experts_that_rows_choose() -> None:
+    """Inner outputs of all of them are in memory at once, gates and ups, in float32."""
+    sizes, found = CudaSizes(torch.bfloat16, "cuda", 96, False, False), list[int]()
+    for chosen in (1, 8):
+        spec = spec_of([mixture(Experts(8, chosen, Mlp(700)))])
+        found.append(sizes.activations([Pass("target", spec, 512, 0, 0, 96, 96, 1)])[0].bytes)
+    assert found[1] - found[0] >= 512 * 7 * 1400 * 4

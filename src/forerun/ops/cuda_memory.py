@@ -86,6 +86,10 @@ class CudaSizes(ReferenceSizes):
         """Yield the outputs of each product, and in how many parts they are summed."""
         for num_out, num_in in matrix_shapes(model):
             yield num_out, Tiles.of(num_out, num_in, self.dtype.itemsize).splits
+        for e in {block.experts for block in model.blocks if block.experts is not None}:  # of all it chooses
+            inner, hidden = e.mlp.size * (2 if e.mlp.gated else 1), model.hidden_size
+            for num_out, num_in in ((inner, hidden), (hidden, e.mlp.size)):
+                yield e.chosen * num_out, Tiles.of(num_out, num_in, self.dtype.itemsize, e.chosen).splits
 
     def _logit_bytes(self, model: Spec, num_rows: int) -> int:
         """Logits, the probabilities that are made of them, and their parts where K is cut: float32."""
