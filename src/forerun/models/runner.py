@@ -158,7 +158,7 @@ class Runner:
     def _drawn(self, hidden: Tensor, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
         """The distributions of the rows that are drawn from on the device, by run; their likeliest ids go into best."""
         draws = [draw for run in runs for draw in run.draws]
-        asked = [own for run in runs for own in run.asked]
+        asked = [own for run in runs for own in run.asked or [()] * len(run.draws)]
         found, likeliest = self.model.draw(hidden, rows, self.width, draws, asked)  # type: ignore[attr-defined]
         probs, at = list[Seq[Probs]](), 0
         for b, run in enumerate(runs):
