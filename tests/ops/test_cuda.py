@@ -157,6 +157,20 @@ def test_rows_of_a_model_are_those_of_torch_and_their_bits_those_of_rows_alone(
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["gemma3", "sums"])
+def test_a_pass_of_64_rows_has_the_bits_of_passes_of_fewer(operators: cuda.CudaOps, name: str) -> None:
+    """On joined kernels, and operator by operator."""
+    weights = {n: w.to(DEVICE).bfloat16() for n, w in random_weights(FOUND[name], torch.float32, 0).items()}
+    tokens = torch.randint(61, (64,), generator=seeded(6)).tolist()
+    whole = Text(FOUND[name], weights, operators).run({0: tokens})
+    for num_rows, num_passes in ((8, 8), (2, 3), (1, 3)):
+        text = Text(FOUND[name], weights, operators)
+        for first in range(0, num_rows * num_passes, num_rows):
+            found = text.run({0: tokens[first : first + num_rows]})
+            assert same_bits(found, whole[first : first + num_rows]), (num_rows, first)
+
+
+@needs_triton
 def test_a_run_ahead_finds_what_single_passes_find(operators: cuda.CudaOps) -> None:
     spec = Plain("qwen3", 61, 32, 2, 4, 2, 16, 48, 1e-5, 96, tied=True, qk_norm=True).spec
     weights = {n: w.to(DEVICE) for n, w in random_weights(spec, torch.float32, 0).items()}
