@@ -376,6 +376,7 @@ def test_it_is_accessible_and_fits(pages: Pages, width: int, height: int, theme:
     page = pages.open(width=width, height=height, theme=theme)
     page.locator("#residual summary").click()
     button(page, "landscape", "A batch that computes already").click()
+    page.wait_for_load_state("networkidle")  # what arrives above the next control would move it from under the click
     page.get_by_label("Use a wrong rule").check()
     until(page, "document.querySelector('#unbiasedness [data-readout=exact]').innerText !== '–'")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
