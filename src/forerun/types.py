@@ -232,7 +232,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Probs:
-    """One exact distribution over V ids, in one of three forms.
+    """One exact distribution over V ids, in one of four forms.
 
     The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
     few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
@@ -257,7 +257,7 @@ class Probs:
         """Probability of `token`."""
         if self.point is not None:
             return 1.0 if token == self.point else 0.0
-        if self.afar is not None and token in self.afar.chances:
+        if self.afar is not None and self.dense is None and token in self.afar.chances:
             return self.afar.chances[token]
         place = token
         if self.ids is not None:
@@ -270,7 +270,7 @@ class Probs:
     def weights(self) -> Tensor:
         """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
-        if self.afar is not None:
+        if weights is None and self.afar is not None:
             weights = self.afar.weights
         if weights is None:
             raise InternalError("a distribution needs a point or a dense vector, or ids with their probabilities")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.errors import InternalError
 from forerun.models.runner import Run, Runner
-from forerun.ops import cuda
+from forerun.ops import cuda, cuda_sampling
 from forerun.ops.cuda_sampling import Cuts, Drawn, Field, Sampler, fill
-from forerun.sampling import filters_of, probs
+from forerun.sampling import arithmetic, filters_of, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Draw, Probs
 from ops.native_cases import seeded
@@ -131,12 +133,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return tuple(str(write_tiny(folder / n, num_layers=1, inner_scale=s)) for n, s in (("t", 0.05), ("d", 0.3)))  # type: ignore[return-value]
 
 
-def texts(pair: tuple[str, str], draft: str, params: SamplingParams) -> list[tuple[int, ...]]:
-    """What an engine says, with the nodes that it drafted and accepted."""
+def texts(
+    pair: tuple[str, str], draft: str, params: SamplingParams, unwritten: frozenset[int] = frozenset()
+) -> list[tuple[int, ...]]:
+    """What an engine says, with the nodes that it drafted and accepted. unwritten: ids that no draft keeps."""
     options = {} if draft == "none" else {"pacing": "fixed", "spec_length": 3}
     made: Any = {"ops": "cuda", "device": "cuda"} if DEVICE.type == "cuda" else {"ops": "cuda"}
     draft = draft.replace("MODEL", f"model:path={pair[1]}")
     with LLM(pair[0], draft=draft, max_seq_len=64, max_batch_size=2, dtype="float32", **made, **options) as llm:
+        llm.engine.drafter.unwritten = unwritten
         found = llm.generate(["abc hello", "abcabcabcab"], params, raw=True)
         return [(o.report.num_drafted, o.report.num_accepted, *o.token_ids) for o in found]
 
@@ -172,6 +177,29 @@ def test_an_engine_says_what_it_says_where_rows_come_to_the_host(
     assert texts(pair, draft, params) == found
     assert num_drawn == 0
     assert draft == "none" or any(drafted > accepted for drafted, accepted, *_ in found), "nothing was rejected"
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_drafts_without_ids_that_are_never_written_are_those_of_the_host(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """A token that stays was drawn on the condition that it is none of them, and the rule must be told so."""
+    params = SamplingParams(temperature=3.0, seed=5, max_tokens=7, ignore_eos=True, acceptance=rule)
+    unwritten = frozenset(range(0, 257, 2))
+    found = texts(pair, "MODEL", params, unwritten)
+    monkeypatch.setattr(Runner, "draws_rows", False)
+    monkeypatch.setattr(Runner, "draws_ahead", False)
+    assert texts(pair, "MODEL", params, unwritten) == found
+    assert any(drafted for drafted, *_ in found)
+
+
+def test_the_constants_of_kernels_are_those_of_the_host() -> None:
+    """A wrong digit far behind the point changes no row that a test would draw."""
+    source = Path(cuda_sampling.__file__).with_name("cuda_sampling_kernels.py").read_text(encoding="utf-8")
+    numbers = {float(number) for number in re.findall(r"\d\.\d{5,}(?:e[-+]\d+)?|\d\.\d+e[-+]\d+", source)}
+    wanted = {*arithmetic._LOG_EVEN, *arithmetic._LOG_ODD, arithmetic._LOG_LN2_HIGH, arithmetic._LOG_LN2_LOW}
+    assert wanted <= numbers
+    assert {float(c) for c in arithmetic._EXP_POLYNOMIAL} <= {float(np.float32(number)) for number in numbers}
 
 
 def test_a_row_that_was_drawn_over_is_not_read(pair: tuple[str, str]) -> None:

@@ -531,7 +531,8 @@ class ModelDrafter(SearchingDrafter):
         draws = list[Draw]()
         for (b, (seq, _)), own in zip(feeds.items(), fed, strict=True):
             thrown = coins[b]
-            if not (self.draws_ahead and own.only_filters and isinstance(thrown, PhiloxCoins)):
+            is_plain = own.only_filters and seq.grammar is None
+            if not (self.draws_ahead and is_plain and isinstance(thrown, PhiloxCoins)):
                 return None
             # The same choice between two kinds of draws as in Chain.grow.
             draws.append(thrown.ahead(filters_of(own.params, self.runner.width), seq.acceptance == "match"))

@@ -127,6 +127,8 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
     """
     if probs.point is not None:
         return None if probs.point in ids else probs
+    if probs.afar is not None and probs.afar.draw.shares_noise:
+        return replace(probs)  # a device keeps no rows for `match`, whose texts do not depend on q: its token may go
     weights = probs.weights
     if probs.ids is None:
         places = torch.tensor([i for i in ids if i < len(weights)], dtype=torch.int64, device=weights.device)

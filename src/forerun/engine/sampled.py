@@ -62,7 +62,8 @@ class SampledRequest(Request):
 
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
         run = self._run(draft, b, best_only)
-        if not (self.only_filters and isinstance(coins, PhiloxCoins)) or b in draft.extra:
+        is_plain = self.only_filters and self.seq.grammar is None
+        if not (is_plain and isinstance(coins, PhiloxCoins)) or b in draft.extra:
             return run
         if self._may_end_by_force(len(draft.nodes(b))):
             return run

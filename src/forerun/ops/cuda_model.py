@@ -581,7 +581,7 @@ class CudaModel(TorchModel):
         ahead: Any = None,
         draws: Seq[Draw] = (),
     ) -> list[list[int]] | None:
-        """Continue each run with one synchronisation; as CpuModel.run_ahead, which says more."""
+        """Continue each run with one synchronisation, or two with draws; as CpuModel.run_ahead, which says more."""
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
@@ -756,7 +756,7 @@ class _Told:
 
     def __init__(self, draws: Seq[Draw]) -> None:
         self.draws = draws
-        self._keeps_rows = any(not draw.shares_noise for draw in draws)
+        self._keeps_rows = any(not draw.shares_noise and draw.filters[0] > 0 for draw in draws)
         self._chances: list[Tensor] = []
         self._rows: list[Tensor] = []
 

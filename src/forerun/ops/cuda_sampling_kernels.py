@@ -80,7 +80,7 @@ def _log(x):
     z = s * s
     w = z * z
     even = w * (w * (w * 1.531383769920937332e-01 + 2.222219843214978396e-01) + 3.999999999940941908e-01)
-    odd = w * 1.479819860510658591e-01 + 1.818357216161805012e-01
+    odd = w * 1.479819860511658591e-01 + 1.818357216161805012e-01
     odd = w * odd + 2.857142874366239149e-01
     odd = z * (w * odd + 6.666666666666735130e-01)
     half_square = f * 0.5 * f
@@ -274,7 +274,7 @@ def weighed(
 ):
     """Weights e^x of the ids that filters leave, 0 of the others: probs [R, V]; sums int64 [R, parts, 2].
 
-    sums: their ticks, and how many are above 0. counts: what `counted` left for these cuts.
+    sums: their ticks, and how many they are. counts: what `counted` left for these cuts.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -291,12 +291,12 @@ def weighed(
     tl.store(probs + to, weights, mask=inside)
     own = sums + (row * num_parts + part) * 2
     tl.store(own, tl.sum(_ticks(weights, tick_bits, 1), 0))
-    tl.store(own + 1, tl.sum((weights > 0).to(tl.int64), 0))
+    tl.store(own + 1, tl.sum(kept.to(tl.int64), 0))
 
 
 @triton.jit
 def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
-    """The sum of a row's weights, float32, and how many are above 0."""
+    """The sum of a row's weights, float32, and how many ids the filters left."""
     at = tl.arange(0, PARTS)
     own = sums + (row * num_parts + at) * 2
     total = tl.sum(tl.load(own, mask=at < num_parts, other=0), 0)
