@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from forerun.errors import BadOption, shown
 
 T = TypeVar("T")
+REQUIRED: Any = dataclasses.MISSING  # in the place of a default: the option must be given
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
@@ -42,6 +43,11 @@ def option(default: Any, help: str, **about: Any) -> Any:
     help text), methods (the room that has them), is_written (a file), usual (what help calls the default).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
+
+
+def inherited(cls: type[Any], name: str, default: Any, **about: Any) -> Any:
+    """Return the option `name` of a base class with another default. about: what else differs, as for `option`."""
+    return dataclasses.field(default=default, metadata={**cls.__dataclass_fields__[name].metadata, **about})
 
 
 def with_fields(cls: type[T]) -> type[T]:
@@ -236,6 +242,22 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     except (TypeError, ValueError, KeyError, OverflowError):
         pass
     raise BadOption(f"{name}={shown(value)} is not possible: it must be of type {kind.__name__}")
+
+
+def check_fields(options: Any) -> None:
+    """Raise BadOption for a field of a dataclass that is outside of its range, or none of its choices.
+
+    The sentence names the field's flag; of a tuple each entry is checked.
+    """
+    for field in dataclasses.fields(options):
+        value, choices = getattr(options, field.name), field.metadata.get("choices")
+        for one in value if isinstance(value, tuple) else (value,):
+            said = f"{one:g}" if isinstance(one, float) else str(one)
+            check_range(one, field.metadata, f"{flag_of(field)} {said}")
+            if choices is not None and one not in choices:
+                raise BadOption(
+                    f"{flag_of(field)} {shown(one)} is not possible: it must be one of {', '.join(choices)}"
+                )
 
 
 def check_range(value: Any, about: Mapping[str, Any], said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
@@ -16,7 +16,7 @@ from forerun.cli.main import app
 from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.registry import option
+from forerun.registry import REQUIRED, check_fields, inherited, option
 from forerun.types import SamplingParams
 
 
@@ -57,6 +57,49 @@ def test_a_plan_gets_what_was_given_and_its_own_defaults() -> None:
     assert "sizes; may be repeated [default: 1 and 2] [x>=1]" in printed
     assert "[default: 0.5" in printed
     assert "no option" not in printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    size: int = option(3, "how large it is", flag="--how-large", min=1)
+    kind: Literal["dry", "wet"] = option("dry", "dry or wet", choices=("dry", "wet"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Base):
+    out: Path = option(REQUIRED, "where it goes")
+    words: tuple[str, ...] = option(REQUIRED, "what is said of it", flag="--word")
+    size: int = inherited(Base, "size", 30)
+    kind: Literal["dry", "wet"] = inherited(Base, "kind", "wet", help="wet, or dry")
+
+
+def test_an_inherited_option_has_all_but_what_is_said_again() -> None:
+    fields = Fields(Large, is_plan=True)
+    needed = ("--out", "there", "--word", "a", "--word", "b")
+    given = {"size": 30, "kind": "wet", "out": Path("there"), "words": ("a", "b"), "name": None}
+    assert given_to(fields, *needed) == given
+    assert given_to(fields, *needed, "--how-large", "2", "--kind", "dry") == {**given, "size": 2, "kind": "dry"}
+    printed = " ".join(given_to(fields, "--help")["printed"].split())
+    assert "how large it is [default: 30; x>=1]" in printed
+    assert "wet, or dry [default: wet]" in printed
+    assert "where it goes [required]" in printed
+    assert "what is said of it; may be repeated [required]" in printed
+    assert (Base().kind, Base().size) == ("dry", 3)
+    with pytest.raises(BadOption, match=r"^--how-large 0 is not possible: it must be at least 1$"):
+        Large(out=Path(), words=(), size=0)
+    with pytest.raises(BadOption, match=r"^--kind 'hot' is not possible: it must be one of dry, wet$"):
+        Base(kind="hot")
+
+
+@pytest.mark.parametrize("lacking", ["--out", "--word"])
+def test_a_required_option_must_be_given(lacking: str) -> None:
+    given = {"--out": "there", "--word": "a"}
+    del given[lacking]
+    with pytest.raises(AssertionError, match=f"Missing option '{lacking}'"):
+        given_to(Fields(Large, is_plan=True), *(word for pair in given.items() for word in pair))
 
 
 def test_where_other_sources_count_an_option_that_is_not_given_is_none() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.params import SamplingParams
-from forerun.registry import check_range, flag_of, option
+from forerun.registry import check_fields, option
 
 if TYPE_CHECKING:
     from forerun.bench.methods import Way
@@ -25,11 +25,7 @@ class Plan:
     """The options of a benchmark, as fields of a frozen dataclass. Raises BadOption for one outside of its range."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
-            value = getattr(self, field.name)
-            for one in value if isinstance(value, tuple) else (value,):
-                said = f"{one:g}" if isinstance(one, float) else str(one)
-                check_range(one, field.metadata, f"{flag_of(field)} {said}")
+        check_fields(self)
 
     def record(self, *leave_out: str) -> dict[str, Any]:
         """Return the options for JSON, paths as texts."""

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.errors import BadOption, shown
-from forerun.registry import flag_of, names as registered
+from forerun.registry import REQUIRED, flag_of, names as registered
 
 STANDARD_OUTPUT = Path("-")  # in the place of a file
 Given = dict[str, Any]  # what was given, by field
@@ -69,14 +69,14 @@ class Fields:
     def _of_plan(self, field: dataclasses.Field[Any], hint: Any) -> Parameter:
         about = field.metadata
         default: Any = field.default
-        is_list = typing.get_origin(hint) is tuple
+        is_required, is_list = default is REQUIRED, typing.get_origin(hint) is tuple
         text = about["help"] + ("; may be repeated" if is_list else "")
-        if is_list and default and "usual" not in about:
+        if is_list and default and not is_required and "usual" not in about:
             text += f" [default: {_listed(default)}]"
         given = {name: about[name] for name in ("min", "max", "envvar") if name in about}
         if about.get("is_written"):
             given["callback"] = writable
-        has_default = not is_list and default is not None and "usual" not in about
+        has_default = not (is_required or is_list or default is None or "usual" in about)
         option = typer.Option(
             _flags(field),
             help=_default_last(text, about),
@@ -86,6 +86,8 @@ class Fields:
         )
         kind = about.get("takes", _kind(hint))
         name = flag_of(field).removeprefix("--").replace("-", "_")
+        if is_required:
+            return _parameter(name, Parameter.empty, kind, option)
         return _parameter(name, default if has_default else None, kind if has_default else kind | None, option)
 
     def _panel(self, about: Mapping[str, Any]) -> str | None:
@@ -122,7 +124,9 @@ def _flags(field: dataclasses.Field[Any]) -> str:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a flag: of a tuple a list, without None."""
+    """Return the type of a flag: of a tuple a list, of names a text, without None."""
+    if typing.get_origin(hint) is typing.Literal:
+        return str
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
     if typing.get_origin(hint) is tuple:
         return list[kinds[0]]  # type: ignore[valid-type]
