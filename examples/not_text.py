@@ -16,7 +16,7 @@ import numpy as np
 from forerun import LLM, SamplingParams
 from forerun.train import lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import ModelShape
+from forerun.train.shape import ModelShape
 
 NUM_NOTES, LENGTH = 12, 16
 NAMES = ["C", "C#", "D", "D#", "E", "F", "F#", "G", "G#", "A", "A#", "B"]

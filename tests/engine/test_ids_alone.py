@@ -16,7 +16,8 @@ from forerun.engine.factory import refuse_without_text
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
-from forerun.train.model import ModelShape, initial_weights
+from forerun.train.model import initial_weights
+from forerun.train.shape import ModelShape
 from tiny import write_tiny
 
 NUM_IDS = 27

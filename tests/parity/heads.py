@@ -14,6 +14,7 @@ import pytest
 from forerun.config import EngineConfig
 from forerun.engine.factory import load_target
 from forerun.train import head as training
+from forerun.train.config import HeadConfig
 from train.written import write, writer_of
 
 METHODS = {
@@ -35,7 +36,7 @@ def learned(root: Path) -> dict[str, Mapping[str, Any]]:
         patch.setattr(training, "FIT_TOKENS", 8192)
         for method, options in METHODS.items():
             spec = f"{method}:{options}"
-            config = training.HeadConfig(
+            config = HeadConfig(
                 out=root / method, method=spec, samples=root / "samples", lr=1e-3, autocast="off", **SIZES
             )
             training.train(config, checkpoint, quiet=True)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from forerun.train import loop
-from forerun.train.config import TrainConfig
-from forerun.train.loop import LoopConfig
-from forerun.train.model import ModelShape
+from forerun.train.config import LoopConfig, TrainConfig
+from forerun.train.shape import ModelShape
 
 
 def module_text(name: str, count: int) -> str:

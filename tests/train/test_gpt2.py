@@ -22,8 +22,9 @@ from forerun.errors import BadOption
 from forerun.ops import load_model
 from forerun.train import lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import ModelShape, deepen, initial_weights, load_decoder, read_shape, run_windows
+from forerun.train.model import deepen, initial_weights, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
+from forerun.train.shape import ModelShape
 from train.conftest import Interrupt, read_log
 
 SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
@@ -136,11 +137,11 @@ def test_drafts_learn_their_teacher_one_after_another(tiny: Make, trained: Train
 
 def test_what_is_not_possible_is_refused(tiny: Make, trained: TrainConfig) -> None:
     model = trained.out / "model"
-    with pytest.raises(BadOption, match="family='gpt3' is not trained: it must be llama or gpt2"):
+    with pytest.raises(BadOption, match="--family 'gpt3' is not possible: it must be one of llama, gpt2"):
         replace(SHAPE, family="gpt3")
     with pytest.raises(BadOption, match="leave --kv-heads out"):
         replace(SHAPE, num_kv_heads=2)
-    with pytest.raises(BadOption, match="seq_len_tokens='33'"):
+    with pytest.raises(BadOption, match="--seq-len-tokens 33 is more than the 32 positions"):
         tiny(shape=SHAPE, seq_len_tokens=33)
     longer = tiny("other", teacher=str(model), loss="kl", seq_len_tokens=40)
     with pytest.raises(BadOption, match="reads 32 tokens at most: give --seq-len-tokens 32, or fewer"):

@@ -26,7 +26,7 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import Checkpoint, load_checkpoint, read_config
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.train import head as training, heads, loop
-from forerun.train.head import HeadConfig
+from forerun.train.config import HeadConfig
 from forerun.train.heads import dflash, eagle as eagle_head
 from forerun.train.samples import read_samples
 from forerun.train.writing import fingerprint
@@ -596,9 +596,6 @@ def test_the_command_goes_on_and_says_what_a_head_was_before(
     assert json.loads((out / "run.json").read_text(encoding="utf-8"))["options"]["init_from"] == str(trained)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("autocast", "float32"), ("validate_every_steps", 0), ("lr", 0.0), ("decay_share", 1.5)]
-)
-def test_impossible_options_of_the_loop_are_refused(tiny: Make, name: str, value: Any) -> None:
-    with pytest.raises(BadOption, match=f"{name}="):
-        tiny(**{name: value})
+def test_impossible_options_of_the_loop_are_refused(tiny: Make) -> None:
+    with pytest.raises(BadOption, match=r"--decay-share 1\.5 is not possible"):
+        tiny(decay_share=1.5)

@@ -18,8 +18,8 @@ from forerun.cli.train import app
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.train import batches, lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import ModelShape
 from forerun.train.samples import HELD_OUT_EVERY
+from forerun.train.shape import ModelShape
 
 NUM_IDS, LENGTH = 12, 8
 SHAPE = ModelShape(32, 2, 4, 2, 64, NUM_IDS)

@@ -15,8 +15,9 @@ from forerun.cli.train import app
 from forerun.errors import BadOption
 from forerun.train import lm, losses
 from forerun.train.config import TrainConfig
-from forerun.train.model import ModelShape, load_decoder, read_shape, run_windows
+from forerun.train.model import load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
+from forerun.train.shape import ModelShape
 from train.conftest import Interrupt, read_log
 
 SHAPE = ModelShape(32, 2, 4, 2, 32, 300, family="qwen3_moe", num_experts=4, num_chosen=2)

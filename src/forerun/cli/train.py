@@ -84,24 +84,24 @@ def lm(
     """Train a small model on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
     from forerun.train import lm as loop
     from forerun.train.config import TrainConfig
-    from forerun.train.model import ModelShape
+    from forerun.train.shape import ModelShape
 
     with refusals():
         if vocab_size is None:
             vocab_size = 4096 if teacher is None else loop.num_ids_of(teacher)
+        sizes = {
+            "family": family,
+            "hidden_size": hidden_size,
+            "num_layers": layers,
+            "num_heads": heads,
+            "ffn_size": ffn_size,
+            "vocab_size": vocab_size,
+            "num_experts": experts,
+            "num_chosen": experts_per_token,
+            **({} if kv_heads is None else {"num_kv_heads": kv_heads}),
+        }
         config = TrainConfig(
-            shape=ModelShape.of_family(
-                family,
-                seq_len_tokens,
-                kv_heads,
-                hidden_size=hidden_size,
-                num_layers=layers,
-                num_heads=heads,
-                ffn_size=ffn_size,
-                vocab_size=vocab_size,
-                num_experts=experts,
-                num_chosen=experts_per_token,
-            ),
+            shape=ModelShape.given(sizes, seq_len_tokens),
             out=out,
             steps=max_steps,
             tokens_per_step=tokens_per_step,
@@ -332,9 +332,10 @@ def head(
     from forerun.config import EngineConfig
     from forerun.engine.factory import load_target
     from forerun.train import head as training, heads as methods, loop
+    from forerun.train.config import HeadConfig
 
     with refusals():
-        config = training.HeadConfig(
+        config = HeadConfig(
             out=out,
             steps=max_steps,
             tokens_per_step=tokens_per_step,

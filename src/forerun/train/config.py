@@ -1,47 +1,105 @@
-"""The options of one run of `forerun train lm`, as a frozen record that is written beside its results."""
+"""The options of training runs, as frozen records that are written beside their results. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-from forerun.engine.factory import torch_device
 from forerun.errors import BadOption
-from forerun.train import losses
-from forerun.train.loop import LoopConfig
-from forerun.train.losses import LossName
-from forerun.train.model import ModelShape
+from forerun.registry import REQUIRED, check_fields, inherited, option
+from forerun.train.shape import ModelShape
+
+Autocast = Literal["auto", "bf16", "off"]
+LossName = Literal["ce", "kl", "alpha"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long and how fast one run learns. Sizes in tokens, times in seconds.
+
+    weight_decay: of matrices; norms are left alone. grad_clip: the largest norm of the gradient.
+    """
+
+    out: Path = option(REQUIRED, "folder for log, curves, state and what was learned")
+    steps: int = option(600, "steps in all; the learning rate reaches 0 at the last", flag="--max-steps", min=1)
+    tokens_per_step: int = option(4096, "tokens of one batch")
+    seq_len_tokens: int = option(512, "length of the training sequences, tokens", min=2)
+    lr: float = option(2e-3, "peak learning rate of AdamW", above=0)
+    warmup_steps: int = option(50, "steps of linear warm-up")
+    decay_share: float = option(0.4, "share of the steps, at the end, with falling rate", min=0, max=1)
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    seed: int = option(0, "of first weights and data order")
+    validate_every_steps: int = option(100, "validation interval, steps", min=1)
+    checkpoint_every_s: float = option(300.0, "checkpoint interval, seconds")
+    autocast: Autocast = option(
+        "auto",
+        "bf16 or off (float32, which torch computes faster on many CPUs), or auto: bf16 where the device has "
+        "instructions for it",
+        choices=get_args(Autocast),
+    )
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.tokens_per_step < self.seq_len_tokens:
+            raise BadOption(
+                f"--tokens-per-step {self.tokens_per_step} is less than one sequence of --seq-len-tokens "
+                f"{self.seq_len_tokens}: give more of them, or shorter sequences"
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """The number of sequences of one batch."""
+        return self.tokens_per_step // self.seq_len_tokens
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        decay_steps = max(1, round(self.steps * self.decay_share))
+        return self.lr * min(warm, (self.steps - step) / decay_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """One run of `forerun train lm`; the command's help explains each field. Sizes in tokens, times in seconds."""
+    """One run of `forerun train lm`."""
 
     shape: ModelShape
-    loss: LossName = "ce"
-    teacher: str | None = None  # the target: folder, GGUF file, name or hub id
-    after: tuple[str, ...] = ()  # earlier drafts of the target, in the same ways: see lm.py
-    init_from: Path | None = None  # checkpoint folder to start from: the same shape, or fewer layers
-    tokenizer: Path | None = None  # tokenizer.json to use; None = the teacher's, else one is trained
-    text: Path | None = None  # folder of Python sources; None = the standard library
-    ids: Path | None = None  # rows of token ids (.npy) to learn from in place of text
-    samples: Path | None = None  # file of `forerun train sample`, the target's own text
-    samples_share: float = 0.5  # of each batch's rows, where samples are given
-    validation_windows: int = 16
+    loss: LossName = option(
+        "ce", "ce (text), kl (target's distribution) or alpha (acceptance)", choices=get_args(LossName)
+    )
+    teacher: str | None = option(None, "the target, for kl, alpha and --after: a folder, GGUF file, name or hub id")
+    after: tuple[str, ...] = option((), "an earlier draft of the teacher: learn where they do not agree")
+    init_from: Path | None = option(None, "checkpoint folder to start from; may have fewer layers")
+    tokenizer: Path | None = option(None, "tokenizer.json to use", usual="the teacher's, else one is trained")
+    text: Path | None = option(None, "folder of Python sources", usual="the standard library")
+    ids: Path | None = option(None, "in place of text: rows of token ids of one length, integers in a .npy file")
+    samples: Path | None = option(None, "target's own text: a file of `train sample`")
+    samples_share: float = option(0.5, "share of each batch taken from samples", min=0, max=1)
+    validation_windows: int = option(16, "sequences of one validation")
+    device: str = option("cpu", "cpu or cuda", choices=("cpu", "cuda"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        losses.check_teacher(self.loss, self.teacher)
+        check_teacher(self.loss, self.teacher)
+        if self.seq_len_tokens > self.shape.max_positions:
+            raise BadOption(
+                f"--seq-len-tokens {self.seq_len_tokens} is more than the {self.shape.max_positions} positions of the "
+                "model: give fewer"
+            )
         for name in ("text", "tokenizer", "samples"):
             if self.ids is not None and getattr(self, name) is not None:
                 raise BadOption(f"--ids are all that is learned from, and --{name} is for text: drop one")
         if self.after and self.teacher is None:
-            raise BadOption("after learns where earlier drafts and a target do not agree: give --teacher PATH")
+            raise BadOption("--after learns where earlier drafts and a target do not agree: give --teacher PATH")
         if self.samples is not None and self.num_sample_rows == 0:
             raise BadOption(
                 f"--samples-share {self.samples_share} of {self.rows_per_step} rows is none, so no sample is read: "
                 "give more --tokens-per-step, or leave --samples out"
             )
+        from forerun.engine.factory import torch_device  # with torch, which options alone do not need
+
         torch_device(self.device)
 
     @property
@@ -54,10 +112,37 @@ class TrainConfig(LoopConfig):
         """Whether some of what it learns from is not written by the target."""
         return self.samples is None or self.num_sample_rows < self.rows_per_step
 
-    def checks(self) -> dict[str, bool]:
-        return {
-            **super().checks(),
-            "seq_len_tokens": 2 <= self.seq_len_tokens <= self.shape.max_positions,
-            "samples_share": 0 <= self.samples_share <= 1,
-            "device": self.device in ("cpu", "cuda"),
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(LoopConfig):
+    """One run of `forerun train head`."""
+
+    method: str = option(
+        REQUIRED, "what is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`"
+    )
+    samples: Path = option(REQUIRED, "file of `train sample`, of the same target")
+    steps: int = inherited(LoopConfig, "steps", 1000)
+    tokens_per_step: int = inherited(LoopConfig, "tokens_per_step", 2048)
+    seq_len_tokens: int = inherited(
+        LoopConfig, "seq_len_tokens", 512, help="tokens of a row, into which whole texts are packed"
+    )
+    lr: float = inherited(LoopConfig, "lr", 2e-3, usual="the method's own: see `train heads NAME`")
+    decay_share: float = inherited(LoopConfig, "decay_share", 0.6)
+    weight_decay: float = 0.01
+    autocast: Autocast = inherited(LoopConfig, "autocast", "off")
+    num_tokens: int | None = option(None, "tokens of the samples, the first ones", usual="all")
+    features: Path | None = option(
+        None, "folder to store the target's hidden states in", usual="none: they are recomputed at every step"
+    )
+    init_from: str | None = option(
+        None,
+        "a head of this method to go on from, with learning rate and steps of this run: a folder of `train head`, a "
+        "name, or a hub id",
+    )
+    validation_rows: int = option(8, "rows of held-out texts of one validation")
+
+
+def check_teacher(loss: LossName, teacher: str | None) -> None:
+    """Raise BadOption for a loss that needs a target without one."""
+    if loss != "ce" and teacher is None:
+        raise BadOption(f"--loss {loss} learns from a target's distribution: give --teacher PATH")

@@ -17,26 +17,15 @@ from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.saving import config_to_dict
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
+from forerun.train.config import HeadConfig
 from forerun.train.features import FeatureSource, Recomputed, Stored, stored_layers
 from forerun.train.heads import Packing, Teacher
-from forerun.train.loop import LoopConfig, autocast
+from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
 from forerun.train.writing import fingerprint
 
 NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json: a head may go on with other ids
 FIT_TOKENS = 32768  # that first weights are made of
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadConfig(LoopConfig):
-    """One run of `forerun train head`. method: name[:option=value,...], of a file in heads/."""
-
-    method: str
-    samples: Path
-    num_tokens: int | None = None  # of the samples, the first ones; None = all
-    features: Path | None = None  # folder to store the target's hidden states in; None = recompute them
-    init_from: str | None = None  # a head of the same method to go on from: a folder, a name, or a hub id
-    validation_rows: int = 8
 
 
 @dataclass

@@ -16,64 +16,16 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from forerun.errors import BadOption, shown
+from forerun.train.config import LoopConfig
 
-Autocast = Literal["auto", "bf16", "off"]
 LOG_EVERY_STEPS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """How long and how fast one run learns. Sizes in tokens, times in seconds."""
-
-    out: Path
-    steps: int
-    tokens_per_step: int = 4096
-    seq_len_tokens: int = 512
-    lr: float = 2e-3  # peak
-    warmup_steps: int = 50
-    decay_share: float = 0.4  # last share of the steps, in which the rate falls linearly to 0
-    weight_decay: float = 0.1  # of matrices; norms are left alone
-    grad_clip: float = 1.0  # largest norm of the gradient
-    seed: int = 0
-    validate_every_steps: int = 100
-    checkpoint_every_s: float = 300.0
-    autocast: Autocast = "auto"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name, is_possible in self.checks().items():
-            if not is_possible:
-                raise BadOption(f"{name}={shown(str(getattr(self, name)))} is not possible: see --help for its range")
-
-    def checks(self) -> dict[str, bool]:
-        """Whether the value of each of these fields is possible."""
-        return {
-            "steps": self.steps >= 1,
-            "tokens_per_step": self.tokens_per_step >= self.seq_len_tokens,
-            "seq_len_tokens": self.seq_len_tokens >= 2,
-            "lr": self.lr > 0,
-            "decay_share": 0 <= self.decay_share <= 1,
-            "validate_every_steps": self.validate_every_steps >= 1,
-            "autocast": self.autocast in get_args(Autocast),
-        }
-
-    @property
-    def rows_per_step(self) -> int:
-        """The number of sequences of one batch."""
-        return self.tokens_per_step // self.seq_len_tokens
-
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
-        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        decay_steps = max(1, round(self.steps * self.decay_share))
-        return self.lr * min(warm, (self.steps - step) / decay_steps)
 
 
 class Task(Protocol):

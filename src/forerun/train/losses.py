@@ -8,29 +8,22 @@ rejection, which is also the total variation.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import BadOption, shown
+from forerun.train.config import LossName
 
-LossName = Literal["ce", "kl", "alpha"]
 HELP = "kl: the target's distribution, alpha: what is accepted at temperature 1, ce: the target's likeliest id"
 
 
 def check(name: str) -> None:
     """Raise BadOption for an unknown name."""
-    if name not in ("ce", "kl", "alpha"):
+    if name not in get_args(LossName):
         raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
-
-
-def check_teacher(name: str, teacher: str | None) -> None:
-    """Raise BadOption for an unknown name, and for a loss that needs a target without one."""
-    check(name)
-    if name != "ce" and teacher is None:
-        raise BadOption(f"loss {name} learns from a target's distribution: give --teacher PATH")
 
 
 def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:

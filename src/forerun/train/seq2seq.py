@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ from forerun.models import t5
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config, small_files
 from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel
+from forerun.registry import REQUIRED, check_fields, inherited, option
 from forerun.train import batches, examples, loop, losses
+from forerun.train.config import LoopConfig, LossName, check_teacher
 from forerun.train.examples import Example
-from forerun.train.loop import LoopConfig, autocast
-from forerun.train.losses import LossName
-from forerun.train.model import initial_weights, read_weights
+from forerun.train.loop import autocast
+from forerun.train.model import drawn_weights, read_weights
 from forerun.train.ops import PairOps, run_pairs
 from forerun.train.tokenizer import (
     END,
@@ -51,13 +52,16 @@ POOL = 8192  # examples among which those of one length are found
 class PairShape:
     """The sizes of a T5 of version 1.1, in elements; each part of a layer has `num_heads` heads of `head_size`."""
 
-    hidden_size: int
-    encoder_layers: int
-    decoder_layers: int
-    num_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
+    hidden_size: int = option(256, "width of the residual stream, elements", min=1)
+    encoder_layers: int = option(3, "layers of the encoder", min=1)
+    decoder_layers: int = option(6, "layers of the decoder", min=1)
+    num_heads: int = option(4, "heads of each attention", flag="--heads", min=1)
+    head_size: int = option(64, "elements of a head", min=1)
+    ffn_size: int = option(512, "width of the feed-forward blocks, elements", min=1)
+    vocab_size: int = option(2048, "token ids; at least 258 if a tokenizer is trained", min=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @functools.cache  # noqa: B019
     def spec(self) -> Spec:
@@ -76,30 +80,42 @@ class PairShape:
             }
         )
 
-    @property
-    def num_layers(self) -> int:
-        """The layers of the deeper part."""
-        return max(self.encoder_layers, self.decoder_layers)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(LoopConfig):
-    """One run of `forerun train seq2seq`; the command's help explains each field. Sizes in tokens, times in seconds.
-
-    tokens_per_step: of sources and targets of a batch, padding included. seq_len_tokens: of a source at most.
-    """
+    """One run of `forerun train seq2seq`."""
 
     shape: PairShape
-    data: tuple[Path, ...]  # folders of `forerun train examples`; one that is named twice is seen twice as often
-    loss: LossName = "ce"
-    teacher: str | None = None
-    init_from: Path | None = None  # checkpoint folder of the same shape to start from
-    tokenizer: Path | None = None
-    validation_examples: int = 400  # of each folder
+    data: tuple[Path, ...] = option(
+        REQUIRED, "folder of `train examples`; one that is named twice is seen twice as often"
+    )
+    steps: int = inherited(LoopConfig, "steps", 4000)
+    tokens_per_step: int = inherited(
+        LoopConfig,
+        "tokens_per_step",
+        2048,
+        help="tokens of sources and targets of one batch at most, padding included",
+    )
+    seq_len_tokens: int = inherited(
+        LoopConfig,
+        "seq_len_tokens",
+        96,
+        help="tokens of a source at most, which is cut; longer targets are left out",
+    )
+    warmup_steps: int = inherited(LoopConfig, "warmup_steps", 150)
+    decay_share: float = inherited(LoopConfig, "decay_share", 0.5)
+    validate_every_steps: int = inherited(LoopConfig, "validate_every_steps", 250)
+    loss: LossName = option(
+        "ce", "ce (the targets), kl (the teacher's distribution) or alpha (acceptance)", choices=get_args(LossName)
+    )
+    teacher: str | None = option(None, "the target model, for kl and alpha: a folder")
+    init_from: Path | None = option(None, "checkpoint folder of the same sizes to start from")
+    tokenizer: Path | None = option(None, "tokenizer.json to use", usual="the teacher's, else one is trained")
+    validation_examples: int = option(400, "held-out examples of each folder in a validation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        losses.check_teacher(self.loss, self.teacher)
+        check_teacher(self.loss, self.teacher)
         if not self.data:
             raise BadOption("there is nothing to learn from: give --data FOLDER, which `forerun train examples` makes")
 
@@ -329,7 +345,7 @@ def prepare(config: PairConfig) -> PairTask:
 def first_weights(config: PairConfig) -> dict[str, Tensor]:
     """Return random weights, or those of config.init_from. Raises BadOption for those of another shape."""
     if config.init_from is None:
-        return initial_weights(config.shape, config.seed, deviations(config.shape))
+        return drawn_weights(config.shape.spec(), config.seed, deviations(config.shape).__getitem__)
     if (other := difference(config.shape.spec(), read_config(read_raw_config(config.init_from)))) is not None:
         raise BadOption(f"{shown(str(config.init_from))} has {other}, and the model does not: give the same sizes")
     return read_weights(config.init_from)
