@@ -11,8 +11,9 @@ import torch
 
 from bench.conftest import small_probes
 from benchmarks.start import start
+from train.conftest import interrupt
 
-__all__ = ["small_probes"]  # found here by its name
+__all__ = ["interrupt", "small_probes"]  # found here by their names
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import typer
 from forerun.cli.help import App
 from forerun.cli.methods import MethodName, list_methods
 
-app = App("Train small language models and drafters.")
+app = App(
+    "Train small language models and drafters.",
+    moved={"examples": "t5 examples", "seq2seq": "t5 train", "score": "t5 score"},
+)
 
 
 @app.callback()
@@ -126,93 +129,6 @@ def lm(
             device=device,
         )
         numbers = loop.train(config, resume=resume, quiet=quiet)
-    typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
-
-
-@app.command("examples")
-def make_examples(
-    task: Annotated[str, typer.Option(help="translation (English sentences to German) or summary (of docstrings).")],
-    out: Annotated[Path, typer.Option(help="Folder for train.jsonl, validation.jsonl and bench.jsonl.")],
-    num_examples: Annotated[int, typer.Option(help="Examples in all; of summaries as many as there are.")] = 300_000,
-    seed: Annotated[int, typer.Option(help="Of the sentences that are drawn, and of the order.")] = 0,
-) -> None:
-    """Write examples with a source and a target, for encoder-decoders; nothing is downloaded."""
-    from forerun.train import examples
-
-    with refusals():
-        counts = examples.write(task, out, num_examples, seed)
-    _say(", ".join(f"{count:,} {split}" for split, count in counts.items()) + f" in {out}")
-
-
-@app.command()
-def seq2seq(
-    out: Annotated[Path, typer.Option(help="Folder for log, state and the checkpoint (out/model).")],
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="Folder of `train examples`; may be repeated: one that is named twice is seen twice as often."
-        ),
-    ],
-    hidden_size: Annotated[int, typer.Option(help="Width of the residual stream, elements.")] = 256,
-    encoder_layers: Annotated[int, typer.Option(help="Layers of the encoder.")] = 3,
-    decoder_layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 6,
-    heads: Annotated[int, typer.Option(help="Heads of each attention.")] = 4,
-    head_size: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
-    ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward blocks, elements.")] = 512,
-    vocab_size: Annotated[int, typer.Option(help="Token ids; at least 258 if a tokenizer is trained.")] = 2048,
-    max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 4000,
-    tokens_per_step: Annotated[
-        int, typer.Option(help="Tokens of sources and targets of one batch at most, padding included.")
-    ] = 2048,
-    seq_len_tokens: Annotated[
-        int, typer.Option(help="Tokens of a source at most, which is cut; longer targets are left out.")
-    ] = 96,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 150,
-    decay_share: Annotated[
-        float, typer.Option(help="Share of the steps, at the end, with falling rate, 0 to 1.")
-    ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
-    loss: Annotated[str, typer.Option(help="ce (the targets), kl (the teacher's distribution) or alpha.")] = "ce",
-    teacher: Annotated[str | None, typer.Option(help="The target model, for kl and alpha: a folder.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Checkpoint folder of the same sizes to start from.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json to use; default: the teacher's, else one is trained.")
-    ] = None,
-    validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 250,
-    validation_examples: Annotated[int, typer.Option(help="Held-out examples of each folder in a validation.")] = 400,
-    checkpoint_every_s: Annotated[float, typer.Option(help="Checkpoint interval, seconds.")] = 300.0,
-    autocast: Annotated[str, typer.Option(help="auto, bf16 or off (float32).")] = "auto",
-    resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
-) -> None:
-    """Train a T5 (version 1.1) on examples of tasks, or from a larger one's soft labels (--teacher); on the CPU."""
-    from forerun.train import seq2seq as training
-
-    with refusals():
-        config = training.PairConfig(
-            shape=training.PairShape(
-                hidden_size, encoder_layers, decoder_layers, heads, head_size, ffn_size, vocab_size
-            ),
-            out=out,
-            data=tuple(data),
-            steps=max_steps,
-            tokens_per_step=tokens_per_step,
-            seq_len_tokens=seq_len_tokens,
-            lr=lr,
-            warmup_steps=warmup_steps,
-            decay_share=decay_share,
-            seed=seed,
-            loss=loss,  # type: ignore[arg-type]
-            teacher=teacher,
-            init_from=init_from,
-            tokenizer=tokenizer,
-            validate_every_steps=validate_every_steps,
-            validation_examples=validation_examples,
-            checkpoint_every_s=checkpoint_every_s,
-            autocast=autocast,  # type: ignore[arg-type]
-        )
-        numbers = training.train(config, resume=resume, quiet=quiet)
     typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
 
 
@@ -422,39 +338,6 @@ def pair(
         typer.echo(f"T={n.temperature:g}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass")
     if out is not None:
         write_numbers(numbers, out)
-
-
-@app.command()
-def score(
-    target: Annotated[Path, typer.Option(help="Checkpoint folder of an encoder-decoder.")],
-    data: Annotated[list[Path], typer.Option(help="Folder of `train examples`; may be repeated.")],
-    draft: Annotated[
-        list[Path] | None, typer.Option(help="Checkpoint folder of a draft model, to be measured; may be repeated.")
-    ] = None,
-    num_examples: Annotated[int, typer.Option(help="Examples of each folder, the first ones of bench.jsonl.")] = 200,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 96,
-    spec_length: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-) -> None:
-    """Measure answers of an encoder-decoder against known ones, and alpha-hat of its drafts at temperatures 0 and 1."""
-    from forerun.engine.llm import LLM
-    from forerun.train import evaluate, examples
-
-    with refusals():
-        found = [examples.read(folder, "bench")[:num_examples] for folder in data]
-        drafts: list[Path | None] = [*draft] if draft else [None]
-        for drafted in drafts:
-            llm = LLM(str(target), draft="none" if drafted is None else str(drafted), spec_length=spec_length)
-            for own in found:
-                for t in (0.0, 1.0):
-                    sources = [example.source for example in own]
-                    outputs = evaluate.decode(llm, sources, t, max_tokens, seed, ignore_eos=False)
-                    good = evaluate.score([output.text for output in outputs], own)
-                    n = evaluate.pair_numbers(outputs, t, spec_length)
-                    said = f"{own[0].task} T={t:g}: exact {good.exact:.3f}, overlap {good.overlap:.3f}"
-                    if drafted is not None:
-                        said += f"; {drafted}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass"
-                    _say(said)
 
 
 @app.command()

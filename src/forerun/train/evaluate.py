@@ -1,13 +1,8 @@
-"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine.
-
-Of examples with known answers it also says how good the target's answers are.
-"""
+"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +10,6 @@ from pathlib import Path
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound
-from forerun.train.examples import Example
 from forerun.types import SamplingParams
 
 
@@ -96,29 +90,6 @@ def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_leng
         alpha_hat=accepted / tested if tested else None,
         mean_accepted_length=emitted / steps if steps else None,
     )
-
-
-@dataclass(frozen=True)
-class Score:
-    """How good answers are. exact: the share that is a right answer; overlap: the mean of `word_overlap`."""
-
-    num: int
-    exact: float
-    overlap: float
-
-
-def score(answers: Sequence[str], found: Sequence[Example]) -> Score:
-    """Compare answers with what is right."""
-    exact = [answer in (example.target, *example.also) for answer, example in zip(answers, found, strict=True)]
-    overlaps = [word_overlap(answer, example.target) for answer, example in zip(answers, found, strict=True)]
-    return Score(len(found), sum(exact) / len(exact), sum(overlaps) / len(overlaps))
-
-
-def word_overlap(answer: str, wanted: str) -> float:
-    """Return the harmonic mean of precision and recall of words, whatever their case (ROUGE-1, Lin 2004)."""
-    ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (answer, wanted))
-    both = (ours & theirs).total()
-    return 2 * both / max(1, ours.total() + theirs.total())
 
 
 def write_numbers(numbers: Sequence[PairNumbers], path: Path) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
+from types import MappingProxyType
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forerun.errors import NotFound
 from forerun.models.saving import TOKENIZER_FILES
 
 END_OF_TEXT = "<|endoftext|>"
-PAD, END = "<pad>", "</s>"  # ids 0 and 1, as T5 has them: a text ends with the second, a decoder begins with the first
+SPECIAL = MappingProxyType({"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT})
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*|\s+"
 
 
@@ -44,34 +45,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Seq[str] = (
     return tokenizer
 
 
-def train_pair_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn a tokenizer for an encoder-decoder, which puts END behind each text."""
-    tokenizer = train_tokenizer(texts, vocab_size, (PAD, END))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 1)])
-    return tokenizer
-
-
 def save_tokenizer(
-    tokenizer: Tokenizer, folder: Path, max_seq_len: int, bos: str | None = END_OF_TEXT, end: str = END_OF_TEXT
+    tokenizer: Tokenizer, folder: Path, max_seq_len: int, special: Mapping[str, str | None] = SPECIAL
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them.
 
-    bos, end: the tokens that a text begins and ends with.
+    special: the tokens that a text begins and ends with, by transformers' names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": end,
+        **special,
         "unk_token": None,
         "add_bos_token": False,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_seq_len,
     }
-    if tokenizer.token_to_id(PAD) == 0:
-        config["pad_token"] = PAD
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from forerun.errors import BadOption, NotFound, not_installed, shown
+from forerun.errors import BadOption, NotFound, pip, shown
 from forerun.text.files import unreadable
 
 Task = Literal["translation", "summary"]
@@ -45,10 +45,10 @@ def split_of(text: str) -> Split:
 def translations(num: int, seed: int) -> Iterator[tuple[Split, Example]]:
     """Yield `num` translations; of those that are held out, with all right answers. Raises BadOption."""
     try:
-        from forerun.train.examples.choices import Drawn
-        from forerun.train.examples.translation import PREFIX, draw_sentence
+        from benchmarks.t5.examples.choices import Drawn
+        from benchmarks.t5.examples.translation import PREFIX, draw_sentence
     except ImportError as error:
-        raise not_installed("the task translation", "train", error.name) from error
+        raise BadOption(f"the task translation writes numbers in words: {pip('install num2words')}") from error
 
     rng = random.Random(seed)
     for _ in range(num):
@@ -66,7 +66,7 @@ def summaries(
 
     sources: Python files, with what is held out as one; None = those of installed packages.
     """
-    from forerun.train.examples.summary import installed_sources, summaries as of_file
+    from benchmarks.t5.examples.summary import installed_sources, summaries as of_file
 
     found: dict[str, tuple[Split, Example]] = {}
     learned = set[str]()
@@ -113,9 +113,9 @@ def read(folder: Path, split: Split) -> list[Example]:
     """Read the examples of a split. Raises NotFound where there are none, UnsupportedModel for another file."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
-        raise NotFound(f"there is no {shown(str(path))}: `forerun train examples` makes it")
+        raise NotFound(f"there is no {shown(str(path))}: `python -m benchmarks.t5 examples` makes it")
     try:
         lines: Seq[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return [Example(**{**line, "also": tuple(line.get("also", ()))}) for line in lines]
     except (ValueError, TypeError, AttributeError) as error:
-        raise unreadable(path, error, "examples of `forerun train examples`") from error
+        raise unreadable(path, error, "examples of `python -m benchmarks.t5 examples`") from error

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.t5 import batches, tokenizer as tokenizers, training
+from benchmarks.t5.__main__ import app
+from benchmarks.t5.batches import Encoded, PairBatches
+from benchmarks.t5.config import PairConfig, PairShape
+from benchmarks.t5.examples import Example
+from benchmarks.t5.passes import PairOps, run_pairs
 from forerun import LLM, SamplingParams
+from forerun.cli.help import App
+from forerun.cli.main import app as forerun, main
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch import TorchModel
-from forerun.train import seq2seq
-from forerun.train.ops import PairOps, run_pairs
-from forerun.train.seq2seq import Encoded, PairBatches, PairConfig, PairShape
+from forerun.train.tokenizer import load_tokenizer
 from train.conftest import Interrupt, read_log
 
 SHAPE = PairShape(32, 2, 3, 2, 16, 48, 300)
@@ -63,7 +69,7 @@ def small(turned: Path, tmp_path: Path) -> Make:
 
 def test_a_tiny_run_lowers_the_loss_by_task(small: Make) -> None:
     config = small(steps=60)
-    numbers = seq2seq.train(config, quiet=True)
+    numbers = training.train(config, quiet=True)
     first, last = read_log(config)[0], read_log(config)[-1]
     assert numbers["validation_loss"] == numbers["loss_turn"] < first["validation_loss"] - 3
     assert last["final"] is True
@@ -74,10 +80,10 @@ def test_a_tiny_run_lowers_the_loss_by_task(small: Make) -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(small: Make, interrupt: Interrupt) -> None:
     whole, parts = small("whole", autocast="bf16"), small("parts", autocast="bf16")
-    seq2seq.train(whole, quiet=True)
-    interrupt(17, lambda: seq2seq.train(parts, quiet=True))
+    training.train(whole, quiet=True)
+    interrupt(17, lambda: training.train(parts, quiet=True))
     torch.manual_seed(123)  # whatever happened in between
-    seq2seq.train(parts, resume=True, quiet=True)
+    training.train(parts, resume=True, quiet=True)
     assert read_log(parts) == read_log(whole)
     ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -87,7 +93,7 @@ def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(small: Make) -> 
     """Logits of the training pass over a padded batch are those of transformers; both write the same text."""
     transformers = pytest.importorskip("transformers")
     config = small()
-    seq2seq.train(config, quiet=True)
+    training.train(config, quiet=True)
     folder = config.out / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     sources, texts = ["turn: one two three", "turn: four"], ["three two", "four one two"]
@@ -111,7 +117,7 @@ def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(small: Make) -> 
     assert any(output.report.num_drafted for output in outputs)
     for source, output in zip(sources, outputs, strict=True):
         ids = tokenizer(source, return_tensors="pt")["input_ids"]
-        assert ids[0, -1] == seq2seq.END_ID
+        assert ids[0, -1] == tokenizers.END_ID
         written = module.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
         assert output.token_ids == written[1:], "behind the padding that a decoder begins with"
         assert output.report.acceptance_rate in (1, None), "a model is its own best draft"
@@ -120,15 +126,15 @@ def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(small: Make) -> 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
 def test_a_draft_learns_its_teacher(small: Make, loss: str) -> None:
     teacher = small("teacher", steps=60)
-    seq2seq.train(teacher, quiet=True)
+    training.train(teacher, quiet=True)
     shape = PairShape(16, 1, 1, 1, 16, 32, 300)
     config = small("draft", shape=shape, teacher=str(teacher.out / "model"), loss=loss, steps=60)
-    numbers = seq2seq.train(config, quiet=True)
+    numbers = training.train(config, quiet=True)
     first = read_log(config)[0]
     assert numbers["alpha_turn"] > first["alpha_turn"] + 0.3
     assert numbers["kl_turn"] < first["kl_turn"] / 2
     again = small("again", shape=shape, init_from=config.out / "model", steps=1)
-    seq2seq.train(again, quiet=True)
+    training.train(again, quiet=True)
     assert read_log(again)[0]["loss_turn"] == pytest.approx(numbers["loss_turn"], abs=0.05), "but for rounded weights"
 
 
@@ -148,12 +154,12 @@ def test_an_epoch_has_every_example_once_in_batches_of_one_length() -> None:
     assert np.mean(sizes) > 0.9, "little is padding"
     late = PairBatches(own, 300, seed=1).batch(len(first) + 3)
     assert torch.equal(late.sources, found.batch(len(first) + 3).sources), "a batch depends on the step alone"
-    assert (late.texts[:, 0] == seq2seq.PAD_ID).all()
+    assert (late.texts[:, 0] == tokenizers.PAD_ID).all()
     assert torch.equal(late.texts[:, 1:], late.following[:, :-1].clamp(min=0))
 
 
 def test_queries_begin_smaller_and_learn_slower(small: Make) -> None:
-    task = seq2seq.prepare(small())
+    task = training.prepare(small())
     names = [name for name in task.weights if name.endswith("q_proj.weight")]
     assert len(names) == 2 + 2 * 3
     assert task.rates == dict.fromkeys(names, 0.25)
@@ -166,17 +172,17 @@ def test_queries_begin_smaller_and_learn_slower(small: Make) -> None:
 def test_long_texts(small: Make) -> None:
     """A long source loses its end and keeps its mark; an example with a long target is left out."""
     config = small()
-    tokenizer = seq2seq.prepare(config).config.out / "tokenizer"
-    found = seq2seq.encode(
+    tokenizer = training.prepare(config).config.out / "tokenizer"
+    found = batches.encode(
         [
-            seq2seq.Example("turn", "turn: " + "one " * 40, "one"),
-            seq2seq.Example("turn", "turn: one", "one " * 40),
+            Example("turn", "turn: " + "one " * 40, "one"),
+            Example("turn", "turn: one", "one " * 40),
         ],
-        seq2seq.load_tokenizer(tokenizer),
+        load_tokenizer(tokenizer),
         24,
     )
     assert found.lengths[:, 0].tolist() == [24]
-    assert found.sources[0][-1] == seq2seq.END_ID
+    assert found.sources[0][-1] == tokenizers.END_ID
 
 
 def test_what_is_not_possible_is_refused(small: Make, tmp_path: Path) -> None:
@@ -184,13 +190,44 @@ def test_what_is_not_possible_is_refused(small: Make, tmp_path: Path) -> None:
         small(loss="kl")
     with pytest.raises(BadOption, match="give --data"):
         small(data=())
-    seq2seq.train(small(steps=1), quiet=True)
+    training.train(small(steps=1), quiet=True)
     model = tmp_path / "run" / "model"
     with pytest.raises(BadOption, match="has 300 ids and the model 310: give --vocab-size 300"):
-        seq2seq.prepare(small("other", shape=PairShape(32, 2, 3, 2, 16, 48, 310), teacher=str(model)))
+        training.prepare(small("other", shape=PairShape(32, 2, 3, 2, 16, 48, 310), teacher=str(model)))
     with pytest.raises(BadOption, match="give the same sizes"):
-        seq2seq.prepare(small("other", shape=PairShape(32, 1, 3, 2, 16, 48, 300), init_from=model))
+        training.prepare(small("other", shape=PairShape(32, 1, 3, 2, 16, 48, 300), init_from=model))
     with pytest.raises(BadOption, match="is no T5"):
-        seq2seq.prepare(small("other", teacher="shipped"))
+        training.prepare(small("other", teacher="shipped"))
     with pytest.raises(BadOption, match="seed='0'"):
-        seq2seq.train(small(steps=2, seed=3), resume=True, quiet=True)
+        training.train(small(steps=2, seed=3), resume=True, quiet=True)
+
+
+def test_the_commands_go_from_nothing_to_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Examples, a target, a draft of it, and how right they are; the old names of the commands say where they are."""
+
+    def run(*words: object, commands: App = app) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words], commands, "python -m benchmarks.t5")
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    data = tmp_path / "data"
+    code, printed, _ = run("examples", "--task", "translation", "--out", data, "--num-examples", 400)
+    assert (code, f" bench in {data}" in printed) == (0, True)
+    sizes = "--hidden-size 16 --encoder-layers 1 --decoder-layers 1 --heads 1 --head-size 16 --ffn-size 16"
+    loop = "--vocab-size 260 --max-steps 1 --tokens-per-step 512 --validation-examples 2 --quiet"
+    small = [*sizes.split(), *loop.split()]
+    code, printed, _ = run("train", "--out", tmp_path / "target", "--data", data, *small)
+    assert (code, printed.startswith("validation_loss=")) == (0, True)
+    target, draft = tmp_path / "target" / "model", tmp_path / "draft" / "model"
+    taught = ["--teacher", target, "--loss", "kl"]
+    code, printed, _ = run("train", "--out", tmp_path / "draft", "--data", data, *taught, *small)
+    assert (code, " alpha_translation=" in printed) == (0, True)
+    options = json.loads((tmp_path / "draft" / "run.json").read_text())["options"]
+    assert (options["warmup_steps"], options["steps"], options["shape"]["head_size"]) == (150, 1, 16)
+    numbers = ["--num-examples", 2, "--max-tokens", 4]
+    code, printed, _ = run("score", "--target", target, "--data", data, "--draft", draft, *numbers)
+    assert (code, printed.count(f"; {draft}: alpha-hat ")) == (0, 2)
+    assert [line.split(":")[0] for line in printed.splitlines()] == ["translation T=0", "translation T=1"]
+    for old, now in {"examples": "examples", "seq2seq": "train", "score": "score"}.items():
+        code, _, said = run("train", old, "--help", commands=forerun)
+        assert (code, f"python -m benchmarks.t5 {now} runs it" in said) == (2, True)

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from num2words import num2words
 
-from forerun.train.examples import lexicon
-from forerun.train.examples.choices import Pick, Say
-from forerun.train.examples.german import (
+from benchmarks.t5.examples import lexicon
+from benchmarks.t5.examples.choices import Pick, Say
+from benchmarks.t5.examples.german import (
     DEFINITE,
     DEMONSTRATIVE,
     MIXED,

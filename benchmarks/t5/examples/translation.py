@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from forerun.train.examples.choices import Pick, Say, every
-from forerun.train.examples.german import (
+from benchmarks.t5.examples.choices import Pick, Say, every
+from benchmarks.t5.examples.german import (
     BE,
     DEFINITE,
     HAVE,
@@ -24,7 +24,7 @@ from forerun.train.examples.german import (
     spelled,
     verb_parts,
 )
-from forerun.train.examples.meaning import (
+from benchmarks.t5.examples.meaning import (
     Adverb,
     Clause,
     Draw,

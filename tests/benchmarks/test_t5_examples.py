@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.train import evaluate, examples
-
-pytest.importorskip("num2words")
-
-from forerun.train.examples import summary, translation
-from forerun.train.examples.choices import Drawn, every
-from forerun.train.examples.german import CASES, Noun, genitive, ordinal, spelled
-from forerun.train.examples.meaning import (
+from benchmarks.t5 import examples, scoring
+from benchmarks.t5.examples import summary, translation
+from benchmarks.t5.examples.choices import Drawn, every
+from benchmarks.t5.examples.german import CASES, Noun, genitive, ordinal, spelled
+from benchmarks.t5.examples.meaning import (
     Clause,
     Draw,
     Phrase,
@@ -29,6 +26,7 @@ from forerun.train.examples.meaning import (
     verb_of,
     words,
 )
+from forerun.errors import BadOption, NotFound, UnsupportedModel
 
 
 def word(table: str, english: str) -> Word:
@@ -298,11 +296,19 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
         examples.write("poetry", tmp_path, 5, 0)
     with pytest.raises(BadOption, match="at least 1"):
         examples.write("translation", tmp_path, 0, 0)
-    with pytest.raises(NotFound, match="forerun train examples"):
+    with pytest.raises(NotFound, match=r"python -m benchmarks\.t5 examples"):
         examples.read(tmp_path / "nowhere", "train")
     (tmp_path / "train.jsonl").write_text('{"source": 3}\n')
     with pytest.raises(UnsupportedModel, match=r"train\.jsonl"):
         examples.read(tmp_path, "train")
+
+
+def test_the_package_for_numbers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "num2words", None)
+    for name in ("german", "meaning", "translation"):
+        monkeypatch.delitem(sys.modules, f"benchmarks.t5.examples.{name}", raising=False)
+    with pytest.raises(BadOption, match=r"the task translation writes numbers in words: .*pip install num2words"):
+        examples.write("translation", tmp_path, 5, 0)
 
 
 def test_answers_are_scored() -> None:
@@ -311,6 +317,6 @@ def test_answers_are_scored() -> None:
         examples.Example("translation", "b", "Peter schläft."),
         examples.Example("translation", "c", "Drei rote Äpfel."),
     ]
-    good = evaluate.score(["Anna kommt heute.", "Peter, Peter isst.", ""], found)
+    good = scoring.score(["Anna kommt heute.", "Peter, Peter isst.", ""], found)
     assert (good.num, good.exact) == (3, 1 / 3)
     assert good.overlap == pytest.approx((1 + 2 * 1 / 5 + 0) / 3)
