@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from drafters.requests import drafted, request
 from forerun import drafters
+from forerun.cli.main import main
 from forerun.cli.train import app
 from forerun.config import EngineConfig
 from forerun.drafters import Target
@@ -28,9 +29,7 @@ def shipped(tokenizer: Tokenizer) -> Target:
 def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     out = tmp_path / "store"
-    done = CliRunner().invoke(
-        app, ["datastore", "--target", "shipped", "--text", str(tmp_path / "text.py"), "--out", str(out), "--quiet"]
-    )
+    done = CliRunner().invoke(app, [*STORE, str(tmp_path / "text.py"), "--out", str(out), "--quiet"])
     assert done.exit_code == 0, done.output
     tokenizer = Tokenizer.load(target_files(EngineConfig.make(target="shipped")))
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -41,13 +40,14 @@ def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["out is a folder", "no text", "empty text"])
-def test_what_is_not_possible_is_refused_with_one_sentence(tmp_path: Path, wrong: str) -> None:
+def test_what_is_not_possible_is_refused_with_one_sentence(
+    tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     text = tmp_path / ("missing.txt" if wrong == "no text" else "empty.txt")
     out = tmp_path if wrong == "out is a folder" else tmp_path / "store"
-    done = CliRunner().invoke(
-        app, ["datastore", "--target", "shipped", "--text", str(text), "--out", str(out), "--quiet"]
-    )
-    assert done.exit_code == 2
-    assert "error: " in done.output
+    with pytest.raises(SystemExit) as end:
+        main(["train", *STORE, str(text), "--out", str(out), "--quiet"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "store").exists()

@@ -18,6 +18,7 @@ from forerun.cli.train import app
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.train import batches, lm
 from forerun.train.config import TrainConfig
+from forerun.train.model import read_shape
 from forerun.train.samples import HELD_OUT_EVERY
 from forerun.train.shape import ModelShape
 
@@ -119,13 +120,16 @@ def test_options_of_texts_are_refused_beside_ids(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
+    """A draft has the ids of its teacher, where nothing is said of them."""
     np.save(tmp_path / "rows.npy", counting_rows(32))
-    sizes = "--hidden-size 16 --layers 1 --heads 2 --kv-heads 1 --ffn-size 32 --vocab-size 12 --seq-len-tokens 8"
-    command = f"lm --out {tmp_path}/run --ids {tmp_path}/rows.npy {sizes} --tokens-per-step 64 --max-steps 3 --quiet"
-    done = CliRunner().invoke(app, command.split(), catch_exceptions=False)
-    assert done.exit_code == 0
-    assert done.stdout.startswith("validation_loss=")
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    sizes = "--hidden-size 16 --layers 1 --heads 2 --kv-heads 1 --ffn-size 32 --seq-len-tokens 8 --tokens-per-step 64"
+    command = f"lm --ids {tmp_path}/rows.npy {sizes} --max-steps 3 --quiet --out {tmp_path}"
+    for more in ("/run --vocab-size 12", f"/draft --teacher {tmp_path}/run/model --loss kl"):
+        done = CliRunner().invoke(app, f"{command}{more}".split(), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("validation_loss=")
+    for name in ("run", "draft"):
+        assert read_shape(tmp_path / name / "model").vocab_size == 12
 
 
 def test_the_tutorial_of_images_runs(tmp_path: Path) -> None:

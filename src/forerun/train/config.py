@@ -21,7 +21,7 @@ class LoopConfig:
     weight_decay: of matrices; norms are left alone. grad_clip: the largest norm of the gradient.
     """
 
-    out: Path = option(REQUIRED, "folder for log, curves, state and what was learned")
+    out: Path = option(REQUIRED, "folder for log, curves, state and what was learned (out/model, of a head out/head)")
     steps: int = option(600, "steps in all; the learning rate reaches 0 at the last", flag="--max-steps", min=1)
     tokens_per_step: int = option(4096, "tokens of one batch")
     seq_len_tokens: int = option(512, "length of the training sequences, tokens", min=2)
@@ -140,6 +140,27 @@ class HeadConfig(LoopConfig):
         "name, or a hub id",
     )
     validation_rows: int = option(8, "rows of held-out texts of one validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """One run of `forerun train sample`."""
+
+    out: Path = option(REQUIRED, "file to append to; where it is there already, sampling goes on")
+    num_tokens: int = option(300_000, "tokens in the file when it is done, prompts included")
+    batch_size: int = option(32, "texts that are written at once", min=1)
+    chat: float | None = option(None, "share of conversations", usual="0.7, or 0 where no chat template opens a turn")
+    task: float | None = option(None, "share of instructions with a passage", usual="half of what is left")
+    passage_tokens: int = option(160, "tokens of a passage of a given text at most", min=16)
+    question_tokens: int = option(160, "tokens of a question at most", min=2)
+    answer_tokens: int = option(320, "tokens of an answer or a continuation at most", min=1)
+    texts: tuple[Path, ...] = option(
+        (), "file, or folder of files, to cut passages from", flag="--text", usual="those of installed packages"
+    )
+    seed: int = option(0, "of prompts and draws")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def check_teacher(loss: LossName, teacher: str | None) -> None:

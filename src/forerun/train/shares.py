@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from forerun.drafters import artifacts
+from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
+from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner
+from forerun.text.tokenizer import compare
+from forerun.train.corpus import bench_prompts, load_corpus
+from forerun.train.evaluate import read_prompts
 
 Floats = npt.NDArray[np.float64]
+
+
+def fit(
+    out: Path,
+    target: str,
+    draft: str | None,
+    prompts: Path | None,
+    num_prompts: int,
+    longest: int,
+    num_ranks: int,
+    seed: int,
+) -> Floats:
+    """Measure a pair on held-out texts, write the file that `tree:shape=sequoia,file=FILE` reads, return the shares.
+
+    draft: None = that of the shipped pair. prompts: None = beginnings of held-out Python sources. Raises UserError.
+    """
+    if draft is None and not is_shipped(target):
+        raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
+    pair = [load_checkpoint(name, with_tokenizer=True) for name in (target, draft or SHIPPED_DRAFT)]
+    tokenizer = pair[0].text_tokenizer
+    compare(tokenizer, pair[1].text_tokenizer, pair[1].name)
+    if prompts is None:
+        held_out = load_corpus(None).bench
+        chosen = bench_prompts(held_out, lambda text: len(tokenizer.encode(text)), num_prompts, 40, longest, seed)
+        texts = [prompt.text for prompt in chosen]
+    else:
+        texts = read_prompts(prompts, num_prompts)
+    shares = measure(pair[0], pair[1], [tokenizer.encode(text) for text in texts], num_ranks, longest, seed)
+    num_ids = min(tokenizer.num_ids, pair[0].model.config.vocab_size)
+    artifacts.save(out, "tree", {"shares": shares.astype(np.float32)}, artifacts.fingerprint(tokenizer, num_ids))
+    return shares
 
 
 def measure(

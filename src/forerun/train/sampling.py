@@ -1,0 +1,73 @@
+"""A run of `forerun train sample`: an engine for the target, and a file that grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forerun.engine.llm import LLM
+from forerun.train.config import SampleConfig
+from forerun.train.samples import SampleWriter, begun_with
+from forerun.train.texts import packaged_texts, read_texts
+from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
+
+MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is. num_tokens: in the file; num_new: of them, written in so many seconds."""
+
+    num_tokens: int
+    num_new: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_new / self.seconds
+
+
+def write(
+    config: SampleConfig, target: str | None, show: Callable[[Progress], None], *, dtype: str, ops: str
+) -> Progress:
+    """Let a target write until the file is as long as asked for. show: is told after each sample.
+
+    Raises UserError where the file was begun otherwise, and where there is too little to begin with.
+    """
+    lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
+    llm = LLM(
+        target,
+        draft="none",
+        max_batch_size=config.batch_size,
+        max_seq_len=longest(lengths),
+        max_num_batched_tokens=max(1024, config.batch_size),
+        calibrate=False,
+        dtype=dtype,
+        ops=ops,
+    )
+    texts = list(read_texts(config.texts, MAX_TEXT_BYTES)) if config.texts else packaged_texts()
+    writer = Writer(
+        llm, texts, seed=config.seed, shares=shares_of(config, llm), lengths=lengths, begun=begun_with(config.out)
+    )
+    file = SampleWriter(config.out, writer.options())
+    start, had = time.perf_counter(), file.num_tokens
+
+    def progress(file: SampleWriter) -> Progress:
+        return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
+
+    try:
+        writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)))
+    finally:
+        file.close()
+    return progress(file)
+
+
+def shares_of(config: SampleConfig, llm: LLM) -> Shares:
+    """Return the shares of the kinds, of those that were not given the usual ones for this target."""
+    chat, task = config.chat, config.task
+    if chat is None:
+        chat = Shares.chat if Frame.opens_a_turn(llm) else 0.0
+    if task is None:
+        task = (1 - chat) / 2 if chat > 0 else 0.0
+    return Shares(chat, task, 1 - chat - task)
