@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from forerun.blocks import EMBEDDING, read_share, weights
 from forerun.models.loading import load_checkpoint
 from forerun.ops import make
 from forerun.types import StepReport
+from models.test_parity import WHOLE
 from tiny import write_tiny
 
 needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
@@ -55,3 +57,16 @@ def test_a_pass_of_one_row_reads_the_experts_that_it_chooses(tmp_path: Path, ops
         assert experts >= num_bytes
         norms = model.bytes_per_pass - sum(packed.values()) + experts // 2
         assert norms == sum(4 * w.shape[0] for w in weights(model.config) if w.role == "vector")
+
+
+@needs_native
+def test_a_mixture_whose_rows_choose_every_expert(write_checkpoint: Any) -> None:
+    """With nothing, a table, its own first layer and itself drafting, as far as the usual pacing finds that it pays."""
+    folder = write_checkpoint(WHOLE["mixtral-all"])
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    texts = []
+    for draft in ("none", "lookup", "early_exit:skip=1", f"model:path={folder}"):
+        llm = LLM(str(folder), draft=draft, dtype="float32", max_seq_len=64)
+        texts.append([out.token_ids for out in llm.generate([[5, 6, 7] * 3, [90, 3]], params)])
+    assert texts[1:] == texts[:1] * 3
+    assert {report.num_experts for report in reports_of(folder, "native", [[5, 6, 7], [90, 3]])} == {2.0}

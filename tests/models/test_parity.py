@@ -54,6 +54,8 @@ GEMMA = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_atte
 MOE = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8,
        "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts": 5, "num_experts_per_tok": 2,
        "moe_intermediate_size": 24, "num_hidden_layers": 2}  # fmt: skip
+MIXTRAL = {**{key: value for key, value in MOE.items() if key not in ("num_experts", "moe_intermediate_size")},
+           "model_type": "mixtral"}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
 SIZES = {
     "vocab_size": 97,
@@ -111,8 +113,8 @@ WHOLE: dict[str, Raw] = {
     "qwen3_moe-dense": {**MOE, "model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2,
                         "mlp_only_layers": [1], "sliding_window": 5, "use_sliding_window": True},
     "qwen2_moe": {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 20},
-    "mixtral": {**{key: value for key, value in MOE.items() if key not in ("num_experts", "moe_intermediate_size")},
-                "model_type": "mixtral", "num_local_experts": 5, "sliding_window": 7},
+    "mixtral": {**MIXTRAL, "num_local_experts": 5, "sliding_window": 7},
+    "mixtral-all": {**MIXTRAL, "num_local_experts": 2},
     "gpt2-scales": {**GPT2, "n_inner": 71, "activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
     "phi3": {**SIZES, "model_type": "phi3", "sliding_window": 6, "original_max_position_embeddings": 128},
     "phi3-long": {**SIZES, "model_type": "phi3", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,

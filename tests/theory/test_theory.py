@@ -237,10 +237,13 @@ def test_impossible_lengths():
 def test_distinct_experts_are_those_of_all_choices(num_experts, num_chosen):
     """The mean over everything that up to three rows can choose."""
     choices = [set(found) for found in itertools.combinations(range(num_experts), num_chosen)]
+    means = []
     for num_rows in (1, 2, 3):
         counts = [len(set().union(*rows)) for rows in itertools.product(choices, repeat=num_rows)]
         found = formulas.distinct_experts(num_experts, num_chosen, num_rows)
         assert float(found) == pytest.approx(np.mean(counts), rel=1e-12)
+        means.append(np.mean(counts))
+    assert formulas.distinct_experts(num_experts, num_chosen, [1, 2, 3]).tolist() == pytest.approx(means, rel=1e-12)
 
 
 def test_distinct_experts_of_rows_that_share_them():

@@ -359,9 +359,7 @@ def distinct_experts(
             f"{num_chosen} of {num_experts} experts, {rows} rows, overlap={overlap}: a row chooses at least one "
             "and at most all, there is at least one row, and overlap is in [0, 1]"
         )
-    alone = (
-        num_experts * -np.expm1(rows * np.log1p(-num_chosen / num_experts)) if num_chosen < num_experts else num_chosen
-    )
+    alone = num_experts * (1 - (1 - num_chosen / num_experts) ** rows)
     return np.asarray(num_chosen + (1 - overlap) * (alone - num_chosen))
 
 
