@@ -515,9 +515,11 @@ def test_a_process_may_be_killed_while_it_makes_the_folder(tmp_path: Path) -> No
 
 
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
-    with pytest.raises(BadOption, match="others can read"):
-        Folder(tmp_path / "open", 1 << 30)
+    for mode in (0o755, 0o750, 0o705, 0o710):
+        (tmp_path / f"{mode:o}").mkdir()
+        (tmp_path / f"{mode:o}").chmod(mode)  # whatever the umask is
+        with pytest.raises(BadOption, match="others can read"):
+            Folder(tmp_path / f"{mode:o}", 1 << 30)
     (tmp_path / "used").mkdir(mode=0o700)
     (tmp_path / "used" / "thesis.tex").touch()
     with pytest.raises(BadOption, match="holds other files"):
