@@ -30,7 +30,8 @@ from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
 from forerun.kv.cache import BlockCache
-from forerun.kv.disk import ROWS, kept
+from forerun.kv.disk import kept
+from forerun.kv.segments import ROWS
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
@@ -124,7 +125,7 @@ def rates(target: str, options: dict[str, Any], folder: Path, num_tokens: int, r
             fetch = cache.fetch(ids)
             assert fetch is not None
             fetch.wait()
-            size = sum(block.place.num_bytes for block in fetch.blocks) / 1e9
+            size = sum(block.place.entry.num_bytes for block in fetch.blocks) / 1e9
             restored = size / (time.perf_counter() - began)
             began = time.perf_counter()
             buffers = [bytearray(os.fstat(file).st_size) for file in files]

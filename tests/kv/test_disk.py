@@ -21,8 +21,9 @@ from forerun import LLM, BadOption, SamplingParams
 from forerun.blocks import CacheShape
 from forerun.kv import disk
 from forerun.kv.cache import BlockCache
-from forerun.kv.disk import ENTRIES, ENTRY_BYTES, ROWS, SECRET, Folder, Limit, Shelf
+from forerun.kv.disk import SECRET, Folder, Limit, Shelf
 from forerun.kv.keeping import Keeper
+from forerun.kv.segments import ENTRIES, ENTRY_BYTES, ROWS, remove
 from forerun.models.runner import Run, pack
 from tiny import write_tiny
 
@@ -187,10 +188,10 @@ def test_what_another_process_removed_is_not_there(tmp_path: Path) -> None:
     shelf = folder.shelf(["x"], [64])
     shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
     for path, _, _ in folder.segments():
-        disk.remove(path)
+        remove(path)
     shelf._looked_at = 0
     shelf.refresh()
-    assert not shelf.has(0, b"chain")
+    assert not there(shelf, b"chain")
     shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
     assert len(folder.segments()) == 1, "it is written again, where others find it"
     folder.close()
@@ -447,6 +448,10 @@ def test_two_processes_share_a_folder(tiny: dict[str, str], tmp_path: Path) -> N
 # -------------------------------------------------------------------------------------------------------- size, secrets
 
 
+def there(shelf: Shelf, chain: bytes) -> bool:
+    return shelf.find(0, chain, range(16)) is not None
+
+
 def test_the_folder_keeps_to_its_size_and_loses_what_was_used_longest_ago(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "kv", disk.LEAST_BYTES)
     shelf, rows = folder.shelf(["x"], [1 << 20]), memoryview(bytearray(1 << 20))
@@ -455,15 +460,14 @@ def test_the_folder_keeps_to_its_size_and_loses_what_was_used_longest_ago(tmp_pa
     for number, chain in enumerate(others):
         time.sleep(0.002)
         shelf.write(0, chain, range(16), rows)
-        if number % 5 == 0 and (place := shelf.find(0, first, range(16))) is not None:
-            place.segment.used_at = 0
-            shelf.used([place.segment])
+        if number % 5 == 0:
+            shelf.use(0, first)
         assert sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*")) <= disk.LEAST_BYTES + (1 << 20)
     folder.close()
     shelf = Folder(tmp_path / "kv", disk.LEAST_BYTES).shelf(["x"], [1 << 20])
-    assert shelf.has(0, first), "it was used all the time"
-    assert shelf.has(0, others[-1])
-    assert not shelf.has(0, others[20])
+    assert there(shelf, first), "it was used all the time"
+    assert there(shelf, others[-1])
+    assert not there(shelf, others[20])
 
 
 @pytest.mark.parametrize("ahead_s", [400 * 86_400, -20_000 * 86_400, 0])
@@ -473,14 +477,14 @@ def test_what_a_wrong_clock_left_does_not_stay_for_ever(tmp_path: Path, ahead_s:
     shelf, rows = folder.shelf(["x"], [1 << 20]), memoryview(bytearray(1 << 20))
     for number in range(80):
         shelf.write(0, b"old %d" % number, range(16), rows)
-    for file in files(tmp_path / "kv", ENTRIES):
+    for file in files(tmp_path / "kv", ROWS):
         os.utime(file, (time.time() + ahead_s,) * 2)
     for number in range(40):
         shelf.write(0, b"new %d" % number, range(16), rows)
     folder.close()
     again = Folder(tmp_path / "kv", disk.LEAST_BYTES)
     shelf = again.shelf(["x"], [1 << 20])
-    assert sum(shelf.has(0, b"new %d" % number) for number in range(40)) >= 30
+    assert sum(there(shelf, b"new %d" % number) for number in range(40)) >= 30
     again.close()
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.kv.disk import ENTRIES, LEAST_BYTES, kept
+from forerun.kv.disk import LEAST_BYTES, kept
+from forerun.kv.segments import ROWS
 from serve.running import Running, serving
 from tiny import write_tiny
 
@@ -57,7 +58,7 @@ def ask(server: Running, prompt: str) -> tuple[str, int]:
 
 def wrong_times(folder: Path) -> set[Path]:
     """Set the times of some segments a year ahead, and of some back to 1970. Returns all that there are."""
-    found = sorted(folder.glob(f"*/*{ENTRIES}"))
+    found = sorted(folder.glob(f"*/*{ROWS}"))
     for number, file in enumerate(found):
         with suppress(FileNotFoundError):  # a server has just removed it
             os.utime(file, (0, 0) if number % 2 else (time.time() + YEAR_S,) * 2)

@@ -124,7 +124,7 @@ class BlockCache(BlockTables):
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
         keys = self._beginning(keys, [()] * len(self.kinds))
         for kind in self.kinds:
-            kind.begin(slot, keys, salt)
+            kind.begin(slot, keys, tokens, salt)
         return self._counted(slot, len(tokens))
 
     def keep_on_disk(self, keeper: Keeper) -> None:

@@ -1,15 +1,15 @@
 """Blocks of KV caches in a folder: what one process has read, the next one need not read again.
 
 A folder belongs to one user and may serve several processes. It holds a secret, and a *shelf* for each model that wrote
-there, under a hash of everything that decides the bits of a row. A shelf has *segments*, pairs of files: NAME.kv has
-the rows of blocks one behind the other, NAME.idx an entry of 128 bytes for each. A process writes to segments of its
-own and reads those of all. A segment that is full is not written to again; where the folder has become larger than it
-may be, the segment that was used longest ago is removed.
+there, under a hash of everything that decides the bits of a row. A shelf has segments (kv/segments.py). A process
+writes to segments of its own and reads those of all, and may be killed at any moment: what it was writing is lost, and
+nothing else. A segment that is full is not written to again; where the folder has become larger than it may be, the one
+that was written longest ago is removed. Its blocks that were used since, read from the folder or found in memory, are
+carried to another one before: so the beginning of many texts outlives their ends.
 
-An entry is written when its rows are, and says what they must hash to, so a process may be killed at any moment: what
-it was writing is lost, and nothing else. Rows are found under a keyed BLAKE2b hash of the salt and of all tokens up to
-the block's end (kv/prefix.py has the chain), and the block's own tokens are compared besides. Whoever can read the
-folder can learn what was asked: it is readable by its owner alone.
+Rows are found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
+chain), and the block's own tokens are compared besides. Whoever can read the folder can learn what was asked: it is
+readable by its owner alone.
 
 Rows are read by `preadv` and not through a memory map, because a file that is cut while it is mapped ends the process
 that reads it (SIGBUS).
@@ -23,11 +23,11 @@ import os
 import re
 import secrets
 import shutil
-import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -40,18 +40,29 @@ from torch import Tensor
 
 from forerun import native
 from forerun.errors import BadOption
+from forerun.kv.segments import (
+    ENTRIES,
+    ENTRY_BYTES,
+    MOST_USES,
+    ROWS,
+    Carried,
+    Entry,
+    Segment,
+    Writer,
+    carry,
+    entries_in,
+    remove,
+    used_blocks,
+)
 
 LOG = logging.getLogger(__name__)
 FORM = 1  # of the files; others are not read
-SECRET, ROWS, ENTRIES, ABOUT = "secret", ".kv", ".idx", "about.json"
+SECRET, ABOUT = "secret", "about.json"
 SEGMENT_BYTES = 256 << 20  # of rows, at most
 LEAST_BYTES = 64 << 20  # of a folder
 AHEAD_S = 60.0  # a file's time that lies further in the future is wrong
 REFRESH_S = 0.2  # between two looks at what other processes wrote
 BLOCK_TOKENS = 16
-_ENTRY = struct.Struct("<32s64sB3xIQQ")  # key, tokens, kind, bytes, where they begin, what they hash to
-_SUM = struct.Struct("<Q")  # of the entry itself
-ENTRY_BYTES = _ENTRY.size + _SUM.size
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -82,33 +93,14 @@ def default_path() -> Path:
     return native.cache_folder() / "kv"
 
 
-class Place(NamedTuple):
-    """Where the rows of one block are."""
+@dataclass(eq=False, slots=True)
+class Place:
+    """Where a block is: in which segment, under which of its entries. uses: as many as are known, written or not."""
 
     segment: Segment
-    start: int
-    num_bytes: int
-    sum: int
-    tokens: bytes
-    entry: int  # which of the segment's
-
-
-@dataclass(eq=False)
-class Segment:
-    """Two files, and how far their entries were read."""
-
-    path: Path  # without an ending
-    rows: int  # a descriptor, which is closed when nobody knows the segment any more
-    num_read: int = 0
-    used_at: float = 0.0
-
-    def __del__(self) -> None:
-        os.close(self.rows)
-
-    @property
-    def entries(self) -> Path:
-        """The file of its entries."""
-        return self.path.with_suffix(ENTRIES)
+    number: int
+    entry: Entry
+    uses: int
 
 
 @dataclass(frozen=True)
@@ -140,10 +132,10 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
                 data = entries.read_bytes()
                 num_bytes += len(data) + os.fstat(rows.fileno()).st_size
                 used_at = max(used_at, entries.stat().st_mtime)
-                for entry in _entries(data):
-                    num_blocks += entry is not None
-                    num_tokens += BLOCK_TOKENS * (entry is not None and entry[2] == 0)
-                    num_damaged += verifies and entry is not None and not _is_whole(rows.fileno(), entry)
+                for entry in filter(None, entries_in(data)):
+                    num_blocks += 1
+                    num_tokens += BLOCK_TOKENS * (entry.kind == 0)
+                    num_damaged += verifies and entry.rows(rows.fileno()) is None
         found.append(Kept(about.get("model", ""), shelf, num_blocks, num_tokens, num_bytes, used_at, num_damaged))
     return found
 
@@ -164,19 +156,6 @@ def _shelves(path: Path) -> list[Path]:
     return [shelf for shelf in path.iterdir() if shelf.is_dir()]
 
 
-def _entries(data: bytes) -> Iterator[tuple[Any, ...] | None]:
-    """Yield key, tokens, kind, bytes, start and hash of each entry; None for one that is not there, or damaged."""
-    for at in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
-        entry, total = data[at : at + _ENTRY.size], _SUM.unpack_from(data, at + _ENTRY.size)[0]
-        yield _ENTRY.unpack(entry) if total == xxhash.xxh3_64_intdigest(entry) else None
-
-
-def _is_whole(descriptor: int, entry: tuple[Any, ...]) -> bool:
-    *_, num_bytes, start, total = entry
-    data = os.pread(descriptor, num_bytes, start)
-    return len(data) == num_bytes and bool(xxhash.xxh3_64_intdigest(data) == total)
-
-
 class Folder:
     """A folder of shelves, no larger than `num_bytes`, and the thread that writes there.
 
@@ -186,7 +165,7 @@ class Folder:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path, self.num_bytes = path, num_bytes
-        self.segment_bytes = min(SEGMENT_BYTES, num_bytes // 8)
+        self.segment_bytes = min(SEGMENT_BYTES, num_bytes // 16)
         self.is_writable = True
         self._said = set[str]()
         self._jobs: list[Callable[[], bool]] = []
@@ -283,34 +262,39 @@ class Folder:
     # ------------------------------------------------------------------------------------------------- what there is
 
     def segments(self) -> list[tuple[Path, int, float]]:
-        """Return each segment's path without ending, its bytes, and when it was used last, longest ago first.
+        """Return each segment's path without ending, its bytes, and when it was written last, longest ago first.
 
         A time in the future was a wrong clock's, and counts as 0: such a segment would stay for ever, and what is
         written now would go in its place.
         """
-        found, latest = [], time.time() + AHEAD_S
-        for entries in self.path.glob(f"*/*{ENTRIES}"):
+        segments, latest = [], time.time() + AHEAD_S
+        for rows in self.path.glob(f"*/*{ROWS}"):  # which a process that was killed may have left without entries
             with suppress(OSError):
-                own, rows = entries.stat(), entries.with_suffix(ROWS).stat()
-                used_at = own.st_mtime if own.st_mtime <= latest else 0.0
-                found.append((entries.with_suffix(""), own.st_size + rows.st_size, used_at))
-        return sorted(found, key=lambda one: one[2])
+                state, num_bytes = rows.stat(), 0
+                with suppress(FileNotFoundError):
+                    num_bytes = rows.with_suffix(ENTRIES).stat().st_size
+                written_at = state.st_mtime if state.st_mtime <= latest else 0.0
+                segments.append((rows.with_suffix(""), state.st_size + num_bytes, written_at))
+        return sorted(segments, key=lambda segment: segment[2])
 
     def shrink(self, room: int = 0) -> None:
-        """Remove segments, those used longest ago first, until the folder has so much room left."""
-        found = self.segments()
-        num_bytes = sum(size for _, size, _ in found) + room
-        for path, size, _ in found:
-            if num_bytes <= self.num_bytes:
-                return
+        """Remove segments, those written longest ago first, until the folder has so much room left.
+
+        Of what was used in them, as much as a segment holds is carried to another one before.
+        """
+        segments = self.segments()
+        excess = sum(size for _, size, _ in segments) + room - self.num_bytes
+        removed, used, num_bytes = list[Path](), list[Carried](), 0
+        for path, size, _ in segments:
+            if num_bytes >= excess + min(self.segment_bytes, sum(block.num_bytes for block in used)):
+                break
+            removed.append(path)
+            used += used_blocks(path)
+            num_bytes += size
+        with suppress(OSError):  # a full disk: there is room when they are removed
+            carry(used, self.segment_bytes)
+        for path in removed:
             remove(path)
-            num_bytes -= size
-
-
-def remove(path: Path) -> None:
-    """Remove both files of a segment, the entries first."""
-    for ending in (ENTRIES, ROWS):
-        path.with_suffix(ending).unlink(missing_ok=True)
 
 
 class Shelf:
@@ -323,9 +307,8 @@ class Shelf:
         self.folder, self.path, self.record_bytes, self.model = folder, path, record_bytes, model
         self._places: dict[tuple[int, bytes], Place] = {}
         self._segments: dict[str, Segment] = {}
-        self._own: Segment | None = None
-        self._own_bytes = 0
-        self._own_entries = -1
+        self._writer: Writer | None = None
+        self._used = deque[Place]()  # uses that are not written yet
         self._lock = threading.RLock()
         self._looked_at = -1e9
         self.refresh()
@@ -337,18 +320,23 @@ class Shelf:
         """Return the key of a block on disk: without the secret nobody can tell which texts are here."""
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
-    def has(self, kind: int, chain: bytes) -> bool:
-        """Return whether a block is here already."""
-        return (kind, self.key(chain)) in self._places
+    def use(self, kind: int, chain: bytes) -> bool:
+        """Count a use of a block, and return whether it is here."""
+        place = self._places.get((kind, self.key(chain)))
+        if place is None:
+            return False
+        place.uses = min(place.uses + 1, MOST_USES)
+        self._used.append(place)
+        return True
 
     def find(self, kind: int, chain: bytes, tokens: Seq[int]) -> Place | None:
         """Return where the rows of a block are, None where it is not here. tokens: its own."""
         place = self._places.get((kind, self.key(chain)))
-        return place if place is not None and place.tokens == _packed(tokens) else None
+        return place if place is not None and place.entry.tokens == _packed(tokens) else None
 
-    def refresh(self) -> None:
-        """Look for what other processes have written or removed since; not more often than REFRESH_S."""
-        if time.monotonic() - self._looked_at < REFRESH_S:
+    def refresh(self, within_s: float = REFRESH_S) -> None:
+        """Look for what other processes have written or removed since, if it is so long ago that this was done."""
+        if time.monotonic() - self._looked_at < within_s:
             return
         with self._lock:
             self._looked_at = time.monotonic()
@@ -365,112 +353,99 @@ class Shelf:
             if gone:
                 lost = set(map(id, gone))
                 self._places = {key: place for key, place in self._places.items() if id(place.segment) not in lost}
-                if self._own is not None and id(self._own) in lost:
-                    self._end_own()
+                if self._writer is not None and id(self._writer.segment) in lost:
+                    self._writer = None
             for name in names:
                 with suppress(OSError):
                     self._read_entries(name)
 
     def _read_entries(self, name: str) -> None:
         segment = self._segments.get(name)
-        if segment is self._own and segment is not None:
+        if self._writer is not None and segment is self._writer.segment:
             return
         if segment is None:
-            path = self.path / name
-            segment = Segment(path, os.open(path.with_suffix(ROWS), os.O_RDONLY | os.O_CLOEXEC))
-            self._segments[name] = segment
+            segment = self._segments[name] = Segment.opened(self.path / name)
         with open(segment.entries, "rb") as file:
             file.seek(segment.num_read * ENTRY_BYTES)
             data = file.read()
         end = os.fstat(segment.rows).st_size
-        for entry in _entries(data):
+        for number, entry in enumerate(entries_in(data), segment.num_read):
             segment.num_read += 1
-            if entry is None:
-                continue
-            key, tokens, kind, num_bytes, start, total = entry
-            if kind < len(self.record_bytes) and num_bytes == self.record_bytes[kind] and start + num_bytes <= end:
-                self._places[kind, key] = Place(segment, start, num_bytes, total, tokens, segment.num_read - 1)
+            if entry is not None and self._can_read(entry, end):
+                self._places[entry.kind, entry.key] = Place(segment, number, entry, entry.uses)
+
+    def _can_read(self, entry: Entry, end: int) -> bool:
+        """Return whether the rows of an entry are as long as those of its kind, and before the end of their file."""
+        is_known = entry.kind < len(self.record_bytes) and entry.num_bytes == self.record_bytes[entry.kind]
+        return is_known and entry.start + entry.num_bytes <= end
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def read(self, kind: int, chain: bytes, place: Place, out: memoryview) -> bool:
         """Read the rows of a block, and return whether they are what was written."""
-        segment = place.segment
+        entry = place.entry
         try:
-            num = os.preadv(segment.rows, [out], place.start)
+            num = os.preadv(place.segment.rows, [out], entry.start)
         except OSError as error:
             self.folder.say(f"a block cannot be read: {error.strerror}")
             num = -1
-        if num == place.num_bytes and xxhash.xxh3_64_intdigest(out) == place.sum:
+        if num == entry.num_bytes and xxhash.xxh3_64_intdigest(out) == entry.sum:
             return True
         if num >= 0:
             self.folder.say("a block is damaged, and its text is read again")
         with self._lock:
             if self._places.get(found := (kind, self.key(chain))) is place:
                 del self._places[found]
-        with suppress(OSError), open(segment.entries, "r+b") as file:  # so that nobody looks there again
-            os.pwrite(file.fileno(), bytes(ENTRY_BYTES), place.entry * ENTRY_BYTES)
+        place.segment.rewrite({place.number: bytes(ENTRY_BYTES)})  # so that nobody looks there again
         return False
 
-    def used(self, segments: Seq[Segment]) -> None:
-        """Take note that these segments were used just now."""
-        now = time.monotonic()
-        for segment in dict.fromkeys(segments):
-            if now - segment.used_at > 1:
-                segment.used_at = now
-                with suppress(OSError):
-                    os.utime(segment.entries)
-
-    def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview) -> None:
-        """Add a block, if it is not here. Called by the writing thread alone."""
-        key = self.key(chain)
-        if (kind, key) in self._places or not self.folder.is_writable:
+    def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview, uses: int = 0) -> None:
+        """Add a block, or count a use if it is here. Called by the writing thread alone, as `write_uses` is."""
+        if not self.folder.is_writable or self.use(kind, chain):
             return
         try:
-            self._write(kind, key, _packed(tokens), rows)
+            writer = self._writer  # which another thread takes from here when it sees that the files are gone
+            if writer is None or writer.is_removed or writer.num_bytes + rows.nbytes > self.folder.segment_bytes:
+                writer = self._writer = self._begun()
+            self._add(writer, self.key(chain), _packed(tokens), kind, min(uses, MOST_USES), rows)
         except OSError as error:
-            self._end_own()
+            self._writer = None
             self.folder.failed(error)
 
-    def _write(self, kind: int, key: bytes, tokens: bytes, rows: memoryview) -> None:
-        if self._own is None or self._own_bytes + rows.nbytes > self.folder.segment_bytes:
-            self._begin_own()
-        own, start = self._own, self._own_bytes
-        assert own is not None
-        total = xxhash.xxh3_64_intdigest(rows)
-        _write_all(own.rows, rows, start)
-        entry = _ENTRY.pack(key, tokens, kind, rows.nbytes, start, total)
-        at = own.num_read * ENTRY_BYTES
-        _write_all(self._own_entries, memoryview(entry + _SUM.pack(xxhash.xxh3_64_intdigest(entry))), at)
+    def _add(self, writer: Writer, key: bytes, tokens: bytes, kind: int, uses: int, rows: memoryview) -> None:
+        entry, number = writer.add(key, tokens, kind, uses, rows), writer.segment.num_read - 1
         with self._lock:
-            self._places[kind, key] = Place(own, start, rows.nbytes, total, tokens, own.num_read)
-            own.num_read += 1
-            self._own_bytes += rows.nbytes
+            if self._writer is writer:  # else another process has removed its files just now
+                self._places[kind, key] = Place(writer.segment, number, entry, uses)
 
-    def _begin_own(self) -> None:
-        self._end_own()
-        self.folder.shrink(self.folder.segment_bytes)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+    def _begun(self) -> Writer:
+        """Make room, and begin a segment."""
+        self._writer = None
+        self.write_uses()
+        self.folder.shrink(2 * self.folder.segment_bytes)  # for its blocks, and those that the next one has carried
+        self.refresh(0)
+        writer = Writer(self.path)
         if not (about := self.path / ABOUT).exists():
             about.touch(mode=0o600)
             about.write_text(
                 json.dumps({"model": self.model, "record_bytes": self.record_bytes}) + "\n", encoding="utf-8"
             )
-        path = self.path / secrets.token_hex(8)
-        flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        rows = os.open(path.with_suffix(ROWS), flags | os.O_RDWR, 0o600)
         with self._lock:
-            self._own_entries = os.open(path.with_suffix(ENTRIES), flags | os.O_WRONLY, 0o600)
-            self._own, self._own_bytes = Segment(path, rows), 0
-            self._segments[path.name] = self._own
+            self._segments[writer.segment.path.name] = writer.segment
+        return writer
 
-    def _end_own(self) -> None:
-        """Write to another segment from now on; this one is read as those of others are."""
-        with self._lock:
-            self._own = None
-            if self._own_entries >= 0:
-                os.close(self._own_entries)
-                self._own_entries = -1
+    def write_uses(self) -> None:
+        """Let other processes, and later ones, know what was used."""
+        entries = dict[Segment, dict[int, bytes]]()
+        while self._used:
+            place = self._used.popleft()
+            is_there = self._places.get((place.entry.kind, place.entry.key)) is place  # not damaged, nor removed
+            changed = entries.setdefault(place.segment, {})
+            if is_there and place.uses > place.entry.uses:
+                place.entry = place.entry._replace(uses=place.uses)
+                changed[place.number] = place.entry.packed()
+        for segment, changed in entries.items():
+            segment.rewrite(changed)
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -484,9 +459,3 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def _packed(tokens: Seq[int]) -> bytes:
     return array("i", tokens).tobytes()
-
-
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
-    while data.nbytes:
-        num = os.pwrite(descriptor, data, at)
-        data, at = data[num:], at + num

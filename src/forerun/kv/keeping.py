@@ -2,6 +2,8 @@
 
 Publishing a block notes it here, and the folder's thread copies its rows and writes them later: the rows of a published
 block do not change. Where the block is withdrawn before that (evicted, or made private), its rows are copied at once.
+Whoever uses a published block later is noted, too, for what is used stays on disk; and where it is not there any more,
+it is written again.
 
 A *fetch* takes blocks of the cache for what is on disk and not in memory, lets a thread read the rows into them while
 steps go on, and then publishes them, so that `open` finds them as if another sequence had left them.
@@ -28,10 +30,11 @@ NUM_READERS = 2
 
 
 class _Waiting(NamedTuple):
-    """A published block that is not written yet."""
+    """A published block that is not written yet. uses: since it was published."""
 
     key: Key
     tokens: Seq[int]
+    uses: int
 
 
 class Missing(NamedTuple):
@@ -86,12 +89,14 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------------- writing
 
-    def published(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
-        """Take note of a block that sequences can find from now on."""
-        if self.folder.is_writable and not self.shelf.has(kind, key):
-            with self._lock:
-                self._waiting[kind, block] = _Waiting(key, list(tokens))
-            self.folder.wake()
+    def used(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
+        """Take note of a published block that a sequence has: the first that does has it written."""
+        if not self.folder.is_writable or self.shelf.use(kind, key):
+            return
+        with self._lock:
+            waiting = self._waiting.get((kind, block))
+            self._waiting[kind, block] = _Waiting(key, list(tokens), 0 if waiting is None else waiting.uses + 1)
+        self.folder.wake()
 
     def withdrawn(self, kind: int, block: int) -> None:
         """Copy the rows of a block that is about to be written to, if they are not written yet."""
@@ -104,20 +109,29 @@ class Keeper:
                 self._copied_bytes += rows.nbytes
 
     def _write_some(self) -> bool:
-        """Write one block, and return whether there was one."""
+        """Write a block, or where none waits what was used. Returns whether there was a block."""
         with self._lock:
-            if self._copied:
-                kind, waiting, rows = self._copied.popleft()
-                self._copied_bytes -= rows.nbytes
-            elif self._waiting:
-                (kind, block), waiting = next(iter(self._waiting.items()))
-                del self._waiting[kind, block]
-                rows = self._buffer[: self.shelf.record_bytes[kind]]
-                self._pools.save(kind, block, rows)
-            else:
-                return False
-        self.shelf.write(kind, waiting.key, waiting.tokens, rows)
+            block = self._next()
+        if block is None:
+            self.shelf.write_uses()
+            return False
+        kind, waiting, rows = block
+        self.shelf.write(kind, waiting.key, waiting.tokens, rows, waiting.uses)
         return True
+
+    def _next(self) -> tuple[int, _Waiting, memoryview] | None:
+        """Return the kind and the rows of a block that is to be written, of those first that memory has lost."""
+        if self._copied:
+            kind, waiting, rows = self._copied.popleft()
+            self._copied_bytes -= rows.nbytes
+        elif self._waiting:
+            (kind, block), waiting = next(iter(self._waiting.items()))
+            del self._waiting[kind, block]
+            rows = self._buffer[: self.shelf.record_bytes[kind]]
+            self._pools.save(kind, block, rows)
+        else:
+            return None
+        return kind, waiting, rows
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -125,14 +139,13 @@ class Keeper:
         """Begin to read the rows of these blocks, which nothing else writes to or reads until the fetch is over."""
         share = -(-len(blocks) // NUM_READERS)
         parts = [blocks[first : first + share] for first in range(0, len(blocks), share)]
-        self.shelf.used([missing.place.segment for missing in blocks])
         return Fetch(slot, blocks, [self._readers.submit(self._read, part) for part in parts])
 
     def _read(self, blocks: Seq[Missing]) -> list[Missing]:
         found, buffer = list[Missing](), _buffer(self.shelf)
         for missing in blocks:
             kind, key, block, place = missing
-            rows = buffer[: place.num_bytes]
+            rows = buffer[: place.entry.num_bytes]
             if self.shelf.read(kind, key, place, rows):
                 self._pools.load(kind, block, rows)
                 found.append(missing)

@@ -111,7 +111,7 @@ class BlockTables:
         self._slots: dict[int, _Slot] = {}
         self._num_touched = 0  # blocks are taken from block 0 on
         self._prefixes = PrefixIndex()
-        self.keeper: Keeper | None = None  # what is told of blocks that are published and withdrawn
+        self.keeper: Keeper | None = None  # what is told of blocks that are published, found and withdrawn
         self.kind = 0
 
     # ------------------------------------------------------------------------------------------------ life of a slot
@@ -122,7 +122,7 @@ class BlockTables:
         tokens: the committed ones, from the beginning. Only blocks that were published under the same salt are found.
         """
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
-        self.begin(slot, keys[: self.num_found(keys)], salt)
+        self.begin(slot, keys[: self.num_found(keys)], tokens, salt)
         return self._counted(slot, len(tokens))
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
@@ -139,8 +139,8 @@ class BlockTables:
                 break
         return most
 
-    def begin(self, slot: int, keys: list[Key], salt: str | None) -> None:
-        """Begin a sequence with the blocks of these keys, `num_found` of which are there."""
+    def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
+        """Begin a sequence of these tokens with the blocks of these keys, `num_found` of which are there."""
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
@@ -150,6 +150,8 @@ class BlockTables:
             self._prefixes.wake(block)
             self._num_users[block] += 1
         self._slots[slot] = _Slot(blocks[:1] * first + blocks, root(salt), list(keys), length, first)
+        for i, block in enumerate(blocks if self.keeper is not None else (), first):
+            self._used(block, keys[i], tokens[i * self.block_tokens : (i + 1) * self.block_tokens])
 
     def _counted(self, slot: int, num_tokens: int) -> int:
         """Count what `open` was asked for and found; returns the latter."""
@@ -204,8 +206,14 @@ class BlockTables:
                 self._publish(own.keys[i], own.table[i], tokens[i * size : (i + 1) * size])
 
     def _publish(self, key: Key, block: int, tokens: Seq[int]) -> None:
-        if self._prefixes.publish(key, block) and self.keeper is not None:
-            self.keeper.published(self.kind, block, key, tokens)
+        if self._prefixes.publish(key, block):
+            self._used(block, key, tokens)
+        elif (equal := self._prefixes.find(key)) is not None:  # which another sequence had computed before
+            self._used(equal, key, tokens)
+
+    def _used(self, block: int, key: Key, tokens: Seq[int]) -> None:
+        if self.keeper is not None:
+            self.keeper.used(self.kind, block, key, tokens)
 
     # ------------------------------------------------------------------------------------- blocks that come from disk
 
