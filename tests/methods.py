@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from forerun import LLM
@@ -18,6 +19,7 @@ from forerun.blocks import Plain
 from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.models.named import DATA
 from forerun.train import datastore
+from tiny import numbers
 
 
 def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
@@ -96,8 +98,10 @@ PARTS = ("weight", "bias")
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) / width**0.5 for name, shape in shapes.items()}
+    made = {
+        name: numbers(40 + seed, *shape) / np.float32(width**0.5) for seed, (name, shape) in enumerate(shapes.items())
+    }
+    return {name: torch.from_numpy(weight) for name, weight in made.items()}
 
 
 def _saved(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -77,3 +80,10 @@ def byte_tokenizer(end_token: str) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([end_token])
     return backend
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return random numbers of mean 0 and deviation 1, the same for ever: whole words of PCG64, multiplied once."""
+    words = np.random.PCG64(seed).random_raw(prod(shape)) >> np.uint64(40)
+    spread = (words.astype(np.float32) - np.float32(1 << 23)) * np.float32(2 * 3**0.5 / (1 << 24))
+    return spread.reshape(shape)
