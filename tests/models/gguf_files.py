@@ -177,7 +177,7 @@ def write_model(
     if rope is not None and rope.kind == "llama3":
         plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
         factors = plain / inverse_frequencies(rope, attention.head_dim)
-        writer.add_tensor("rope_freqs.weight", factors.numpy())
+        writer.add_tensor("rope_freqs.weight", factors)
     if arch == "gemma4":
         full = next(b.attention for b in config.blocks if b.attention is not None and b.attention.window is None)
         turned_dims = (full.rope.dims if full.rope else None) or full.head_dim

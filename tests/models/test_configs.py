@@ -17,7 +17,7 @@ from forerun.models.configs import SHARED_KEYS
 from forerun.models.families import family, model_types
 from forerun.models.loading import read_config
 from forerun.models.saving import config_to_dict
-from forerun.ops.rotary import Rotations
+from forerun.ops.rotary import Rotations, rotations
 from models.test_encoder_decoders import BART, T5
 from models.test_parity import GPT2, NEOX, SEEING, WHOLE
 
@@ -401,6 +401,5 @@ def test_rotations_reach_as_far_as_they_are_asked_for() -> None:
     for end in (1, 256, 257, 1000, 513):
         table = rope.table(end)
         assert len(table) >= end
-        angles = (end - 1) * rope.inv_freq
-        assert torch.equal(table[end - 1, 0, 0], torch.cat((angles.cos(), angles.cos())))
-        assert torch.equal(table[end - 1, 1, 0], torch.cat((-angles.sin(), angles.sin())))
+        alone = rotations(rope.inv_freq, 1.0, range(end - 1, end))
+        assert torch.equal(table[end - 1, :, 0], torch.from_numpy(alone[0]))

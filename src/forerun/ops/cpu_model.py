@@ -112,7 +112,8 @@ class CpuModel:
         if own is None:
             return
         if own.kind == "sinusoidal":
-            table: Tensor | QuantisedMatrix = sinusoids(own.num + own.offset, spec.hidden_size)
+            numbers = sinusoids(own.num + own.offset, spec.hidden_size)
+            table: Tensor | QuantisedMatrix = torch.from_numpy(numbers)
         else:
             table = source.weights[name]
         dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table.detach()

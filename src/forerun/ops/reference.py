@@ -8,7 +8,6 @@ compare with it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch import Tensor
 from forerun.blocks import Act, Buckets
 from forerun.kv.pool import Pool
 from forerun.ops.quantised import Scheme
+from forerun.ops.rotary import buckets_of_distances
 from forerun.types import CacheView
 
 # A private operator of torch's oneDNN build; where it is missing, F.linear serves.
@@ -351,20 +351,9 @@ def _scored(
 
 
 def bucket_of(distances: Tensor, buckets: Buckets) -> Tensor:
-    """Return the bucket of each distance from row to key, positive backwards (Raffel et al. 2020, appendix).
-
-    Half of the buckets are of one distance each, the others grow by a constant factor up to the largest distance.
-    """
-    num, offset = buckets.num, torch.zeros_like(distances)
-    if buckets.both_ways:
-        num //= 2
-        offset = (distances < 0).long() * num
-        distances = distances.abs()
-    distances = distances.clamp(min=0)
-    exact = num // 2
-    ratio = torch.log(distances.clamp(min=1).float() / exact) / math.log(buckets.max_distance / exact)
-    far = (exact + (ratio * (num - exact)).long()).clamp(max=num - 1)
-    return offset + torch.where(distances < exact, distances, far)
+    """Return the bucket of each distance from row to key, positive backwards."""
+    reach = buckets.max_distance
+    return _buckets(buckets, distances.device)[distances.clamp(-reach, reach) + reach]
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -438,6 +427,13 @@ def _constant(value: float, device: torch.device) -> Tensor:
     """Return a number as a tensor. It is made once, because torch wraps a Python number anew at every call."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
+
+
+@cache
+def _buckets(buckets: Buckets, device: torch.device) -> Tensor:
+    """Return the buckets of distances as a tensor, which goes to its device once."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(buckets_of_distances(buckets)).to(device)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,23 +1,35 @@
-"""Positions as numbers: rotations, with the frequencies of each kind, and sinusoids that are added to embeddings."""
+"""Positions as numbers: rotations with the frequencies of each kind, sinusoids, and buckets of distances.
+
+All operators take them from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere, so that
+no library's cosine or power is in what a model says. The powers of theta alone are the C library's, float64, of which
+rounding to float32 leaves no trace.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forerun.blocks import Rope
+from forerun.blocks import Buckets, Rope
+from forerun.sampling import arithmetic
+
+Singles = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 
 
 class Rotations:
-    """cos and sin by position, computed in blocks of fixed shape so that a table's size never changes its bits."""
+    """cos and sin by position, on a device and in a type. The table grows by blocks, as far as it is asked for."""
 
     BLOCK = 256
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self.rope = rope
-        self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        self.inv_freq = inverse_frequencies(rope, head_dim)
         self._factor = attention_factor(rope)
         self._table = torch.empty(0, 2, 1, 2 * len(self.inv_freq), device=device, dtype=dtype)
         self._num_positions = 0
@@ -29,27 +41,35 @@ class Rotations:
 
     def table(self, end: int) -> Tensor:
         """Return cos and sin of every position below `end`, and some more: [positions, 2, 1, turned dimensions]."""
-        while end > self._num_positions:  # a tensor's len() takes as long as a layer's norm
-            first = self._num_positions
-            block = torch.arange(first, first + self.BLOCK, device=self.inv_freq.device)
-            angles = block[:, None].float() * self.inv_freq[None]
-            cos, sin = angles.cos(), angles.sin()
-            if self._factor != 1:
-                cos, sin = cos * self._factor, sin * self._factor
-            table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-            self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
+        if end > self._num_positions:  # a tensor's len() takes as long as a layer's norm
+            firsts = range(self._num_positions, end, self.BLOCK)
+            blocks = [rotations(self.inv_freq, self._factor, range(first, first + self.BLOCK)) for first in firsts]
+            more = torch.from_numpy(np.concatenate(blocks))[:, :, None]
+            self._table = torch.cat((self._table, more.to(self._table.device, self._table.dtype)))
             self._num_positions = self._table.shape[0]
         return self._table
 
 
-def sinusoids(num: int, width: int) -> Tensor:
-    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5), float32 [num, width].
+def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
+    """Return cos and sin of positions, [positions, 2, 2 pairs]: pair i turns dimensions i and pairs + i of a head.
+
+    Angles are products in float32, as published code has them; cos and sin are rounded once, and the first half of sin
+    is negated. factor: what both are multiplied by.
+    """
+    angles = np.arange(positions.start, positions.stop, dtype=np.float32)[:, None] * inv_freq
+    both = arithmetic.sine_cosine(angles.astype(np.float64))
+    sin, cos = ((part * factor).astype(np.float32) for part in both)
+    return np.stack((np.concatenate((cos, cos), -1), np.concatenate((-sin, sin), -1)), 1)
+
+
+def sinusoids(num: int, width: int) -> Singles:
+    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5) [num, width].
 
     In float64 until the end, as published code computes its tables.
     """
-    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(num, dtype=torch.float64)[:, None] * frequencies
-    return torch.cat((angles.sin(), angles.cos()[:, : width // 2]), -1).float()
+    frequencies = np.array([10000.0 ** (-i / width) for i in range(0, width, 2)])
+    sin, cos = arithmetic.sine_cosine(np.arange(num, dtype=np.float64)[:, None] * frequencies)
+    return np.concatenate((sin, cos[:, : width // 2]), -1).astype(np.float32)
 
 
 def turned(rope: Rope, head_dim: int) -> int:
@@ -57,39 +77,44 @@ def turned(rope: Rope, head_dim: int) -> int:
     return head_dim if rope.kind == "proportional" else rope.dims or head_dim
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the angle per position of each turned pair of dimensions, float32 [pairs].
+def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
+    """Return the angle per position of each turned pair of dimensions [pairs].
 
     llama3 blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), yarn by dimension (Peng et al.
     2023, section 3.2). longrope divides by factors of its own for texts within those of training and for longer ones
-    (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned.
+    (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned. The steps are in
+    float32, as published code has them, and each is rounded correctly.
     """
     dims = rope.dims or head_dim
     whole = head_dim if rope.kind == "proportional" else dims
-    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / whole
-    inv_freq = 1.0 / (rope.theta**exponents)
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(whole)
+    powers = np.array([rope.theta ** float(exponent) for exponent in exponents], dtype=np.float32)
+    inv_freq = 1 / powers
     if rope.kind == "default":
         return inv_freq
     if rope.kind == "linear":
-        return inv_freq / rope.factor
+        return inv_freq / np.float32(rope.factor)
     if rope.kind == "proportional":
-        rest = torch.zeros(head_dim // 2 - dims // 2)
-        return torch.cat((inv_freq, rest)) / rope.factor
+        rest = np.zeros(head_dim // 2 - dims // 2, dtype=np.float32)
+        return np.concatenate((inv_freq, rest)) / np.float32(rope.factor)
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.long_factor if rope.far else rope.short_factor) * rope.theta**exponents)
-    if rope.kind == "yarn":
-        return _yarn(rope, dims, inv_freq)
-    wavelength = 2 * math.pi / inv_freq
+        return 1 / (np.array(rope.long_factor if rope.far else rope.short_factor, dtype=np.float32) * powers)
+    return _yarn(rope, dims, inv_freq) if rope.kind == "yarn" else _llama3(rope, inv_freq)
+
+
+def _llama3(rope: Rope, inv_freq: Singles) -> Singles:
+    wavelength = np.float32(2 * math.pi) / inv_freq
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor
-    spread = rope.high_freq_factor - rope.low_freq_factor
-    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / spread
-    blended = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
-    scaled = torch.where(wavelength > low, inv_freq / rope.factor, inv_freq)
-    return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)
+    spread = np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    turns = np.float32(rope.original_max_positions) / wavelength
+    smooth = (turns - np.float32(rope.low_freq_factor)) / spread
+    blended = (1 - smooth) * inv_freq / np.float32(rope.factor) + smooth * inv_freq
+    scaled = np.where(wavelength > low, inv_freq / np.float32(rope.factor), inv_freq)
+    return np.where((wavelength <= low) & (wavelength >= high), blended, scaled)
 
 
-def _yarn(rope: Rope, dims: int, inv_freq: Tensor) -> Tensor:
+def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
     def dimension(num_turns: float) -> float:
         turns = math.log(rope.original_max_positions / (num_turns * 2 * math.pi))
         return dims * turns / (2 * math.log(rope.theta))
@@ -98,9 +123,9 @@ def _yarn(rope: Rope, dims: int, inv_freq: Tensor) -> Tensor:
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     low, high = max(first, 0), min(last, dims - 1)
-    ramp = (torch.arange(dims // 2).float() - low) / (high - low or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return inv_freq / rope.factor * (1 - kept) + inv_freq * kept
+    ramp = (np.arange(dims // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low or 0.001)
+    kept = 1 - ramp.clip(0, 1)
+    return inv_freq / np.float32(rope.factor) * (1 - kept) + inv_freq * kept
 
 
 def attention_factor(rope: Rope) -> float:
@@ -118,3 +143,24 @@ def attention_factor(rope: Rope) -> float:
 
 def _magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
+
+
+@cache
+def buckets_of_distances(buckets: Buckets) -> Ints:
+    """Return the bucket of each distance from row to key, from -max_distance to max_distance (Raffel et al. 2020).
+
+    Those beyond have the buckets of the ends. Half of the buckets are of one distance each, the others grow by a
+    constant factor up to the largest distance; published code finds them in float32.
+    """
+    num, distances = buckets.num, np.arange(-buckets.max_distance, buckets.max_distance + 1)
+    offset = np.zeros_like(distances)
+    if buckets.both_ways:
+        num //= 2
+        offset = (distances < 0) * num
+        distances = np.abs(distances)
+    distances = distances.clip(0)
+    exact = num // 2
+    shares = arithmetic.log(distances.clip(1).astype(np.float32) / np.float32(exact)).astype(np.float32)
+    shares /= np.float32(math.log(buckets.max_distance / exact))
+    far = (exact + (shares * np.float32(num - exact)).astype(np.int64)).clip(max=num - 1)
+    return np.asarray(offset + np.where(distances < exact, distances, far))

@@ -604,7 +604,8 @@ class TorchModel:
         own = self.config.positions
         if own is None or own.kind == "learned":
             return None if own is None else self.weights[POSITIONS]
-        return sinusoids(own.num + own.offset, self.config.hidden_size).to(self.device, self.activation_dtype)
+        table = torch.from_numpy(sinusoids(own.num + own.offset, self.config.hidden_size))
+        return table.to(self.device, self.activation_dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._embedding is None:

@@ -1,8 +1,8 @@
-"""Sums, exp and log whose bits are the same everywhere, so that what a seed says does not depend on a library.
+"""Sums, exp, log, sine and cosine whose bits are the same everywhere, whatever library or processor computes.
 
-numpy's exp, log and sums differ in their last bits between builds and processors. Here exp and log are spelled out in
-additions, multiplications and divisions, which IEEE 754 rounds alike everywhere, and masses are summed as integers,
-which have no order. csrc/sampling holds the same definitions a second time, bit for bit.
+numpy's exp, log, sines and sums differ in their last bits between builds and processors, and torch's do. Here functions
+are spelled out in additions, multiplications and divisions, which IEEE 754 rounds alike everywhere, and masses are
+summed as integers, which have no order. csrc/sampling holds exp, log and masses a second time, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,6 +39,25 @@ _LOG_ODD = (
     1.818357216161805012e-01,
     2.857142874366239149e-01,
     6.666666666666735130e-01,
+)
+
+# Half of pi in three parts. The first two have 29 bits: their products with whole numbers up to 2^24 are exact.
+_HALF_PI = (1.570796325802803, 9.920935774287987e-10, 2.2517417741562176e-18)
+_SINE = (
+    -1.66666666666666324348e-01,
+    8.33333333332248946124e-03,
+    -1.98412698298579493134e-04,
+    2.75573137070700676789e-06,
+    -2.50507602534068634195e-08,
+    1.58969099521155010221e-10,
+)
+_COSINE = (
+    4.16666666666666019037e-02,
+    -1.38888888888741095749e-03,
+    2.48015872894767294178e-05,
+    -2.75573143513906633035e-07,
+    2.08757232129817482790e-09,
+    -1.13596475577881948265e-11,
 )
 
 
@@ -98,6 +117,33 @@ def log(x: npt.ArrayLike) -> Floats:
     half_square = 0.5 * f * f
     tail = s * (half_square + (even + odd)) + k * _LOG_LN2_LOW
     return np.asarray(k * _LOG_LN2_HIGH - ((half_square - tail) - f))
+
+
+def sine_cosine(x: Floats) -> tuple[Floats, Floats]:
+    """Sine and cosine of angles up to 2^24 in magnitude, elementwise, float64, within 2 units in the last place.
+
+    The polynomials of FreeBSD's k_sin.c and k_cos.c (Sun Microsystems 1993) of what is left of multiples of pi / 2.
+    """
+    quarters = np.rint(x * (2 / math.pi))
+    rest = x - quarters * _HALF_PI[0]
+    rest -= quarters * _HALF_PI[1]
+    rest -= quarters * _HALF_PI[2]
+    square = rest * rest
+    sine = rest + rest * square * _polynomial(_SINE, square)
+    cosine = 1.0 - (0.5 * square - square * square * _polynomial(_COSINE, square))
+    turns = quarters.astype(np.int64)
+    is_odd = turns & 1 == 1
+    sines, cosines = np.where(is_odd, cosine, sine), np.where(is_odd, sine, cosine)
+    return np.where(turns & 2, -sines, sines), np.where(turns + 1 & 2, -cosines, cosines)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
+    """Return c0 + c1 x + c2 x^2 + ..."""
+    found = np.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        found *= x
+        found += coefficient
+    return found
 
 
 def tick_bits(num_values: int) -> int:

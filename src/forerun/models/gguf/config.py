@@ -208,7 +208,7 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
         return None
     if factors.max() > RANGES["factor"][1]:
         return None
-    plain = inverse_frequencies(Rope(theta), head_dim).numpy().astype(np.float64)
+    plain = inverse_frequencies(Rope(theta), head_dim).astype(np.float64)
     factor = float(factors.max())
     between = (factors > 1) & (factors < factor)
     guesses = [(8192, 4.0)]
@@ -223,7 +223,7 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
             guesses.append((round(-slope / at_zero), round(1 - 1 / at_zero, 3)))
     for length, high in guesses:
         rope = Rope(theta, "llama3", factor, 1.0, high, length)
-        scaled = inverse_frequencies(rope, head_dim).numpy()
+        scaled = inverse_frequencies(rope, head_dim)
         if high > 1 and np.allclose(plain / scaled, factors, rtol=TOLERANCE, atol=0):
             keys = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
             return {"rope_type": "llama3", **keys, "original_max_position_embeddings": length}
