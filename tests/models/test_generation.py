@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer as Backend, models
 
 from forerun import LLM, SamplingParams
 from forerun.cli.flags import sampling_params
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.models.generation import end_ids_of, sampling_defaults, sampling_fields
+from forerun.models import generation
+from forerun.text.small_files import SmallFiles
 from tiny import write_tiny
 
 CONFIG = {"vocab_size": 100, "max_position_embeddings": 64}
@@ -25,6 +27,20 @@ def folder_with(tmp_path: Path, **values: Any) -> Path:
 def written(folder: Path, name: str, values: Any) -> Path:
     (folder / f"{name}.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
+
+
+def sampling_fields(folder: Path) -> dict[str, Any]:
+    small = SmallFiles(folder)
+    return generation.sampling_fields(small, small.json("config.json"))
+
+
+def sampling_defaults(folder: Path) -> SamplingParams:
+    small = SmallFiles(folder)
+    return generation.sampling_defaults(small, small.json("config.json"))
+
+
+def end_ids_of(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
+    return generation.end_ids_of(SmallFiles(folder), raw)
 
 
 def test_published_values_become_sampling_parameters(tmp_path: Path) -> None:
@@ -196,49 +212,60 @@ def test_what_is_no_end_id_is_refused(tmp_path: Path, value: Any) -> None:
 
 
 DECODER = {"7": {"content": "<end>"}, "100": {"content": "<beyond>"}}
+WORDS = models.WordLevel({"<end>": 9, "<none>": 0}, unk_token="<none>")
+UNIGRAM = models.Unigram([("<none>", 0.0), ("<end>", -1.0)], unk_id=0)
+
+
+def tokenizer_of(model: Any, *added: str) -> dict[str, Any]:
+    """What tokenizer.json says of a vocabulary, and of tokens that were added to it."""
+    backend = Backend(model)
+    backend.add_tokens([AddedToken(token) for token in added])
+    return json.loads(backend.to_str())
 
 
 @pytest.mark.parametrize(
     ("named", "tokenizer", "ids"),
     [
-        ({"eos_token": "<end>", "added_tokens_decoder": DECODER}, {}, {7}),
-        ({"eos_token": {"content": "<end>"}, "added_tokens_decoder": DECODER}, {}, {7}),
-        ({"eos_token": "<beyond>", "added_tokens_decoder": DECODER}, {}, set()),
-        ({"eos_token": None, "added_tokens_decoder": []}, {}, set()),
-        ({"eos_token": "<end>", "added_tokens_decoder": None}, {"added_tokens": [{"content": "<end>", "id": 8}]}, {8}),
-        ({"eos_token": "<end>"}, {"added_tokens": None, "model": {"vocab": {"<end>": 9}}}, {9}),
-        ({"eos_token": "<end>"}, {"model": None}, set()),
+        ({"eos_token": "<end>", "added_tokens_decoder": DECODER}, None, {7}),
+        ({"eos_token": {"content": "<end>"}, "added_tokens_decoder": DECODER}, None, {7}),
+        ({"eos_token": "<beyond>", "added_tokens_decoder": DECODER}, None, set()),
+        ({"eos_token": None, "added_tokens_decoder": []}, None, set()),
+        ({"eos_token": "<end>", "added_tokens_decoder": None}, tokenizer_of(models.BPE(), "<a>", "<end>"), {1}),
+        ({"eos_token": "<end>"}, tokenizer_of(WORDS), {9}),
+        ({"eos_token": "<end>"}, tokenizer_of(UNIGRAM), {1}),
+        ({"eos_token": "<end>"}, tokenizer_of(models.BPE(), "<a>"), set()),
+        ({"eos_token": "<end>"}, None, set()),
     ],
 )
 def test_the_id_of_the_end_token(tmp_path: Path, named: Any, tokenizer: Any, ids: set[int]) -> None:
     written(tmp_path, "tokenizer_config", named)
-    assert end_ids_of(written(tmp_path, "tokenizer", tokenizer), CONFIG) == ids
+    if tokenizer is not None:
+        written(tmp_path, "tokenizer", tokenizer)
+    assert end_ids_of(tmp_path, CONFIG) == ids
 
 
 @pytest.mark.parametrize(
-    ("file", "key", "value"),
+    ("key", "value"),
     [
-        ("tokenizer_config", "added_tokens_decoder", [{"content": "<end>"}]),
-        ("tokenizer_config", "added_tokens_decoder", {"seven": {"content": "<end>"}}),
-        ("tokenizer_config", "added_tokens_decoder", {"7": "<end>"}),
-        *[("tokenizer_config", "eos_token", value) for value in (["<end>"], 7, {}, {"content": 7})],
-        ("tokenizer", "added_tokens", {"<end>": 7}),
-        ("tokenizer", "added_tokens", ["<end>"]),
+        ("added_tokens_decoder", [{"content": "<end>"}]),
+        ("added_tokens_decoder", {"seven": {"content": "<end>"}}),
+        ("added_tokens_decoder", {"7": "<end>"}),
+        *[("eos_token", value) for value in (["<end>"], 7, {}, {"content": 7})],
     ],
 )
-def test_an_odd_file_of_the_tokenizer_is_refused(tmp_path: Path, file: str, key: str, value: Any) -> None:
-    written(tmp_path, "tokenizer_config", {"eos_token": "<end>"})
-    written(tmp_path, file, {"eos_token": "<end>"} | {key: value})
+def test_an_odd_file_of_the_tokenizer_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    written(tmp_path, "tokenizer_config", {"eos_token": "<end>"} | {key: value})
     with pytest.raises(UnsupportedModel) as caught:
         end_ids_of(tmp_path, CONFIG)
-    assert str(caught.value).startswith(f"{file}.json in {tmp_path} sets {key}={value!r}, which is not possible: it ")
+    assert str(caught.value).startswith(
+        f"tokenizer_config.json in {tmp_path} sets {key}={value!r}, which is not possible: it "
+    )
 
 
-@pytest.mark.parametrize("entry", [{"content": "<end>"}, {"content": "<end>", "id": "7"}])
-def test_an_end_token_without_an_id_is_refused(tmp_path: Path, entry: Any) -> None:
+def test_an_end_token_in_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     written(tmp_path, "tokenizer_config", {"eos_token": "<end>"})
-    with pytest.raises(UnsupportedModel, match="it must be an id for every added token"):
-        end_ids_of(written(tmp_path, "tokenizer", {"added_tokens": [entry]}), CONFIG)
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json is not a file of the tokenizers library"):
+        end_ids_of(written(tmp_path, "tokenizer", {"added_tokens": [{"content": "<end>"}]}), CONFIG)
 
 
 def test_no_end_id_lies_outside_the_vocabulary(tmp_path: Path) -> None:

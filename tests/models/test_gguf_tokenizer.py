@@ -29,6 +29,7 @@ from forerun.models.gguf.tokenizer import write_tokenizer
 from forerun.models.loading import load_checkpoint
 from forerun.models.source import open_source
 from forerun.text.chat import ChatTemplate
+from forerun.text.small_files import SmallFiles
 from forerun.text.tokenizer import Tokenizer
 from models.gguf_files import random_weights, usual, write_model, write_tensors, write_vocabulary
 from models.gguf_vocabularies import checksums, pairs, recorded, recorded_checksums, smollm2, texts, vocabularies
@@ -211,13 +212,13 @@ def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     metadata = vocabularies()["qwen2"]
     tokens = metadata["tokenizer.ggml.tokens"]
     known = {0, tokens.index("<|im_end|>")}  # <|endoftext|> is 0
-    assert end_ids_of(folder_of(tmp_path / "a.gguf", metadata), {}) == known
+    assert end_ids_of(SmallFiles(folder_of(tmp_path / "a.gguf", metadata)), {}) == known
     more: Metadata = {
         "tokenizer.ggml.eot_token_id": 77,
         "tokenizer.ggml.eom_token_id": 78,
         "tokenizer.ggml.eos_token_id": 79,
     }
-    assert end_ids_of(folder_of(tmp_path / "b.gguf", metadata | more), {}) == known | {77, 78, 79}
+    assert end_ids_of(SmallFiles(folder_of(tmp_path / "b.gguf", metadata | more)), {}) == known | {77, 78, 79}
 
 
 def test_an_end_text_beside_others_may_end_one_message_only(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_an_end_text_beside_others_may_end_one_message_only(tmp_path: Path) -> N
         folder = folder_of(
             tmp_path / f"{len(texts)}.gguf", metadata | {KEY + key: value for key, value in more.items()}
         )
-        return {more["tokens"][i] for i in end_ids_of(folder, {})}
+        return {more["tokens"][i] for i in end_ids_of(SmallFiles(folder), {})}
 
     assert ends("<|end|>", "<|return|>") == {"<|endoftext|>", "<|im_end|>", "<|end|>", "<|return|>"}
     assert ends("<|end|>", "<|return|>", "<|call|>") == {"<|endoftext|>", "<|im_end|>", "<|return|>", "<|call|>"}
@@ -271,6 +272,6 @@ def test_the_real_model() -> None:
     source = open_source(smollm2() or Path())
     tokenizer = Tokenizer.load(source.folder)
     assert [tokenizer.encode(text) for text in TEXTS] == recorded("smollm2")
-    assert end_ids_of(source.folder, source.config) == {0, 2}
+    assert end_ids_of(SmallFiles(source.folder), source.config) == {0, 2}
     template = ChatTemplate.load(source.folder)
     assert template.render([{"role": "user", "content": "hi"}]).endswith("user\nhi<|im_end|>\n<|im_start|>assistant\n")

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoModel, AutoModelForCausalLM
 
 from forerun import native, ops as operators
@@ -104,7 +106,7 @@ def test_tensors_that_do_not_fit(write_checkpoint: Any, llama_raw: Raw, weights_
 
 
 def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:
-    tokenizer: Raw = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 9}}, "added_tokens": []}
+    tokenizer: Raw = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 9}, "merges": []}, "added_tokens": []}
     folder = write_checkpoint(
         llama_raw | {"eos_token_id": 2},
         generation_config={"eos_token_id": [5, 6]},
@@ -112,9 +114,10 @@ def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:
         tokenizer=tokenizer,
     )
     assert load_checkpoint(folder).end_ids == {2, 5, 6, 9}
-    tokenizer["added_tokens"] = [{"id": 11, "content": "<end>"}]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert load_checkpoint(folder).end_ids == {2, 5, 6, 11}
+    backend = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(folder / "tokenizer.json"))
+    assert load_checkpoint(folder).end_ids == {2, 5, 6, 1}
     decoder = {"eos_token": "<end>", "added_tokens_decoder": {"12": {"content": "<end>"}}}
     (folder / "tokenizer_config.json").write_text(json.dumps(decoder))
     assert load_checkpoint(folder).end_ids == {2, 5, 6, 12}

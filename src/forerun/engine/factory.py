@@ -44,6 +44,7 @@ from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs, Traits, usual
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
+from forerun.text.small_files import SmallFiles
 from forerun.text.template_files import find_sources
 from forerun.text.tokenizer import Tokenizer, without_text
 from forerun.text.unwritten import unwritten_ids
@@ -93,7 +94,7 @@ def answers_texts(folder: Path, config: EngineConfig) -> bool:
     if is_shipped(folder):
         return False
     try:
-        find_sources(folder, None if config.chat_template is None else Path(config.chat_template))
+        find_sources(SmallFiles(folder), None if config.chat_template is None else Path(config.chat_template))
     except NotFound:
         return False
     return True
@@ -111,7 +112,8 @@ def usual_fields(config: EngineConfig, folder: Path | None = None) -> dict[str, 
     folder = folder or target_files(config)
     own = dict[str, Any]()
     try:
-        own = sampling_fields(folder)
+        small = SmallFiles(folder)
+        own = sampling_fields(small, small.json("config.json"))
         SamplingParams(**own)
     except UserError as error:
         if config.generation_config == "model":
@@ -186,7 +188,8 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Outlin
     )
     tokenizer = Tokenizer.find(folder)
     if config.generation_config == "model":
-        sampling_defaults(folder)
+        small = SmallFiles(folder)
+        sampling_defaults(small, small.json("config.json"))
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
     found = Outlines.of(config, tokenizer=tokenizer, auto=auto)
@@ -530,7 +533,7 @@ def build(
     runner = Runner(model, cache, target.num_ids, list(target.holes))
     limit = _disk_limit(config)
     folder = None if limit is None else Folder(limit.path, limit.num_bytes)
-    start_ids = () if model.config.encoder is None else start_ids_of(checkpoint.folder, checkpoint.config)
+    start_ids = () if model.config.encoder is None else start_ids_of(SmallFiles(checkpoint.folder), checkpoint.config)
     members = router.make([config.draft, *config.extra_draft_specs], target)
     members.unwritten = _unwritten_ids(checkpoint, tokenizer, config)
     traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}

@@ -11,11 +11,10 @@ absent, null, false or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import BadOption, UnsupportedModel, shown
-from forerun.text.json_files import read_json_if_there
+from forerun.text.small_files import SmallFiles
 from forerun.types import SamplingParams
 
 Raw = Mapping[str, Any]
@@ -62,26 +61,25 @@ NEUTRAL = {
 WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("min_new_tokens", "min_tokens")}
 
 
-def sampling_defaults(folder: Path) -> SamplingParams:
+def sampling_defaults(small: SmallFiles, config: Raw) -> SamplingParams:
     """The values of generation_config.json, over our own defaults where it says nothing; see `sampling_fields`."""
     try:
-        return SamplingParams(**sampling_fields(folder))
+        return SamplingParams(**sampling_fields(small, config))
     except BadOption as error:
-        raise UnsupportedModel(f"{FILE} in {folder}: {error}") from error
+        raise UnsupportedModel(f"{FILE} in {small.folder}: {error}") from error
 
 
-def sampling_fields(folder: Path) -> dict[str, Any]:
-    """The fields of SamplingParams that generation_config.json sets, and no others.
+def sampling_fields(small: SmallFiles, config: Raw) -> dict[str, Any]:
+    """The fields of SamplingParams that generation_config.json sets, and no others. config: config.json.
 
     do_sample=false is temperature 0, stop_strings are stop, suppress_tokens are biases of minus infinity. A least
     number of tokens without a greatest lifts our default limit, which may lie below it. Raises UnsupportedModel for a
     value that would change the output and is not implemented, or that is of the wrong type or out of range.
     """
-    config, name = read_json_if_there(folder / "config.json"), FILE
-    raw = _set(read_json_if_there(folder / FILE))
+    raw, name = _set(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as transformers has it
         raw, name = _set({FORCED_END: config.get(FORCED_END)}), "config.json"
-    where = f"{name} in {folder}"
+    where = f"{name} in {small.folder}"
     for key, value in raw.items():
         if not _is_known(key, value, raw, config):
             _refuse_key(key, value, where)
@@ -97,38 +95,38 @@ def sampling_fields(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def end_ids_of(folder: Path, raw: Raw) -> frozenset[int]:
+def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
     """Ids that end the output: the union of generation_config.json, config.json and tokenizer_config.json.
 
     raw: config.json. Ids outside of its vocabulary are left out: they never come, and some files say -1 for none.
     Raises UnsupportedModel for what is no id.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
-    for file, source in ((FILE, read_json_if_there(folder / FILE)), ("config.json", raw)):
+    for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
         value = source.get("eos_token_id")
         listed = [value] if type(value) is int else value
         if value is None:
             listed = []
-        ids |= _ids(listed, "eos_token_id", f"{file} in {folder}", "null, an id or a list of ids", num_ids)
-    return ids | _ids_of_end_token(folder, num_ids)
+        ids |= _ids(listed, "eos_token_id", f"{file} in {small.folder}", "null, an id or a list of ids", num_ids)
+    return ids | _ids_of_end_token(small, num_ids)
 
 
-def start_ids_of(folder: Path, raw: Raw) -> list[int]:
+def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
     """What the text of an encoder-decoder's decoder begins with: the start token, and one that is forced behind it.
 
     generation_config.json has its way before config.json, given as `raw`, and alone forces tokens where it is there.
     Where neither names a start it is bos_token_id, as in transformers. Raises UnsupportedModel where there is none.
     """
-    file = read_json_if_there(folder / FILE)
+    file = small.json(FILE)
     found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
     starts = (place.get(key) for key in ("decoder_start_token_id", "bos_token_id") for place in (file, raw))
     found["decoder_start_token_id"] = next((value for value in starts if value is not None), None)
     if found["decoder_start_token_id"] is None:
-        raise UnsupportedModel(f"{folder} names no decoder_start_token_id: add the id that its texts begin with")
+        raise UnsupportedModel(f"{small.folder} names no decoder_start_token_id: add the id that its texts begin with")
     num_ids = _num_ids(raw)
     for key, value in found.items():
         fits = value is None or (type(value) is int and 0 <= value < (num_ids or value + 1))
-        _require(fits, key, value, f"{FILE} or config.json in {folder}", "an id of the vocabulary")
+        _require(fits, key, value, f"{FILE} or config.json in {small.folder}", "an id of the vocabulary")
     return [value for value in found.values() if value is not None]
 
 
@@ -180,9 +178,9 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------------- ids
 
 
-def _ids_of_end_token(folder: Path, num_ids: int | None) -> frozenset[int]:
+def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
     """The id of the eos_token in tokenizer_config.json; none where no id has that text: it never comes."""
-    where, named = f"tokenizer_config.json in {folder}", read_json_if_there(folder / "tokenizer_config.json")
+    where, named = f"tokenizer_config.json in {small.folder}", small.json("tokenizer_config.json")
     token = named.get("eos_token")
     text = token["content"] if isinstance(token, Mapping) and "content" in token else token
     if not isinstance(text, str):
@@ -191,7 +189,8 @@ def _ids_of_end_token(folder: Path, num_ids: int | None) -> frozenset[int]:
     for token_id, content in _added(named.get("added_tokens_decoder"), where):
         if content == text:
             return _ids([token_id], "added_tokens_decoder", where, "a mapping of ids", num_ids)
-    return _ids_in_tokenizer(folder, text, num_ids)
+    known = None if small.tokenizer is None else small.tokenizer.id_of(text)
+    return _ids([] if known is None else [known], "eos_token", where, "a token of tokenizer.json", num_ids)
 
 
 def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
@@ -203,21 +202,6 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
     _require(ok, "added_tokens_decoder", decoder, where, "null, or a mapping from ids to descriptions of tokens")
     for token_id, entry in entries.items():
         yield int(token_id), entry.get("content")
-
-
-def _ids_in_tokenizer(folder: Path, text: str, num_ids: int | None) -> frozenset[int]:
-    """The id that tokenizer.json gives a text: that of an added token, else of the vocabulary."""
-    where, tokenizer = f"tokenizer.json in {folder}", read_json_if_there(folder / "tokenizer.json")
-    added = tokenizer.get("added_tokens") or []
-    ok = isinstance(added, list) and all(isinstance(entry, Mapping) for entry in added)
-    _require(ok, "added_tokens", added, where, "a list of descriptions of tokens")
-    for entry in added:
-        if entry.get("content") == text:
-            return _ids([entry.get("id")], "id", where, "an id for every added token", num_ids)
-    model = tokenizer.get("model")
-    vocab = model.get("vocab") if isinstance(model, Mapping) else None
-    ids = [vocab[text]] if isinstance(vocab, Mapping) and text in vocab else []
-    return _ids(ids, "vocab", where, "a mapping from texts to ids", num_ids)
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:

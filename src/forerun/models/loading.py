@@ -35,6 +35,7 @@ from forerun.ops.passes import kinds_in_words
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import empty_weights
+from forerun.text.small_files import SmallFiles
 from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Model
 
@@ -217,7 +218,7 @@ def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any]
     source = open_source(path)
     raw = without(source.config, ignore)
     spec = read_config(raw, path)
-    return under_our_names(source, spec), raw, spec, end_ids_of(source.folder, raw)
+    return under_our_names(source, spec), raw, spec, end_ids_of(SmallFiles(source.folder), raw)
 
 
 def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str, Any]:

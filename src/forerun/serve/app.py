@@ -34,6 +34,7 @@ from forerun.serve.origins import Origins
 from forerun.serve.service import Service, Services
 from forerun.serve.texts import COUNTERS, TOKENIZER_INFO
 from forerun.serve.tracing import span
+from forerun.text.small_files import SmallFiles
 from forerun.text.template_files import special_tokens
 
 LOG = logging.getLogger("forerun.serve.requests")
@@ -241,7 +242,7 @@ def _add_tokenizer(app: FastAPI, services: Services) -> None:
     llm = services.first.llm
     ends = [llm.tokenizer.id_to_token[end] for end in sorted(llm.engine.end_ids) if end in llm.tokenizer.id_to_token]
     named = {"bos_token": None, "eos_token": ends[0] if ends else None, "pad_token": None}
-    named |= special_tokens(llm.checkpoint.folder)
+    named |= special_tokens(SmallFiles(llm.checkpoint.folder))
     info = {**named, "model_max_length": llm.engine.max_seq_len, "chat_template": _template_of(services.first) or None}
 
     @app.get(TOKENIZER_INFO)

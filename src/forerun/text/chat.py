@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.registry import unknown
 from forerun.text.declared import KEY, Declared
-from forerun.text.json_files import read_json_if_there
 from forerun.text.messages import call_forms, copy_documents, copy_messages, copy_tools, plain, with_texts
+from forerun.text.small_files import SmallFiles
 from forerun.text.speech import Speech
-from forerun.text.template_files import CONFIG, DEFAULT, find_sources, special_tokens
+from forerun.text.template_files import CONFIG, DEFAULT, Source, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,13 +48,17 @@ class ChatTemplate:
 
         Raises NotFound where there is none, UnsupportedModel for one that cannot be read or compiled.
         """
+        small = SmallFiles(Path(folder))
+        return cls.of(small, find_sources(small, None if file is None else Path(file)), is_own=file is None)
+
+    @classmethod
+    def of(cls, small: SmallFiles, sources: Mapping[str, Source], *, is_own: bool) -> ChatTemplate:
+        """Compile templates that were found. is_own: whether they are the checkpoint's. Raises UnsupportedModel."""
         from forerun.text.sandbox import compile_template  # Jinja is imported by those who chat, and no others
 
-        folder = Path(folder)
-        sources = find_sources(folder, None if file is None else Path(file))
         templates = {name: compile_template(source.text, source.where) for name, source in sources.items()}
-        response = None if file is not None else read_json_if_there(folder / CONFIG).get(KEY)
-        return cls(templates, special_tokens(folder), response)
+        response = small.json(CONFIG).get(KEY) if is_own else None
+        return cls(templates, special_tokens(small), response)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.text.files import unreadable
-from forerun.text.json_files import read_json_if_there
 from forerun.text.limits import MAX_TEMPLATE_BYTES
+from forerun.text.small_files import SmallFiles
 
 DEFAULT = "default"
 FILE = "chat_template.jinja"
@@ -26,7 +27,7 @@ class Source:
     where: str
 
 
-def find_sources(folder: Path, file: Path | None) -> dict[str, Source]:
+def find_sources(small: SmallFiles, file: Path | None) -> dict[str, Source]:
     """The templates by name, "default" among them where there is one; the order of precedence is transformers'.
 
     `file` if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else `chat_template`
@@ -36,11 +37,12 @@ def find_sources(folder: Path, file: Path | None) -> dict[str, Source]:
         if not file.is_file():
             raise NotFound(f"there is no file {file}: name a chat template, a text in the Jinja language")
         return {DEFAULT: _read(file)}
-    if not folder.is_dir():
+    folder = small.folder
+    if folder is None or not folder.is_dir():
         raise NotFound(f"there is no folder {folder}: name a checkpoint folder")
     found = {DEFAULT: _read(folder / FILE)} if (folder / FILE).is_file() else {}
     found |= {path.stem: _read(path) for path in sorted((folder / MORE).glob("*.jinja"))}
-    found = found or _from_config(folder / CONFIG)
+    found = found or _from_config(small.json(CONFIG), folder / CONFIG)
     if not found:
         raise NotFound(
             f"there is no chat template in {folder}, as is usual for a base model: use generate, which needs none, or "
@@ -51,14 +53,14 @@ def find_sources(folder: Path, file: Path | None) -> dict[str, Source]:
     return found
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(small: SmallFiles) -> dict[str, str]:
     """Texts of bos_token, eos_token and so on: whatever tokenizer_config.json calls a token and is not null.
 
     Where it has no added_tokens_decoder, as in old checkpoints, special_tokens_map.json goes first, as in transformers.
     """
-    config = read_json_if_there(folder / CONFIG)
+    config = small.json(CONFIG)
     if "added_tokens_decoder" not in config:
-        config |= read_json_if_there(folder / "special_tokens_map.json")
+        config = {**config, **small.json("special_tokens_map.json")}
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
@@ -66,8 +68,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _from_config(path: Path) -> dict[str, Source]:
-    value = read_json_if_there(path).get("chat_template")
+def _from_config(config: Mapping[str, Any], path: Path) -> dict[str, Source]:
+    value = config.get("chat_template")
     where = f"chat_template in {path}"
     if value is None:
         return {}

@@ -81,6 +81,10 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id that has a token, of an added token first; None where none has."""
+        return self._backend.token_to_id(token)
+
     @cached_property
     def num_ids(self) -> int:
         """Highest id + 1; a model's matrices may be higher (padding)."""

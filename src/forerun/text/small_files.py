@@ -1,0 +1,35 @@
+"""The small files of a checkpoint's folder, each of which is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from forerun.text.json_files import read_json_if_there
+from forerun.text.tokenizer import Tokenizer
+
+
+class SmallFiles:
+    """The files beside the weights of a checkpoint, read when they are first asked for and kept.
+
+    folder: where they lie; None = nowhere, for a model that is only in memory.
+    """
+
+    def __init__(self, folder: Path | None, tokenizer: Tokenizer | None = None) -> None:
+        self.folder = folder
+        self._read = dict[str, Mapping[str, Any]]()
+        if folder is None:
+            self.tokenizer = tokenizer
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
+        if name not in self._read:
+            self._read[name] = {} if self.folder is None else read_json_if_there(self.folder / name)
+        return self._read[name]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where there is no tokenizer.json. Raises as `Tokenizer.load`."""
+        return None if self.folder is None else Tokenizer.find(self.folder)
