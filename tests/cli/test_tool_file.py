@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.cli.chat import Chat
+from forerun.cli.chat import LEFT_OUT, Chat
 from forerun.cli.tool_file import ToolFile
 from forerun.errors import BadOption, NotFound
-from forerun.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Spoken, Text, ToolCall
+from forerun.text.parts import Reasoning, Spoken, Text, ToolCall
 from forerun.types import SamplingParams
 
 TEMPLATE = str(Path(__file__).parents[1] / "serve" / "tools.jinja")
@@ -70,7 +70,6 @@ def test_schemas_are_made_of_signatures_and_docstrings(tools: ToolFile) -> None:
 def test_what_a_call_returns_is_what_the_model_is_told(tools: ToolFile) -> None:
     assert tools.run(ToolCall("weather", '{"city": "Rome", "days": 2}')) == '{"city": "Rome", "é": 2}'
     assert tools.run(ToolCall("weather", '{"town": "Rome"}')).startswith("error: TypeError:")
-    assert tools.run(ToolCall("weather", "{")).startswith("error: the model called weather with")
     assert tools.run(ToolCall("fail", '{"unit": "c", "more": {}}')) == "error: RuntimeError: no luck"
     assert tools.run(ToolCall("_private", "{}")) == "error: there is no function _private"
     assert tools.run(ToolCall("long", "{}")).endswith("... (30,000 characters in all)")
@@ -110,7 +109,7 @@ class Scripted(Chat):
 
 
 def called(name: str, arguments: str) -> list[object]:
-    return [CallBegin(0, name), CallArguments(0, arguments), CallEnd(0)]
+    return [ToolCall(name, arguments)]
 
 
 def test_a_chat_asks_before_it_runs_a_call(tools: ToolFile, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,3 +142,21 @@ def test_a_chat_asks_before_it_runs_a_call(tools: ToolFile, capsys: pytest.Captu
         assert chat.retry() == "Warm?"
         assert chat.messages == []
     assert "was not run" in capsys.readouterr().err
+
+
+def test_a_call_that_is_cut_is_not_asked_for(tools: ToolFile) -> None:
+    """A regular expression makes the random model write a call; the limit of tokens cuts it."""
+    call = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "Oslo"\}\}\n</tool_call>'
+    asked = list[str]()
+    with LLM("shipped", chat_template=TEMPLATE) as llm:
+        for num in range(3, 200, 5):
+            params = SamplingParams(regex=call, max_tokens=num, temperature=0)
+            chat, out = Chat(llm, params, tools=tools, may_run=lambda one: bool(asked.append(one))), io.StringIO()
+            line = chat.answer("Warm?", out)
+            if asked:
+                break
+            assert "tool_call" not in out.getvalue()
+            assert chat.messages[1:] == [{"role": "assistant", "content": ""}]
+            assert LEFT_OUT not in line or num > 8
+    assert asked == ['weather({"city": "Oslo"})']
+    assert num > 20

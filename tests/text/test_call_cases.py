@@ -1,8 +1,8 @@
 """What models wrote in the tests of llama.cpp and vLLM means the same here; where not, the case says how it differs.
 
 call_cases.json has the tools, and the cases in words of our own: `said` by the model behind `prompt`, the `text`,
-`reasoning` and `calls` in it, and which tests it stands for (`of`). A call is a name and its arguments, or a name, null
-and what was written of them where they are cut or no JSON. `thinks` is false where the template has no reasoning.
+`reasoning` and `calls` in it, and which tests it stands for (`of`). A call is a name and its arguments. `thinks` is
+false where the template has no reasoning.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 from forerun.sampling.grammar import vocabulary
 from forerun.text.calling import FENCES
 from forerun.text.calls import dialect, dialects
-from forerun.text.parts import Spoken, ToolCall
-from forerun.text.speech import THOUGHTS, Parser, Speaking, Speech
+from forerun.text.parts import Spoken
+from forerun.text.reading import Parser
+from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tools import REQUIRED, Tools, ToolUse
 from forerun.types import SamplingParams
 from text.test_calls import SIGNS, tokenizer_of
@@ -34,15 +35,6 @@ def speaking(case: dict[str, Any]) -> Speaking:
     return Speaking(speech, ToolUse(tools) if tools.schemas else None)
 
 
-def call(one: ToolCall) -> list[Any]:
-    if one.is_whole:
-        try:
-            return [one.name, json.loads(one.arguments)]
-        except ValueError:
-            pass
-    return [one.name, None, one.arguments]
-
-
 def spoken(case: dict[str, Any], *pieces: str) -> Spoken:
     parser = Parser(speaking(case), case.get("prompt", ""))
     for piece in pieces:
@@ -52,7 +44,7 @@ def spoken(case: dict[str, Any], *pieces: str) -> Spoken:
 
 
 def meaning(said: Spoken) -> tuple[str, str, list[list[Any]]]:
-    return said.text, said.reasoning, [call(one) for one in said.calls]
+    return said.text, said.reasoning, [[one.name, one.values()] for one in said.calls]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

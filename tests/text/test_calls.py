@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 
 from forerun.errors import BadOption
 from forerun.text.calls import dialect, dialects, of_template
-from forerun.text.parts import CallArguments, CallBegin, CallEnd, Part, Spoken, Text
-from forerun.text.speech import THOUGHTS, Parser, PartsReader, Speaking, Speech, joined
+from forerun.text.parts import Part, Spoken, Text, ToolCall
+from forerun.text.reading import Parser, PartsReader, joined
+from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import Tools, ToolUse
 
@@ -50,13 +51,22 @@ CASES: dict[str, list[tuple[str, Said]]] = {
         ('```json\n{\n  "name": "weather",\n  "arguments": {"city": "P"}\n}\n```', [(W, {"city": "P"})]),
         ('{{"name": "now", "arguments": {}}}', [(N, {})]),
         ('<tools>\n{"name": "now"}\n{"name": "weather"}\n</tools>', [(N, {}), (W, {})]),
-        ("<tools> are here", ["<tools> are here"]),
+        ("<tools> are here", [" are here"]),
         ('{"name": "now"}\n{"name": "weather", "arguments": {"days": 2}}', [(N, {}), (W, {"days": 2})]),
         ('{"name": "Anna", "age": 3}', ['{"name": "Anna", "age": 3}']),
         ("```json\n[1]\n```", ["```json\n[1]\n```"]),
         ("It is 3 < 4 <tool> {x} \n", ["It is 3 < 4 <tool> {x} \n"]),
-        ("<tool_call>nothing", ["<tool_call>nothing"]),
-        ('Say <tool_call> [x], or {"name": "now"}.', ['Say <tool_call> [x], or {"name": "now"}.']),
+        ("<tool_call>nothing", ["nothing"]),
+        ('Say <tool_call> [x], or {"name": "now"}.', ['Say  [x], or {"name": "now"}.']),
+        ('<tool_call>{"name": "now", "arguments": {"a": 1]}}</tool_call> So.', ["So."]),
+        ('<tool_call>{"name": "now", "arguments": [1]}</tool_call>', []),
+        ('<tool_call>{"name": "now", "arguments": {"a": x}}</tool_call>', []),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
+        (
+            '<tool_call>{"name": "now", "arguments": {"a"<tool_call>{"name": "weather"}</tool_call>',
+            [(W, {})],
+        ),
+        ('{"name": "now", "arguments": {"a": 1]} So.', ['{"name": "now", "arguments": {"a": 1]} So.']),
     ],
     "qwen3_coder": [
         (
@@ -70,7 +80,7 @@ CASES: dict[str, list[tuple[str, Said]]] = {
         ),
         ("<tool_call>\n<function=now>\n</function>\n</tool_call>\n<function=now></function>", [(N, {}), (N, {})]),
         ("<function=weather>\n<parameter=any>\nTrue\n</parameter>\n</function>", [(W, {"any": True})]),
-        ("<tool_call>x</tool_call>", ["<tool_call>x</tool_call>"]),
+        ("<tool_call>x</tool_call>", ["x"]),
     ],
     "glm": [
         (
@@ -148,7 +158,8 @@ CASES: dict[str, list[tuple[str, Said]]] = {
             "<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>",
             [(W, {"city": "Paris"})],
         ),
-        ("<|tool_call>call us", ["<|tool_call>call us"]),
+        ("<|tool_call>call us", []),
+        ("<|tool_call>a {call}", ["a {call}"]),
     ],
     "harmony": [
         (
@@ -182,11 +193,10 @@ def speaking(name: str, thoughts: tuple[tuple[str, str], ...] = ()) -> Speaking:
 
 
 def said_in(spoken: Spoken) -> Said:
-    """As in CASES. Every call must be whole."""
+    """As in CASES."""
     said: Said = []
     for item in spoken.items:
         if hasattr(item, "name"):
-            assert item.is_whole
             said.append((item.name, json.loads(item.arguments)))
         elif item.kind == "text":
             said.append(item.text)
@@ -223,7 +233,7 @@ def test_a_text_gives_the_same_parts_wherever_it_is_cut(name: str, text: str, sa
 
 @pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
 def test_what_was_given_of_a_text_stays_when_it_is_cut_short(name: str, text: str, said: Said) -> None:
-    """Pieces are given as soon as they are certain: what an answer of max_tokens has is the beginning of the whole."""
+    """Parts are given as soon as they are certain: what an answer of max_tokens has is the beginning of the whole."""
     how, whole = speaking(name), parts_of(speaking(name), text)[1]
     for i in range(len(text)):
         parser = Parser(how)
@@ -231,25 +241,42 @@ def test_what_was_given_of_a_text_stays_when_it_is_cut_short(name: str, text: st
         for part in parser.feed(text[:i]):
             given.add(part)
         assert whole.text.startswith(given.text)
-        assert [call.name for call in whole.calls[: len(given.calls)]] == [call.name for call in given.calls]
-        for call, all_of_it in zip(given.calls, whole.calls, strict=False):
-            assert all_of_it.arguments.startswith(call.arguments)
+        assert given.calls == whole.calls[: len(given.calls)]
         parser.finish()
+        assert parser.spoken.calls == whole.calls[: len(parser.spoken.calls)]
 
 
-def test_arguments_are_streamed_while_they_are_written() -> None:
+def test_a_call_is_given_when_it_is_whole() -> None:
     parser = Parser(speaking("hermes"))
-    assert parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Pa') == [
-        CallBegin(0, "weather"),
-        CallArguments(0, '{"city": "Pa'),
-    ]
-    assert parser.feed('ris"}') == [CallArguments(0, 'ris"}')]
-    assert parser.feed("}") == [CallEnd(0)]
+    assert parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}') == []
+    assert parser.feed("}") == [ToolCall("weather", '{"city": "Paris"}')]
     parser = Parser(speaking("qwen3_coder"))
-    assert parser.feed("<function=weather>\n<parameter=city>\nPar") == [
-        CallBegin(0, "weather"),
-        CallArguments(0, '{"city": "Par'),
-    ]
+    assert parser.feed("<function=weather>\n<parameter=city>\nParis\n</parameter>\n") == []
+    assert parser.feed("</function>") == [ToolCall("weather", '{"city": "Paris"}')]
+    assert parser.spoken.num_broken_calls == 0
+
+
+def test_calls_that_break_off_are_counted() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"a": 1]}}</tool_call><tool_call>{"name": "now"}</tool_call>'
+    spoken = parts_of(speaking("hermes"), f'{text}<tool_call>{{"name": "now", "arg')[1]
+    assert (len(spoken.calls), spoken.num_broken_calls, spoken.text) == (1, 2, "")
+
+
+def test_of_one_call_at_most_the_first_whole_one_counts() -> None:
+    how = Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, parallel=False))
+    broken, now, weather = (
+        f"<tool_call>{inner}</tool_call>"
+        for inner in ('{"name": "now", "arguments": 3}', '{"name": "now"}', '{"name": "weather"}')
+    )
+    assert said_in(parts_of(how, f"{broken}{now}{weather}")[1]) == [(N, {})]
+
+
+def test_no_tail_of_a_cut_answer_is_the_beginning_of_a_mark() -> None:
+    for text, is_cut, shown in (("a <tool_c", True, "a"), ("a <tool_c", False, "a <tool_c"), ("a <b", True, "a <b")):
+        parser = Parser(speaking("hermes"))
+        parser.feed(text)
+        parser.finish(is_cut=is_cut)
+        assert parser.spoken.text.rstrip() == shown
 
 
 # ---------------------------------------------------------------------------------------------------------- reasoning
@@ -435,4 +462,4 @@ def test_tools_that_are_none() -> None:
     ):
         with pytest.raises(BadOption):
             Tools.of(tools)
-    assert Text("a") != CallBegin(0, "a")
+    assert Text("a") != ToolCall("a")

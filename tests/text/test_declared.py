@@ -14,7 +14,8 @@ from forerun.errors import UnsupportedModel
 from forerun.text.chat import ChatTemplate
 from forerun.text.declared import Declared
 from forerun.text.parts import Spoken
-from forerun.text.speech import Parser, Speaking, Speech, joined
+from forerun.text.reading import Parser, joined
+from forerun.text.speech import Speaking, Speech
 from forerun.text.tools import Tools, ToolUse
 
 pytestmark = pytest.mark.once("texts alone")

@@ -56,6 +56,7 @@ LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # so many tokens at least, so
 LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
 KEPT = "The conversation is kept: forerun chat --continue, with the same options, goes on with it."
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
+LEFT_OUT = "the answer has a call of a tool that is not whole, which was left out"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 SETTABLE = (
     *sorted(DRAWING),
@@ -281,7 +282,8 @@ class Chat:
             verbose=self.verbose,
             plain_token_s=self.llm.pass_times()[""].one_row_s,
         )
-        return f"{line}\n{LOOPED}" if answer.is_loop else line
+        remarks = [LOOPED] * answer.is_loop + [LEFT_OUT] * (answer.num_broken_calls > 0)
+        return "\n".join([line, *remarks])
 
     def _result(self, call: ToolCall) -> Message:
         """What a call brings, as a message: the user is asked before it is run."""
@@ -306,6 +308,7 @@ class Chat:
                         show(answer.add(part))
                     if chunk.output is not None:
                         answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
+                        answer.num_broken_calls = chunk.output.num_broken_calls
                     elif self.stop_loops and is_loop(ids):
                         answer.is_loop = True
                         break
@@ -321,6 +324,7 @@ class Answer:
     spoken: Spoken = field(default_factory=Spoken)
     finish_reason: FinishReason | None = None
     tv_price: float | None = None
+    num_broken_calls: int = 0
     is_loop: bool = False
 
     def add(self, part: Part) -> str:

@@ -15,7 +15,8 @@ from forerun.registry import with_fields
 from forerun.sampling import logprobs_of, only_filters, takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import Part, Spoken, ToolCall
-from forerun.text.speech import PartsReader, Speaking
+from forerun.text.reading import PartsReader
+from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import (
     Coins,
@@ -192,6 +193,11 @@ class RequestOutput:
     def tool_calls(self) -> list[ToolCall]:
         """The calls of the tools that the conversation was given, each with its name and arguments (a JSON text)."""
         return [] if self.spoken is None else self.spoken.calls
+
+    @property
+    def num_broken_calls(self) -> int:
+        """How many calls were begun and left out, for they are not whole."""
+        return 0 if self.spoken is None else self.spoken.num_broken_calls
 
     @property
     def message(self) -> dict[str, Any]:
@@ -387,7 +393,7 @@ class Request:
         if self.speaking is None or self._tokenizer is None:
             return None
         prompt = seq.tokens[: seq.num_prompt_tokens]
-        return self.speaking.reader(self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens)
+        return PartsReader(self.speaking, self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens)
 
     @property
     def spoken(self) -> Spoken | None:
@@ -396,7 +402,7 @@ class Request:
             if self._spoken is None and (reader := self.parts_reader()) is not None:
                 first = self.seq.num_prompt_tokens
                 reader.push(self.seq.tokens[first : first + self._num_readable])
-                reader.finish()
+                reader.finish(is_cut=self.seq.finish_reason != "stop")
                 if self.seq.finish_reason is None:
                     return reader.spoken
                 self._spoken = reader.spoken
@@ -503,7 +509,7 @@ class Reader:
         if self._parts is not None:
             parts = self._parts.push(readable)
             if mark.finish_reason is not None:
-                parts += self._parts.finish()
+                parts += self._parts.finish(is_cut=mark.finish_reason != "stop")
                 request.keep(self._parts.spoken)
         ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
         output = request.output() if mark.finish_reason is not None else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption, ForerunError, shown
+from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     ONE_ANSWER,
     Form,
@@ -32,7 +32,7 @@ from forerun.serve.bodies import (
 from forerun.serve.events import event
 from forerun.serve.formats import params_of_format
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
-from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
+from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO, NONE, REQUIRED
 
 if TYPE_CHECKING:
@@ -287,10 +287,7 @@ def _block(one: Span | ToolCall) -> dict[str, Any]:
     """A block as a whole."""
     if isinstance(one, Span):
         return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
-    try:
-        return {**_begun(one), "input": one.values()}
-    except BadOption:  # it was cut
-        return _begun(one)
+    return {**_begun(one), "input": one.values()}
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
@@ -353,8 +350,8 @@ class Stream:
                 delta = {"type": "text_delta", "text": text}
             case Reasoning(text):
                 delta = {"type": "thinking_delta", "thinking": text}
-            case CallArguments(_, text):
-                delta = {"type": "input_json_delta", "partial_json": text}
+            case ToolCall():
+                delta = {"type": "input_json_delta", "partial_json": part.arguments}
         index = len(self._spoken.items) - 1
         return made + (_event("content_block_delta", index=index, delta=delta) if delta else b"")
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption, ForerunError, NotFound, shown
+from forerun.errors import ForerunError, NotFound, shown
 from forerun.registry import unknown
 from forerun.serve.bodies import (
     Form,
@@ -33,7 +33,7 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.events import as_json
 from forerun.serve.tools import Calls, calls_of, effort_of, listed
-from forerun.text.parts import CallArguments, CallBegin, CallEnd, Part, Reasoning, Text, ToolCall
+from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import AUTO
 
 if TYPE_CHECKING:
@@ -315,10 +315,10 @@ def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[in
 
 
 class Stream:
-    """The lines of one answer. A call is sent when its arguments are whole."""
+    """The lines of one answer."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
-        self._job, self._calls = job, dict[int, ToolCall]()
+        self._job, self._num_calls = job, 0
 
     def begin(self) -> bytes:
         """Nothing: the first line has the first text."""
@@ -329,7 +329,7 @@ class Stream:
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
-        return b"".join(self._line(said) for part in parts if (said := self._part(part)))
+        return b"".join(self._line(self._part(part)) for part in parts)
 
     def _part(self, part: Part) -> dict[str, Any]:
         match part:
@@ -337,13 +337,9 @@ class Stream:
                 return {"content": text}
             case Reasoning(text):
                 return {"content": "", "thinking": text}
-            case CallBegin(number, name):
-                self._calls[number] = ToolCall(name)
-            case CallArguments(number, text):
-                self._calls[number].arguments += text
-            case CallEnd(number):
-                return {"content": "", "tool_calls": [_call(number, self._calls[number])]}
-        return {}
+            case ToolCall():
+                self._num_calls += 1
+                return {"content": "", "tool_calls": [_call(self._num_calls - 1, part)]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Why it ended, and the numbers."""
@@ -381,11 +377,8 @@ def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(number: int, call: ToolCall) -> dict[str, Any]:
-    try:
-        values = call.values()
-    except BadOption:  # it was cut
-        values = {}
-    return {"id": f"call_{call.id}", "function": {"index": number, "name": call.name, "arguments": values}}
+    function = {"index": number, "name": call.name, "arguments": call.values()}
+    return {"id": f"call_{call.id}", "function": function}
 
 
 def _ending(output: RequestOutput) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from forerun.serve.events import DONE, event
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
-from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Text, new_id
+from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import A_TOOL, AUTO
 from forerun.types import SamplingParams
 
@@ -333,7 +333,7 @@ class Stream:
         lasts = [prompt[-1] for prompt in prompts for _ in range(job.params.n)]
         self._lefts = lasts[:]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
-        self._have_calls: set[int] = set()  # choices
+        self._num_calls = [0] * self._num_choices
         echoed = prompts if job.echo else ()
         self._echoes = [tokenizer.decode(prompt) for prompt in echoed for _ in range(job.params.n)]
 
@@ -357,7 +357,7 @@ class Stream:
         elif chunk.parts is None:
             deltas = [{"content": chunk.text}] if chunk.text else []
         else:
-            deltas = [delta for part in chunk.parts if (delta := self._delta(index, part))]
+            deltas = [self._delta(index, part) for part in chunk.parts]
         if not deltas and logprobs is not None and chunk.token_ids:
             deltas = [{"content": ""}]
         made = b""
@@ -365,7 +365,7 @@ class Stream:
             made += self._chunk([self._choice(index, delta, logprobs, None)])
             logprobs = None
         if chunk.finish_reason is not None:
-            reason = finish_reason(chunk.finish_reason, index in self._have_calls)
+            reason = finish_reason(chunk.finish_reason, self._num_calls[index] > 0)
             made += self._chunk([self._choice(index, None, None, reason)])
         return made
 
@@ -376,13 +376,9 @@ class Stream:
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
-            case CallBegin(number, name):
-                self._have_calls.add(index)
-                function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": number, "id": new_id(), "type": "function", "function": function}]}
-            case CallArguments(number, text):
-                return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-        return {}
+            case ToolCall():
+                self._num_calls[index] += 1
+                return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.message()}]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """The usage, where it is wanted, and the end of the stream."""

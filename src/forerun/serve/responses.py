@@ -36,7 +36,7 @@ from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import chat_logprobs
 from forerun.serve.openai import INERT
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
-from forerun.text.parts import CallArguments, Part, Reasoning, Span, Spoken, Text, ToolCall
+from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO
 
 if TYPE_CHECKING:
@@ -347,8 +347,7 @@ def _output_items(
     """The items of an answer; an empty message where it has none."""
     made = []
     for n, one in enumerate(spoken.items or [Span("text")]):
-        status = "completed" if is_whole or n < len(spoken.items) - 1 else "incomplete"
-        item = begun.item(one, n) | {"status": status}
+        item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(spoken.items) - 1)}
         if isinstance(one, ToolCall):
             item |= begun.called(one)
         else:
@@ -390,14 +389,13 @@ class _Items:
 
 def _input_of(call: ToolCall) -> str:
     """The text in the one argument; where the model wrote another one, or none, all that it wrote."""
-    for end in ("", '"}', "}"):  # an answer may be cut in it
-        try:
-            found = json.loads(call.arguments + end)
-        except ValueError:
-            continue
-        value = found.get(INPUT) if isinstance(found, dict) else None
-        return value if isinstance(value, str) else call.arguments
-    return call.arguments
+    value = call.values().get(INPUT)
+    return value if isinstance(value, str) else call.arguments
+
+
+def _status(one: Span | ToolCall, is_whole: bool) -> str:
+    """Of an item: a call is whole wherever the answer ends."""
+    return "completed" if is_whole or isinstance(one, ToolCall) else "incomplete"
 
 
 class Stream:
@@ -434,7 +432,7 @@ class Stream:
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """The end of the last item, and the response with its usage."""
         made = b"" if self._spoken.items else self._part(Text(""), [])
-        made += self._close("completed" if _is_whole(outputs[0]) else "incomplete")
+        made += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
         return made + self._event(f"response.{self.response['status']}", response=self.response)
 
@@ -449,15 +447,13 @@ class Stream:
         num, made = len(self._spoken.items), b""
         self._spoken.add(part)
         if len(self._spoken.items) > num:
-            made = (self._close("completed") if num else b"") + self._begin(num)
+            made = (self._close() if num else b"") + self._begin(num)
         match part:
             case Text(text) if text or logprobs:
                 self._logprobs += logprobs
                 made += self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
             case Reasoning(text):
                 made += self._event("response.reasoning_text.delta", **self._place(), delta=text)
-            case CallArguments(_, text) if not self._begun.is_custom(self._spoken.items[-1]):
-                made += self._event("response.function_call_arguments.delta", **self._item_place(), delta=text)
         return made
 
     def _begin(self, n: int) -> bytes:
@@ -468,21 +464,19 @@ class Stream:
             made += self._event("response.content_part.added", **self._place(), part=part)
         return made
 
-    def _close(self, status: str) -> bytes:
+    def _close(self, *, is_whole: bool = True) -> bytes:
         """The end of the item that is open."""
         n = len(self._items)
         one = self._spoken.items[n]
-        item = self._begun.item(one, n) | {"status": status}
+        item = self._begun.item(one, n) | {"status": _status(one, is_whole)}
         if isinstance(one, ToolCall):
             given = self._begun.called(one)
             item |= given
-            if self._begun.is_custom(one):  # its text is known when the argument around it is whole
-                kind = "response.custom_tool_call_input"
-                made = self._event(f"{kind}.delta", **self._item_place(), delta=given[INPUT])
-                made += self._event(f"{kind}.done", **self._item_place(), **given)
-            else:
-                kind = "response.function_call_arguments"
-                made = self._event(f"{kind}.done", **self._item_place(), name=one.name, **given)
+            is_custom = self._begun.is_custom(one)
+            kind = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+            made = self._event(f"{kind}.delta", **self._item_place(), delta=next(iter(given.values())))
+            named = {} if is_custom else {"name": one.name}
+            made += self._event(f"{kind}.done", **self._item_place(), **named, **given)
         else:
             if one.kind == "text":
                 part, more = _part(one.text, self._logprobs), {"logprobs": self._logprobs}

@@ -18,18 +18,12 @@ _PADDED = re.compile(r"-?0\d+")
 _NAME = re.compile(r"[\w.:/-]+")
 
 
-def begin(scan: Scanner, name: str) -> tuple[CallBegin, int]:
-    """The begin of the next call, and its number."""
-    scan.num_calls += 1
-    return CallBegin(scan.num_calls - 1, name), scan.num_calls - 1
-
-
 def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
     """One object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
 
-    tools: where only their calls count. Nothing was given where it is False.
+    tools: where only their calls count. Nothing was given where it is False; None where the call breaks off.
     """
-    index, arguments = -1, ""
+    has_name, arguments = False, ""
     opening = yield from scan.skip("{", "{{")  # as the template of Qwen 2.5 spells it, and its small models with it
     if opening is None:
         return False
@@ -43,36 +37,36 @@ def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
         key = _text_of((yield from scan.json()))
         yield from scan.space()
         if key is None or not (yield from scan.skip(":")):
-            return index >= 0
+            return None if has_name else False
         yield from scan.space()
         first = yield from scan.next()
         if key in ARGUMENT_KEYS:
-            if index >= 0 and first == "{":
+            if has_name and first == "{":
                 arguments = "{"
-                if (yield from scan.json(partial(CallArguments, index))) is None:
-                    return True
+                if (yield from scan.json(CallArguments)) is None:
+                    return None
                 continue
             value = yield from scan.json()
             arguments = _object_of(value)
         else:
             value = yield from scan.json()
-            if key in NAME_KEYS and index < 0 and (name := _text_of(value)) is not None:
+            if key in NAME_KEYS and not has_name and (name := _text_of(value)) is not None:
                 if tools is not None and name not in tools:
                     return False
-                started, index = begin(scan, name)
-                yield started
+                has_name = True
+                yield CallBegin(name)
                 if arguments:  # they came first
-                    yield CallArguments(index, arguments)
+                    yield CallArguments(arguments)
                 continue
         if value is None:
-            return index >= 0
-        if key in ARGUMENT_KEYS and index >= 0:
-            yield CallArguments(index, arguments)
-    if index < 0:
+            return None if has_name else False
+        if key in ARGUMENT_KEYS and has_name:
+            yield CallArguments(arguments)
+    if not has_name:
         return False
     if not arguments:
-        yield CallArguments(index, "{}")
-    yield CallEnd(index)
+        yield CallArguments("{}")
+    yield CallEnd()
     return True
 
 
@@ -93,7 +87,7 @@ def _object_of(value: str | None) -> str:
 
 
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """One call, or a list of them. Returns whether there was one; `scan.log` has what was consumed where not."""
+    """One call, or a list of them. Returns whether there was one, as `json_call`; `scan.log` has what was consumed."""
     scan.begin()
     yield from scan.space()
     if not (yield from scan.skip("[")):
@@ -102,30 +96,52 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
-    """The rest of a list of calls, behind its bracket. Returns whether the first was one; None where one breaks off."""
-    found = False
+    """The rest of a list of calls, behind its bracket. Returns whether it is one, as `json_call` does."""
+    has_calls = False
     while True:
         yield from scan.space()
-        if (yield from scan.skip("]")) or not (yield from scan.next()):
-            return found
+        if (yield from scan.skip("]")):
+            return has_calls
         yield from scan.skip(",")
         yield from scan.space()
         is_call = yield from call()
         if not is_call:
-            if found and is_call is False:
-                yield Text(scan.log)
-            return found if is_call is False else None
-        found = True
+            return None if has_calls else is_call
+        has_calls = True
         scan.begin()
 
 
-def arguments(scan: Scanner, index: int, closing: tuple[str, ...]) -> Steps:
+def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
     """The arguments of a call as one JSON object, none where it is over at once. Returns whether they are whole."""
     yield from scan.space()
     if (yield from scan.starts(*closing)):
-        yield CallArguments(index, "{}")
+        yield CallArguments("{}")
         return True
-    return (yield from scan.json(partial(CallArguments, index))) is not None
+    return (yield from scan.json(CallArguments)) is not None
+
+
+def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
+    """What stands behind a call with marks: the one that closes it. What is no call at all is text.
+
+    is_call: None where it breaks off. What is left of it ends at the mark that closes it, or that opens the next.
+    """
+    if is_call:
+        yield from scan.space()
+        yield from scan.skip(*closing)
+    elif is_call is None:
+        _, mark = yield from scan.collect((*closing, *opening))
+        scan.put_back(mark if mark in opening else "")
+    else:
+        scan.undo()
+
+
+def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
+    """What is no whole call, and has no mark, is text, as is what was consumed before it.
+
+    is_call: None where it is sure to be one that breaks off. Where the answer ends in that, it is left out.
+    """
+    if is_call is False or not scan.is_over:
+        scan.put_back(before + scan.log)
 
 
 def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]) -> Steps:
@@ -134,28 +150,25 @@ def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]
         yield from read(mark)
 
 
-def value_until(scan: Scanner, index: int, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
+def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
     """A value that is written as it is up to a mark, as JSON. Returns the mark; None where the text ends before.
 
     One that can only be a text is given piece by piece, any other when it is whole.
     """
     if types == {"string"}:
-        yield CallArguments(index, '"')
-        mark = yield from scan.until(closing, lambda text: CallArguments(index, inside(text)))
+        yield CallArguments('"')
+        mark = yield from scan.until(closing, lambda text: CallArguments(inside(text)))
         if mark is not None:
-            yield CallArguments(index, '"')
+            yield CallArguments('"')
         return mark
     raw, mark = yield from scan.collect(closing)
     if mark is not None:
-        yield CallArguments(index, json_of(raw, types))
+        yield CallArguments(json_of(raw, types))
     return mark
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """A list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether its first call was one, as `json_calls`.
-
-    Returns None where a call breaks off in the midst of it.
-    """
+    """A list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is one, as `json_calls`."""
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -163,21 +176,17 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """One call such as f(city="Paris"). Returns whether it was one, of these tools where they are given.
-
-    Returns None where it breaks off.
-    """
+    """One call such as f(city="Paris"). Returns whether it was one, as `json_call`."""
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False
-    started, index = begin(scan, name)
-    yield started
+    yield CallBegin(name)
     before = "{"
     while True:
         yield from scan.space()
         if (yield from scan.skip(")")):
-            yield CallArguments(index, "{}" if before == "{" else "}")
-            yield CallEnd(index)
+            yield CallArguments("{}" if before == "{" else "}")
+            yield CallEnd()
             return True
         yield from scan.skip(",")
         yield from scan.space()
@@ -189,7 +198,7 @@ def python_call(scan: Scanner, tools: Tools | None) -> Steps:
         value = None if raw is None else _json_of_python(raw)
         if value is None:
             return None
-        yield CallArguments(index, f"{before}{json.dumps(key)}: {value}")
+        yield CallArguments(f"{before}{json.dumps(key)}: {value}")
         before = ", "
 
 

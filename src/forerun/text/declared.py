@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import UnsupportedModel, shown
-from forerun.text.calling import begin
 from forerun.text.messages import REASONING
-from forerun.text.parts import CallArguments, CallEnd, Reasoning, Scanner, Steps, Text
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside, json_of
 
 KEY = "response_template"  # of tokenizer_config.json
@@ -172,10 +171,9 @@ class Declared:
             yield None
         if one.name == "tool_calls":
             for name, arguments in _calls(text, one.spec, captures, tools):
-                started, index = begin(scan, name)
-                yield started
-                yield CallArguments(index, arguments)
-                yield CallEnd(index)
+                yield CallBegin(name)
+                yield CallArguments(arguments)
+                yield CallEnd()
 
     def _text(self, scan: Scanner, one: Field, part: type[Text] | type[Reasoning]) -> Steps:
         heads = () if one.closing is None else one.closing.heads

@@ -1,8 +1,8 @@
 """The parts of an answer: text, reasoning and tool calls, made of the model's text as it grows.
 
 A model writes all of them into one text, each family with marks of its own. What reads them is a generator over a
-`Scanner`: it yields each part as soon as no later text can change it, and None where it needs more. So a text gives the
-same parts however it was cut into pieces.
+`Scanner`: it yields each piece as soon as no later text can change it, and None where it needs more. So a text gives
+the same parts however it was cut. A call is a part when it is whole: nobody runs what is not written yet.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import string
 from collections.abc import Callable, Generator, Iterable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-
-from forerun.errors import BadOption, shown
 
 
 @dataclass(frozen=True)
@@ -31,68 +29,59 @@ class Reasoning:
     text: str
 
 
-@dataclass(frozen=True)
-class CallBegin:
-    """A tool is called; the calls of an answer are numbered from 0."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A piece of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallEnd:
-    """The arguments are whole. It is missing where the answer was cut in a call."""
-
-    index: int
-
-
-Part: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
-# What reads a text: it yields parts, None where it needs more text, and returns something.
-Steps: TypeAlias = Generator[Part | None, None, Any]
-
-
 def new_id() -> str:
     """An id of a call: nine letters and digits, which the templates that check ids ask for."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. arguments: a JSON text, as it was written; is_whole: False where the answer was cut in it."""
+    """A call of a tool. arguments: the text of a JSON object, as it was written."""
 
     name: str
-    arguments: str = ""
-    is_whole: bool = False
-    id: str = field(default_factory=new_id)
+    arguments: str = "{}"
+    id: str = field(default_factory=new_id, compare=False)
 
     def values(self) -> dict[str, Any]:
-        """The arguments by name. Raises BadOption where they are no JSON object."""
-        try:
-            values = json.loads(self.arguments)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
-            raise BadOption(f"the model called {self.name} with {shown(self.arguments)}, which is no JSON object")
+        """The arguments by name."""
+        values: dict[str, Any] = json.loads(self.arguments)
         return values
 
     def arguments_on_a_line(self) -> str:
-        """The arguments for people: JSON on one line, or what was written where it is none."""
-        try:
-            return json.dumps(self.values(), ensure_ascii=False)
-        except BadOption:
-            return " ".join(self.arguments.split())
+        """The arguments for people: JSON on one line."""
+        return json.dumps(self.values(), ensure_ascii=False)
 
     def message(self) -> dict[str, Any]:
         """As a message has it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+Part: TypeAlias = Text | Reasoning | ToolCall
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """A tool is called."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of the arguments."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The call ends. It is missing where the text breaks off or ends in the call."""
+
+
+# What a dialect finds: a call comes in pieces.
+Piece: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
+# What reads a text: it yields pieces, None where it needs more text, and returns something.
+Steps: TypeAlias = Generator[Piece | None, None, Any]
 
 
 @dataclass
@@ -107,11 +96,12 @@ class Span:
 class Spoken:
     """An answer put together from its parts. items: its stretches and calls, in order.
 
-    num_reasoning_tokens: of the answer, those with which the model thought.
+    num_reasoning_tokens: of the answer, those with which the model thought. num_broken_calls: begun and never whole.
     """
 
     items: list[Span | ToolCall] = field(default_factory=list)
     num_reasoning_tokens: int = 0
+    num_broken_calls: int = 0
 
     def add(self, part: Part) -> None:
         """Take the next part."""
@@ -120,12 +110,8 @@ class Spoken:
                 self._span("text").text += text
             case Reasoning(text):
                 self._span("reasoning").text += text
-            case CallBegin(_, name):
-                self.items.append(ToolCall(name))
-            case CallArguments(index, text):
-                self.calls[index].arguments += text
-            case CallEnd(index):
-                self.calls[index].is_whole = True
+            case ToolCall():
+                self.items.append(part)
 
     def _span(self, kind: str) -> Span:
         last = self.items[-1] if self.items else None
@@ -165,15 +151,30 @@ class Spoken:
 class Scanner:
     """Text that grows at its end and is consumed at its beginning. Its methods are steps of a generator (Steps).
 
-    log: what was consumed since `begin`, for those who find that it was no call after all. num_calls: begun so far.
+    log: what was consumed since `begin`, for those who find that it was no call after all. hidden: marks that no text
+    shows. is_closed: no more text comes; is_cut: because there was no room for more.
     """
 
-    def __init__(self) -> None:
-        self.rest, self.is_closed, self.log, self.num_calls = "", False, "", 0
+    def __init__(self, hidden: Seq[str] = ()) -> None:
+        self.rest, self.log, self._hidden, self.is_closed, self.is_cut = "", "", tuple(hidden), False, False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended in what was consumed last."""
+        return self.is_closed and not self.rest
 
     def begin(self) -> None:
         """Forget what was consumed."""
         self.log = ""
+
+    def put_back(self, text: str) -> None:
+        """Let the end of what was consumed come again."""
+        self.rest, self.log = text + self.rest, self.log.removesuffix(text)
+
+    def undo(self) -> None:
+        """Let all come again that was consumed since `begin`; but where the answer has ended in it, it is left out."""
+        if not self.is_over:
+            self.put_back(self.log)
 
     def take(self, num_chars: int) -> str:
         """Consume what is there."""
@@ -181,19 +182,23 @@ class Scanner:
         self.log += taken
         return taken
 
-    def until(self, marks: Seq[str], part: Callable[[str], Part]) -> Steps:
-        """Give text up to a mark as parts. Returns the mark, which is consumed; None at the end of the text."""
+    def until(self, marks: Seq[str], piece: Callable[[str], Piece]) -> Steps:
+        """Give text up to a mark in pieces. Returns the mark, which is consumed; None at the end of the text."""
+        known = (*marks, *self._hidden) if piece is Text else tuple(marks)
         while True:
-            if (found := first_of(self.rest, marks)) is not None:
+            if (found := first_of(self.rest, known)) is not None:
                 start, mark = found
                 if start:
-                    yield part(self.take(start))
+                    yield piece(self.take(start))
                 self.take(len(mark))
-                return mark
-            num_sure = len(self.rest) - (0 if self.is_closed else open_tail(self.rest, marks))
-            if num_sure:
-                yield part(self.take(num_sure))
+                if mark in marks:
+                    return mark
+                continue
+            num_open = 0 if self.is_closed and not self.is_cut else open_tail(self.rest, known)
+            if num_sure := len(self.rest) - num_open:
+                yield piece(self.take(num_sure))
             if self.is_closed:
+                self.take(num_open)
                 return None
             yield None
 
@@ -207,9 +212,16 @@ class Scanner:
         return text, self.take(len(found[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest of the options with which the text goes on; None where it is another text."""
-        while not self.is_closed and any(o.startswith(self.rest) and o != self.rest for o in options):
+        """Return the longest of the options with which the text goes on; None where it is another text.
+
+        What is left of an answer that was cut in one of them is consumed.
+        """
+        while is_open := any(o.startswith(self.rest) and o != self.rest for o in options):
+            if self.is_closed:
+                break
             yield None
+        if is_open and self.is_cut and self.rest not in options:
+            self.take(len(self.rest))
         return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
 
     def skip(self, *options: str) -> Steps:
@@ -232,11 +244,11 @@ class Scanner:
             yield None
         return self.rest[:1]
 
-    def json(self, piece: Callable[[str], Part] | None = None) -> Steps:
+    def json(self, piece: Callable[[str], Piece] | None = None) -> Steps:
         """Consume one JSON value, and the white space before it.
 
         Returns its text; None where there is none, or the text ends in it, or its brackets do not match. piece: makes
-        parts of what is consumed, while it grows.
+        pieces of what is consumed, while it grows.
         """
         yield from self.space()
         made, value = "", _JsonValue()

@@ -1,10 +1,10 @@
-"""How a model speaks: which marks its answers have, found in its chat template, and what reads them."""
+"""How a model speaks: which marks its answers have, found in its chat template, and how they are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,7 @@ from forerun.params import CONSTRAINTS
 from forerun.text.call_grammars import ANY, WRITTEN, Rules, literal
 from forerun.text.calls import USUAL, Dialect, dialect, of_template
 from forerun.text.declared import Declared
-from forerun.text.detokenizer import Detokenizer
-from forerun.text.parts import CallArguments, CallBegin, Part, Reasoning, Scanner, Spoken, Steps, Text
+from forerun.text.parts import CallBegin, Reasoning, Scanner, Steps, Text
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import AUTO, REQUIRED, Tools, ToolUse
 from forerun.types import SamplingParams
@@ -93,7 +92,7 @@ class Speaking:
             raise BadOption(f"the schema of a tool or of the answer cannot be read ({error}): mend it") from error
         if rest is None:
             return params
-        rules.rules["start"] = self._behind_thought(rules, rest, self.begun(_tail(tokenizer, prompt_ids)))
+        rules.rules["start"] = self._behind_thought(rules, rest, self.begun(tail_of(tokenizer, prompt_ids)))
         plain: Any = {name: getattr(_PLAIN, name) for name in (*CONSTRAINTS, "json_whitespace")}
         return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
 
@@ -178,10 +177,6 @@ class Speaking:
         own = () if self.dialect is None else self.dialect.marks
         return frozenset((*own, *(mark.strip() for pair in self.speech.thoughts for mark in pair)))
 
-    def reader(self, tokenizer: Tokenizer, prompt_ids: Seq[int], stop: Seq[str] = (), num_free: int = 0) -> PartsReader:
-        """What makes parts of one answer's ids."""
-        return PartsReader(self, tokenizer, prompt_ids, stop, num_free)
-
     def steps(self, scan: Scanner, prompt: str) -> Steps:
         """The parts of an answer. prompt: the end of its prompt."""
         if (declared := self.speech.declared) is not None:
@@ -191,6 +186,10 @@ class Speaking:
         if self.dialect is not None:
             yield from self.dialect.read(scan, self.tools)
         yield from scan.until((), Text)
+
+    def scanner(self) -> Scanner:
+        """What the steps read from. No text shows the marks of calls."""
+        return Scanner(self.dialect.marks if self.dialect is not None and self.speech.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
         """The reasoning that an answer begins with, or that its prompt has begun.
@@ -221,7 +220,10 @@ class Speaking:
             yield Reasoning(mark)
 
     def _is_call(self, scan: Scanner, mark: str) -> Steps:
-        """Whether a call begins with a mark that was consumed. The text behind it is read ahead, not consumed."""
+        """Whether a call begins with a mark that was consumed, or the answer ends before that is known.
+
+        The text behind it is read ahead, not consumed.
+        """
         assert self.dialect is not None
         ahead, num_read = Scanner(), 0
         ahead.rest = mark
@@ -235,16 +237,11 @@ class Speaking:
             if num_read == len(scan.rest) and not scan.is_closed:
                 yield None
             ahead.rest += scan.rest[num_read:]
-            num_read, ahead.is_closed = len(scan.rest), scan.is_closed
-        return False
+            num_read, ahead.is_closed, ahead.is_cut = len(scan.rest), scan.is_closed, scan.is_cut
+        return True
 
 
-def _begins(token: str, marks: Iterable[str]) -> bool:
-    """Whether a mark begins with the text of a special token."""
-    return bool(token) and any(mark.startswith(token) for mark in marks)
-
-
-def _tail(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
+def tail_of(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
     """The end of a prompt, with its special tokens."""
     return tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]))
 
@@ -259,136 +256,3 @@ def _answer(rules: Rules, params: SamplingParams) -> str:
     schema = {"type": "object"} if params.json_schema is None else json.loads(str(params.json_schema))
     schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
     return rules.json(schema, WRITTEN[params.json_whitespace])
-
-
-class PartsReader:
-    """The parts of one answer, from its token ids, as they come."""
-
-    def __init__(
-        self,
-        speaking: Speaking,
-        tokenizer: Tokenizer,
-        prompt_ids: Seq[int],
-        stop: Seq[str] = (),
-        num_free: int = 0,
-    ) -> None:
-        declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
-        names = {i: tokenizer.id_to_token.get(i) or "" for i in tokenizer.special_ids}
-        skip = {i for i, name in names.items() if not (_begins(name, speaking.marks) or (name and name in declared))}
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
-        self._parser = Parser(speaking, _tail(tokenizer, prompt_ids))
-        speech = speaking.speech
-        self._may_think = bool(speech.thoughts) or speech.reads_always or speech.declared is not None
-
-    def push(self, ids: Seq[int]) -> list[Part]:
-        """What the next tokens make certain."""
-        if not self._may_think:
-            return self._parser.feed(self._detokenizer.push(ids).text)
-        made: list[Part] = []
-        for token in ids:  # one by one, so that those of reasoning are counted
-            made += self._parser.feed(self._detokenizer.push([token]).text)
-            self.spoken.num_reasoning_tokens += self._parser.is_thinking
-        return joined(made)
-
-    def finish(self) -> list[Part]:
-        """The rest: no token follows."""
-        return [*self._parser.feed(self._detokenizer.finish()), *self._parser.finish()]
-
-    @property
-    def spoken(self) -> Spoken:
-        """The answer so far."""
-        return self._parser.spoken
-
-
-class Parser:
-    """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
-
-    def __init__(self, speaking: Speaking, prompt: str = "") -> None:
-        self._scan, self.spoken = Scanner(), Spoken()
-        one_call = speaking.use is not None and not speaking.use.parallel
-        self._tidy = _Tidy(1 if one_call else None)
-        self._steps: Iterator[Part | None] = speaking.steps(self._scan, prompt)
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether what came last is reasoning."""
-        return self._tidy.kind is Reasoning
-
-    def feed(self, text: str) -> list[Part]:
-        """What the next text makes certain."""
-        if not text:
-            return []
-        self._scan.rest += text
-        return self._said(self._run())
-
-    def finish(self) -> list[Part]:
-        """The rest: no text follows."""
-        self._scan.is_closed = True
-        return self._said([*self._run(), *self._tidy.finish()])
-
-    def _said(self, parts: list[Part]) -> list[Part]:
-        for part in parts:
-            self.spoken.add(part)
-        return parts
-
-    def _run(self) -> list[Part]:
-        made: list[Part] = []
-        try:
-            for part in self._steps:
-                if part is None:
-                    break
-                made += self._tidy.add(part)
-        except RecursionError:  # brackets within brackets within brackets: it is a text then
-            self._steps = self._scan.until((), Text)
-        return joined(made)
-
-
-class _Tidy:
-    """Takes away the white space that stands between parts: it belongs to the format, and to none of them.
-
-    most_calls: later ones are left out; None = none is.
-    """
-
-    def __init__(self, most_calls: int | None = None) -> None:
-        self._most_calls = most_calls
-        self.kind: type[Part] | None = None
-        self._held, self._is_fresh, self._has_calls = "", False, False
-
-    def add(self, part: Part) -> Iterator[Part]:
-        """The part, or what is certain of it."""
-        if not isinstance(part, Text | Reasoning):
-            if isinstance(part, CallBegin):
-                self.kind, self._held, self._has_calls = CallBegin, "", True
-            if self._most_calls is None or part.index < self._most_calls:
-                yield part
-            return
-        kind = type(part)
-        if kind is not self.kind:
-            self._is_fresh = self.kind is not None or kind is Reasoning
-            self.kind, self._held = kind, ""
-        text = self._held + part.text
-        text = text.lstrip() if self._is_fresh else text
-        body = text.rstrip()
-        self._held = text[len(body) :]
-        if body:
-            self._is_fresh = False
-            yield kind(body)
-
-    def finish(self) -> Iterator[Part]:
-        """The white space at the end of an answer that is a text."""
-        if self.kind is Text and self._held and not self._has_calls:
-            yield Text(self._held)
-
-
-def joined(parts: Iterable[Part]) -> list[Part]:
-    """With texts and pieces of arguments that follow each other as one."""
-    made: list[Part] = []
-    for part in parts:
-        last = made[-1] if made else None
-        if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
-            made[-1] = type(part)(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.index == part.index:
-            made[-1] = CallArguments(part.index, last.text + part.text)
-        elif not (isinstance(part, Text | Reasoning | CallArguments) and not part.text):
-            made.append(part)
-    return made

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import FENCES, arguments, begin
-from forerun.text.parts import CallEnd, Scanner, Steps, Text
+from forerun.text.calling import FENCES, arguments, behind
+from forerun.text.parts import CallBegin, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "deepseek"
@@ -30,27 +30,29 @@ def read(scan: Scanner, tools: Tools) -> Steps:
     while (mark := (yield from scan.until((*CALLS, CALL[0]), Text))) is not None:
         if mark != CALL[0]:
             continue
-        name, end = yield from scan.collect((SEPARATOR,))
-        if end is None:
-            yield Text(mark + name)
-            return
-        if name.strip() == "function":  # what it is comes first, and then its name
-            name, end = yield from scan.collect(("\n", "{"))
-            if end is None:
-                return
-            scan.rest = end + scan.rest
-        started, index = begin(scan, name.strip())
-        yield started
+        yield from behind(scan, (yield from _call(scan)), CALL[1:], (*CALLS, CALL[0]))
         yield from scan.space()
-        fence = yield from scan.skip(*FENCES)
-        if (yield from arguments(scan, index, (*MARKS, FENCES[-1]))):
-            yield CallEnd(index)
-        yield from scan.space()
-        if fence:
-            yield from scan.skip(FENCES[-1])
-        yield from scan.space()
-        yield from scan.skip(CALL[1])
-        yield from scan.space()
+
+
+def _call(scan: Scanner) -> Steps:
+    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    scan.begin()
+    name, end = yield from scan.collect(MARKS)
+    if end != SEPARATOR:
+        return False
+    if name.strip() == "function":  # what it is comes first, and then its name
+        name, end = yield from scan.collect(("\n", "{", *MARKS))
+        scan.put_back(end or "")
+    yield CallBegin(name.strip())
+    yield from scan.space()
+    fence = yield from scan.skip(*FENCES)
+    if not (yield from arguments(scan, (*MARKS, FENCES[-1]))):
+        return None
+    yield CallEnd()
+    yield from scan.space()
+    if fence:
+        yield from scan.skip(FENCES[-1])
+    return True
 
 
 BETWEEN = ""

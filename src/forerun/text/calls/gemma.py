@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal
-from forerun.text.calling import begin
-from forerun.text.parts import CallArguments, CallEnd, Reasoning, Scanner, Steps, Text
+from forerun.text.calling import behind
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools, choices_of, inside, json_of, several
 
 NAME = "gemma"
@@ -31,18 +31,22 @@ def read(scan: Scanner, tools: Tools) -> Steps:
             if mark == CHANNEL[0]:
                 yield from _thought(scan)
             continue
-        space = yield from scan.space()
-        name, end = yield from scan.collect(("{",))
-        if end is None or not name.startswith("call:"):
-            yield Text(f"{mark}{space}{name}{end or ''}")
-            continue
-        started, index = begin(scan, name.removeprefix("call:").strip())
-        yield started
-        scan.rest = "{" + scan.rest
-        if (yield from _value(scan, index)):
-            yield CallEnd(index)
-        yield from scan.space()
-        yield from scan.skip(*CLOSING)
+        yield from behind(scan, (yield from _call(scan)), CLOSING, (*OPENING, *CHANNEL))
+
+
+def _call(scan: Scanner) -> Steps:
+    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    scan.begin()
+    yield from scan.space()
+    name, end = yield from scan.collect(("{", *MARKS))
+    if end != "{" or not name.startswith("call:"):
+        return False
+    yield CallBegin(name.removeprefix("call:").strip())
+    scan.put_back(end)
+    if not (yield from _value(scan)):
+        return None
+    yield CallEnd()
+    return True
 
 
 def _thought(scan: Scanner) -> Steps:
@@ -52,34 +56,34 @@ def _thought(scan: Scanner) -> Steps:
         yield from scan.skip("thought\n", "thought")
 
 
-def _value(scan: Scanner, index: int) -> Steps:
+def _value(scan: Scanner) -> Steps:
     """One value as JSON. Returns whether it was whole."""
     yield from scan.space()
     if (quote := (yield from scan.skip(*QUOTES, '"'))) is not None:
-        yield CallArguments(index, '"')
-        end = yield from scan.until((quote,), lambda text: CallArguments(index, inside(text)))
+        yield CallArguments('"')
+        end = yield from scan.until((quote,), lambda text: CallArguments(inside(text)))
         if end is not None:
-            yield CallArguments(index, '"')
+            yield CallArguments('"')
         return end is not None
     if (bracket := (yield from scan.skip("{", "["))) is not None:
-        return (yield from _several(scan, index, bracket, "}" if bracket == "{" else "]"))
+        return (yield from _several(scan, bracket, "}" if bracket == "{" else "]"))
     word = ""
     while (char := (yield from scan.next())) not in ("", ",", "}", "]"):
         word += scan.take(len(char))
     if not char:
         return False
-    yield CallArguments(index, json_of(word.strip(), frozenset()))
+    yield CallArguments(json_of(word.strip(), frozenset()))
     return True
 
 
-def _several(scan: Scanner, index: int, opening: str, closing: str) -> Steps:
+def _several(scan: Scanner, opening: str, closing: str) -> Steps:
     """What is between brackets; in braces each value has a key."""
-    yield CallArguments(index, opening)
+    yield CallArguments(opening)
     separator = ""
     while True:
         yield from scan.space()
         if (yield from scan.skip(closing)):
-            yield CallArguments(index, closing)
+            yield CallArguments(closing)
             return True
         yield from scan.skip(",")
         yield from scan.space()
@@ -94,9 +98,9 @@ def _several(scan: Scanner, index: int, opening: str, closing: str) -> Steps:
             if end is None:
                 return False
             key = f'"{inside(name.strip())}": '
-        yield CallArguments(index, f"{separator}{key}")
+        yield CallArguments(f"{separator}{key}")
         separator = ", "
-        if not (yield from _value(scan, index)):
+        if not (yield from _value(scan)):
             return False
 
 

@@ -11,8 +11,8 @@ Since GLM 4.7 without the breaks of lines.
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
-from forerun.text.calling import begin, tool_name, value_until
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.calling import behind, tool_name, value_until
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
 
 NAME = "glm"
@@ -25,29 +25,35 @@ ENDS_THOUGHT = True
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
-        scan.begin()
-        name = yield from tool_name(scan)
+        yield from behind(scan, (yield from _call(scan, tools)), MARKS[1:2], MARKS[:1])
+
+
+def _call(scan: Scanner, tools: Tools) -> Steps:
+    """A name and its arguments, up to the mark behind them. Returns whether it is a call, None where it breaks off."""
+    scan.begin()
+    name = yield from tool_name(scan)
+    mark = yield from scan.skip(KEY[0], MARKS[1])
+    if not name or mark is None:
+        return False
+    yield CallBegin(name)
+    before = "{"
+    while mark == KEY[0]:
+        key, end = yield from scan.collect(KEY[1:])
+        yield from scan.space()
+        if end is None or not (yield from scan.skip(VALUE[0])):
+            return None
+        yield CallArguments(f'{before}"{inside(key.strip())}": ')
+        if (yield from value_until(scan, VALUE[1:], tools.types(name, key.strip()))) is None:
+            return None
+        before = ", "
+        yield from scan.space()
         mark = yield from scan.skip(KEY[0], MARKS[1])
-        if not name or mark is None:
-            yield Text(MARKS[0] + scan.log)
-            continue
-        started, index = begin(scan, name)
-        yield started
-        before = "{"
-        while mark == KEY[0]:
-            key, end = yield from scan.collect(KEY[1:])
-            yield from scan.space()
-            if end is None or not (yield from scan.skip(VALUE[0])):
-                break
-            yield CallArguments(index, f'{before}"{inside(key.strip())}": ')
-            if (yield from value_until(scan, index, VALUE[1:], tools.types(started.name, key.strip()))) is None:
-                break
-            before = ", "
-            yield from scan.space()
-            mark = yield from scan.skip(KEY[0], MARKS[1])
-        if mark == MARKS[1]:
-            yield CallArguments(index, "{}" if before == "{" else "}")
-            yield CallEnd(index)
+    if mark is None:
+        return None
+    scan.put_back(mark)
+    yield CallArguments("{}" if before == "{" else "}")
+    yield CallEnd()
+    return True
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema
-from forerun.text.calling import json_calls
+from forerun.text.calling import behind, json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -19,9 +19,8 @@ OPENING = (*MARKS, SPELLED)
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
-    while (mark := (yield from scan.until((*MARKS, SPELLED), Text))) is not None:
-        if not (yield from json_calls(scan)):
-            yield Text(mark + scan.log)
+    while (yield from scan.until(OPENING, Text)) is not None:
+        yield from behind(scan, (yield from json_calls(scan)), (), OPENING)
 
 
 BETWEEN = ", "

@@ -10,11 +10,10 @@ is compiled for tokens of one vocabulary and would be one more dependency for wh
 from __future__ import annotations
 
 import re
-from functools import partial
 
 from forerun.text.call_grammars import TEXT, Rules, Schema, literal
-from forerun.text.calling import begin
-from forerun.text.parts import CallArguments, CallEnd, Part, Reasoning, Scanner, Steps, Text
+from forerun.text.calling import arguments
+from forerun.text.parts import CallBegin, CallEnd, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "harmony"
@@ -37,41 +36,29 @@ def read(scan: Scanner, tools: Tools) -> Steps:
             return
         channels, recipient = _CHANNEL.findall(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
-            started, index = begin(scan, recipient[1])
-            yield started
-            yield from _arguments(scan, index)
+            yield CallBegin(recipient[1])
+            yield from _arguments(scan)
         elif channels[-1:] == ["analysis"]:
             yield from _body(scan, Reasoning)
         else:
             yield from _body(scan, Text)
 
 
-def _body(scan: Scanner, part: type[Part]) -> Steps:
-    _put_back(scan, (yield from scan.until((*ENDS, START), part)))
+def _body(scan: Scanner, piece: type[Text] | type[Reasoning]) -> Steps:
+    _put_back(scan, (yield from scan.until((*ENDS, START), piece)))
 
 
-def _arguments(scan: Scanner, index: int) -> Steps:
-    """A JSON object, or the code of a tool that takes code."""
-    piece = partial(CallArguments, index)
-    yield from scan.space()
-    if (yield from scan.next()) == "{":
-        if (yield from scan.json(piece)) is not None:
-            yield CallEnd(index)
-        _, mark = yield from scan.collect((*ENDS, START))
-    elif (yield from scan.starts(*ENDS, START)):
-        yield CallArguments(index, "{}")
-        yield CallEnd(index)
-        _, mark = yield from scan.collect((*ENDS, START))
-    else:
-        mark = yield from scan.until((*ENDS, START), piece)
-        if mark is not None:
-            yield CallEnd(index)
+def _arguments(scan: Scanner) -> Steps:
+    """A JSON object. What else stands there, such as code for a tool that would take code, is no call."""
+    if (yield from arguments(scan, (*ENDS, START))):
+        yield CallEnd()
+    _, mark = yield from scan.collect((*ENDS, START))
     _put_back(scan, mark)
 
 
 def _put_back(scan: Scanner, mark: str | None) -> None:
     if mark == START:  # it begins the next message
-        scan.rest = mark + scan.rest
+        scan.put_back(mark)
 
 
 MOST_CALLS = 1  # the call ends the answer

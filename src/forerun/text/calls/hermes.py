@@ -11,7 +11,7 @@ and it names a tool, it is a call, too.
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema
-from forerun.text.calling import json_call, json_calls
+from forerun.text.calling import bare, behind, json_call, json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -19,33 +19,33 @@ NAME = "hermes"
 SIGNS = (("<tool_call>",),)
 MARKS = ("<tool_call>", "</tool_call>")
 BARE = "{`<"
-FENCES = {"```json": "```", "```": "```", "<tools>": "</tools>"}  # what else stands around calls
+SPELLED = "<tools>"
+FENCES = {"```json": "```", "```": "```", SPELLED: "</tools>"}  # what else stands around calls
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
     yield from _untagged(scan, tools)
     while (yield from scan.until(MARKS[:1], Text)) is not None:
-        if not (yield from json_calls(scan)):
-            yield Text(MARKS[0] + scan.log)
-            continue
-        yield from scan.space()
-        yield from scan.skip(MARKS[1])
+        yield from behind(scan, (yield from json_calls(scan)), MARKS[1:], MARKS[:1])
 
 
 def _untagged(scan: Scanner, tools: Tools) -> Steps:
     """Calls at the very beginning that have no tags."""
+    is_sure = False
     while True:
         before = yield from scan.space()
         fence = (yield from scan.skip(*FENCES)) or ""
-        before += fence + (yield from scan.space())
+        is_sure |= fence == SPELLED
+        before += (fence if fence != SPELLED else "") + (yield from scan.space())
         if (yield from scan.next()) != "{":
             yield Text(before)
             return
         scan.begin()
-        if not (yield from json_call(scan, tools)):
-            yield Text(before + scan.log)
+        if not (is_call := (yield from json_call(scan, tools))):
+            bare(scan, before, None if is_sure else is_call)
             return
+        is_sure = True
         yield from scan.space()
         yield from scan.skip(*FENCES.values())
 

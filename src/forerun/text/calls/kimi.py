@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import arguments, begin
-from forerun.text.parts import CallEnd, Scanner, Steps, Text
+from forerun.text.calling import arguments, behind
+from forerun.text.parts import CallBegin, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "kimi"
@@ -25,21 +25,25 @@ def read(scan: Scanner, tools: Tools) -> Steps:
     while (mark := (yield from scan.until((*SECTION, BEGIN), Text))) is not None:
         if mark != BEGIN:
             continue
-        name, end = yield from scan.collect((ARGUMENTS,))
-        if end is None:
-            yield Text(mark + name)
-            return
-        name = name.strip().removeprefix("functions.")
-        name = name.rpartition(":")[0] or name
-        if name.isdecimal() and len(tools.schemas) == 1:  # its number alone
-            (name,) = tools
-        started, index = begin(scan, name)
-        yield started
-        if (yield from arguments(scan, index, MARKS)):
-            yield CallEnd(index)
+        yield from behind(scan, (yield from _call(scan, tools)), (END,), (*SECTION, BEGIN))
         yield from scan.space()
-        yield from scan.skip(END)
-        yield from scan.space()
+
+
+def _call(scan: Scanner, tools: Tools) -> Steps:
+    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    scan.begin()
+    name, end = yield from scan.collect(MARKS)
+    if end != ARGUMENTS:
+        return False
+    name = name.strip().removeprefix("functions.")
+    name = name.rpartition(":")[0] or name
+    if name.isdecimal() and len(tools.schemas) == 1:  # its number alone
+        (name,) = tools
+    yield CallBegin(name)
+    if not (yield from arguments(scan, MARKS)):
+        return None
+    yield CallEnd()
+    return True
 
 
 BETWEEN = ""

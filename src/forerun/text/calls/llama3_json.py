@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema
-from forerun.text.calling import json_call
+from forerun.text.calling import bare, json_call
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -18,17 +18,19 @@ OPENING, BARE = (), "{<"
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer: a call counts where the answer begins with it."""
+    is_sure = False
     while True:
         before = yield from scan.space()
-        before += (yield from scan.skip(*MARKS)) or ""
+        is_sure |= (yield from scan.skip(*MARKS)) is not None
         before += yield from scan.space()
         if (yield from scan.next()) != "{":
             yield Text(before)
             break
         scan.begin()
-        if not (yield from json_call(scan, tools)):
-            yield Text(before + scan.log)
+        if not (is_call := (yield from json_call(scan, tools))):
+            bare(scan, before, None if is_sure else is_call)
             break
+        is_sure = True
         yield from scan.space()
         yield from scan.skip(";", ",")
     yield from scan.until((), Text)

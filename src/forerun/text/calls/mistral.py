@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from forerun.text.call_grammars import Rules, Schema, literal
-from forerun.text.calling import begin, json_calls, tool_name
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.calling import behind, json_calls, tool_name
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools
 
 NAME = "mistral"
@@ -20,28 +18,25 @@ MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
-    while (mark := (yield from scan.until(MARKS[:1], Text))) is not None:
-        mark += yield from scan.space()
-        if (yield from scan.next()) in ("[", "{"):
-            if not (yield from json_calls(scan)):
-                yield Text(mark + scan.log)
-        else:
-            yield from _call(scan, mark)
+    while (yield from scan.until(MARKS[:1], Text)) is not None:
+        yield from scan.space()
+        read_calls = json_calls if (yield from scan.next()) in ("[", "{") else _call
+        yield from behind(scan, (yield from read_calls(scan)), (), MARKS[:1])
 
 
-def _call(scan: Scanner, mark: str) -> Steps:
-    """A name and its arguments. The id is left out: calls get their own here."""
+def _call(scan: Scanner) -> Steps:
+    """A name and its arguments. The id is left out: calls get their own here. Returns whether it is one."""
     scan.begin()
     name = yield from tool_name(scan)
     if (yield from scan.skip(MARKS[1])):
         yield from tool_name(scan)
     if not name or not ((yield from scan.skip(MARKS[2])) or (yield from scan.next()) == "{"):
-        yield Text(mark + scan.log)
-        return
-    started, index = begin(scan, name)
-    yield started
-    if (yield from scan.json(partial(CallArguments, index))) is not None:
-        yield CallEnd(index)
+        return False
+    yield CallBegin(name)
+    if (yield from scan.json(CallArguments)) is None:
+        return None
+    yield CallEnd()
+    return True
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:

@@ -9,7 +9,7 @@ It writes the second where its template does not say how.
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema
-from forerun.text.calling import json_calls
+from forerun.text.calling import behind, json_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -24,13 +24,11 @@ def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         if mark == SPELLED:
-            mark = mark[:-1]
-            scan.rest = SPELLED[-1] + scan.rest
-        if not (yield from json_calls(scan)):
-            yield Text(mark + scan.log)
-            continue
-        yield from scan.space()
-        yield from scan.skip(MARKS[1])
+            scan.put_back(SPELLED[-1])
+        is_call = yield from json_calls(scan)
+        if mark == SPELLED and is_call is False and not scan.is_over:
+            yield Text(SPELLED[:-1])  # it may be a word of a text
+        yield from behind(scan, is_call, MARKS[1:], OPENING)
 
 
 BETWEEN = ", "

@@ -8,7 +8,7 @@ LFM 2 has marks around the list.
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal
-from forerun.text.calling import python_calls
+from forerun.text.calling import bare, behind, python_calls
 from forerun.text.parts import Scanner, Steps, Text
 from forerun.text.tools import Tools
 
@@ -23,22 +23,15 @@ PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer: calls without marks count where the answer begins with them."""
     before = yield from scan.space()
-    if (yield from scan.next()) == "[":
-        found = yield from python_calls(scan, tools)
-        yield Text(before + scan.log if found is False else "")
-    else:
+    if (yield from scan.next()) != "[":
         yield Text(before)
-    while (mark := (yield from scan.until(OPENING, Text))) is not None:
+    elif not (is_call := (yield from python_calls(scan, tools))):
+        bare(scan, before, is_call)
+    while (yield from scan.until(OPENING, Text)) is not None:
         yield from scan.space()
-        found = yield from python_calls(scan, None)
-        if found is None:  # a call that breaks off: the rest of the list is none either
-            yield from scan.collect(CLOSING)
-            continue
-        if not found and "".join(scan.log.split()) != "[]":
-            yield Text(mark + scan.log)
-            continue
-        yield from scan.space()
-        yield from scan.skip(*CLOSING)
+        is_call = yield from python_calls(scan, None)
+        is_empty = is_call is False and "".join(scan.log.split()) == "[]"
+        yield from behind(scan, is_empty or is_call, CLOSING, OPENING)
 
 
 BETWEEN = ", "

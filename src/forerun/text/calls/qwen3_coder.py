@@ -12,8 +12,8 @@ Paris
 from __future__ import annotations
 
 from forerun.text.call_grammars import Rules, Schema, in_turn, literal, tag_value
-from forerun.text.calling import begin, tool_name, value_until
-from forerun.text.parts import CallArguments, CallEnd, Scanner, Steps, Text
+from forerun.text.calling import behind, tool_name, value_until
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps, Text
 from forerun.text.tools import Tools, inside
 
 NAME = "qwen3_coder"
@@ -26,43 +26,41 @@ ENDS_THOUGHT = True
 
 def read(scan: Scanner, tools: Tools) -> Steps:
     """The parts of an answer. The outer tag may be missing, as such models often leave it out."""
-    while (mark := (yield from scan.until((MARKS[0], FUNCTION[0]), Text))) is not None:
+    while (mark := (yield from scan.until(OPENING, Text))) is not None:
+        scan.begin()
         if mark == MARKS[0]:
-            space = yield from scan.space()
-            if not (yield from scan.skip(FUNCTION[0])):
-                yield Text(mark + space)
-                continue
-        yield from _call(scan, tools)
-        yield from scan.space()
-        yield from scan.skip(MARKS[1])
+            yield from scan.space()
+        is_call = False
+        if mark == FUNCTION[0] or (yield from scan.skip(FUNCTION[0])):
+            is_call = yield from _call(scan, tools)
+        yield from behind(scan, is_call, MARKS[1:], OPENING)
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    scan.begin()
+    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
     name = yield from tool_name(scan)
     if not name or not (yield from scan.skip(">")):
-        yield Text(FUNCTION[0] + scan.log)
-        return
-    started, index = begin(scan, name)
-    yield started
+        return False
+    yield CallBegin(name)
     before = "{"
     while True:
         yield from scan.space()
-        if (yield from scan.skip(PARAMETER[0])):
-            key, end = yield from scan.collect((">",))
-            if end is None:
-                return
-            yield from scan.skip("\n")
-            yield CallArguments(index, f'{before}"{inside(key)}": ')
-            closing = (f"\n{PARAMETER[1]}", PARAMETER[1])
-            if (yield from value_until(scan, index, closing, tools.types(started.name, key))) is None:
-                return
-            before = ", "
-            continue
-        if (yield from scan.skip(FUNCTION[1])) or (yield from scan.starts(MARKS[1])):
-            yield CallArguments(index, "{}" if before == "{" else "}")
-            yield CallEnd(index)
-        return
+        if not (yield from scan.skip(PARAMETER[0])):
+            break
+        key, end = yield from scan.collect((">",))
+        if end is None:
+            return None
+        yield from scan.skip("\n")
+        yield CallArguments(f'{before}"{inside(key)}": ')
+        closing = (f"\n{PARAMETER[1]}", PARAMETER[1])
+        if (yield from value_until(scan, closing, tools.types(name, key))) is None:
+            return None
+        before = ", "
+    if not ((yield from scan.skip(FUNCTION[1])) or (yield from scan.starts(MARKS[1]))):
+        return None
+    yield CallArguments("{}" if before == "{" else "}")
+    yield CallEnd()
+    return True
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:

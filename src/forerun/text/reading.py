@@ -1,0 +1,200 @@
+"""The parts of one answer, from its ids or its text, as they come.
+
+Here is decided what is a call: one that was written to its end, with a JSON object as its arguments. Of any other no
+part is made, so whoever is told of an answer can run nothing that the model did not write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence as Seq
+
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Part,
+    Piece,
+    Reasoning,
+    Spoken,
+    Text,
+    ToolCall,
+)
+from forerun.text.speech import Speaking, tail_of
+from forerun.text.tokenizer import Tokenizer
+
+
+class PartsReader:
+    """The parts of one answer, from its token ids, as they come."""
+
+    def __init__(
+        self,
+        speaking: Speaking,
+        tokenizer: Tokenizer,
+        prompt_ids: Seq[int],
+        stop: Seq[str] = (),
+        num_free: int = 0,
+    ) -> None:
+        declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
+        names = {i: tokenizer.id_to_token.get(i) or "" for i in tokenizer.special_ids}
+        skip = {i for i, name in names.items() if not (_begins(name, speaking.marks) or (name and name in declared))}
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
+        self._parser = Parser(speaking, tail_of(tokenizer, prompt_ids))
+        speech = speaking.speech
+        self._may_think = bool(speech.thoughts) or speech.reads_always or speech.declared is not None
+
+    def push(self, ids: Seq[int]) -> list[Part]:
+        """What the next tokens make certain."""
+        if not self._may_think:
+            return self._parser.feed(self._detokenizer.push(ids).text)
+        made: list[Part] = []
+        for token in ids:  # one by one, so that those of reasoning are counted
+            made += self._parser.feed(self._detokenizer.push([token]).text)
+            self.spoken.num_reasoning_tokens += self._parser.is_thinking
+        return joined(made)
+
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """The rest: no token follows. is_cut: because there was no room for it."""
+        return [*self._parser.feed(self._detokenizer.finish()), *self._parser.finish(is_cut=is_cut)]
+
+    @property
+    def spoken(self) -> Spoken:
+        """The answer so far."""
+        return self._parser.spoken
+
+
+def _begins(token: str, marks: Iterable[str]) -> bool:
+    """Whether a mark begins with the text of a special token."""
+    return bool(token) and any(mark.startswith(token) for mark in marks)
+
+
+class Parser:
+    """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
+
+    def __init__(self, speaking: Speaking, prompt: str = "") -> None:
+        self._scan, self.spoken, self._tidy = speaking.scanner(), Spoken(), _Tidy()
+        one_call = speaking.use is not None and not speaking.use.parallel
+        self._calls = _WholeCalls(1 if one_call else None)
+        self._steps: Iterator[Piece | None] = speaking.steps(self._scan, prompt)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what came last is reasoning."""
+        return self._tidy.kind is Reasoning
+
+    def feed(self, text: str) -> list[Part]:
+        """What the next text makes certain."""
+        if not text:
+            return []
+        self._scan.rest += text
+        return self._said(self._run())
+
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """The rest: no text follows. is_cut: because there was no room for it."""
+        self._scan.is_closed, self._scan.is_cut = True, is_cut
+        return self._said([*self._run(), *self._tidy.finish()])
+
+    def _said(self, pieces: list[Piece]) -> list[Part]:
+        parts = joined(part for piece in pieces for part in self._calls.add(piece))
+        for part in parts:
+            self.spoken.add(part)
+        self.spoken.num_broken_calls = self._calls.num_broken
+        return parts
+
+    def _run(self) -> list[Piece]:
+        made: list[Piece] = []
+        try:
+            for piece in self._steps:
+                if piece is None:
+                    break
+                made += self._tidy.add(piece)
+        except RecursionError:  # brackets within brackets within brackets: it is a text then
+            self._steps = self._scan.until((), Text)
+        return made
+
+
+class _Tidy:
+    """Takes away the white space that stands between parts: it belongs to the format, and to none of them."""
+
+    def __init__(self) -> None:
+        self.kind: type[Piece] | None = None
+        self._held, self._is_fresh, self._has_calls = "", False, False
+
+    def add(self, piece: Piece) -> Iterator[Piece]:
+        """The piece, or what is certain of it."""
+        if not isinstance(piece, Text | Reasoning):
+            self.kind, self._held, self._has_calls = CallBegin, "", True
+            yield piece
+            return
+        kind = type(piece)
+        if kind is not self.kind:
+            self._is_fresh = self.kind is not None or kind is Reasoning
+            self.kind, self._held = kind, ""
+        text = self._held + piece.text
+        text = text.lstrip() if self._is_fresh else text
+        body = text.rstrip()
+        self._held = text[len(body) :]
+        if body:
+            self._is_fresh = False
+            yield kind(body)
+
+    def finish(self) -> Iterator[Piece]:
+        """The white space at the end of an answer that is a text."""
+        if self.kind is Text and self._held and not self._has_calls:
+            yield Text(self._held)
+
+
+class _WholeCalls:
+    """Makes parts of pieces: a call when it is whole, and nothing of one that breaks off, or is cut.
+
+    most: later calls are left out; None = none is.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._num_begun, self._num_whole = most, 0, 0
+        self._name, self._arguments = "", list[str]()
+
+    @property
+    def num_broken(self) -> int:
+        """How many calls were begun and are not whole."""
+        return self._num_begun - self._num_whole
+
+    def add(self, piece: Piece) -> Iterator[Part]:
+        """The part that a piece completes, if it does."""
+        match piece:
+            case CallBegin(name):
+                self._name, self._arguments = name, []
+                self._num_begun += 1
+            case CallArguments(text):
+                self._arguments.append(text)
+            case CallEnd():
+                arguments = "".join(self._arguments)
+                if self._name and _is_object(arguments):
+                    self._num_whole += 1
+                    if self._most is None or self._num_whole <= self._most:
+                        yield ToolCall(self._name, arguments)
+            case _:
+                yield piece
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a JSON object, and one that can be written as JSON again: no number in it is without bounds."""
+    try:
+        values = json.loads(text)
+        json.dumps(values, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict)
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """With texts that follow each other as one."""
+    made: list[Part] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
+            made[-1] = type(part)(last.text + part.text)
+        elif isinstance(part, ToolCall) or part.text:
+            made.append(part)
+    return made
