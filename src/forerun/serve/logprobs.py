@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import BYTES, REPLACEMENT
 
 if TYPE_CHECKING:
@@ -30,19 +31,14 @@ def chat_logprobs(positions: Seq[TokenLogprob], left: int, tokenizer: Tokenizer)
 
 
 class CompletionLogprobs:
-    """Log-probabilities in the form of /v1/completions, piece by piece. left: the last token of the prompt."""
+    """Log-probabilities in the form of /v1/completions, piece by piece.
 
-    def __init__(self, left: int, tokenizer: Tokenizer) -> None:
-        self._left, self._tokenizer, self._offset = left, tokenizer, 0
+    left: the last token of the prompt. offset: where the text of the first position begins.
+    """
+
+    def __init__(self, left: int, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._left, self._tokenizer, self._offset = left, tokenizer, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def from_the_first(self, positions: Seq[TokenLogprob]) -> dict[str, Any]:
-        """The same with an entry before them for the token on the left: a text's first, which has no probability."""
-        raw = self._tokenizer.own_text(self._left)
-        self._offset = len(raw)
-        made = self.piece(positions)
-        first = {"tokens": raw, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-        return {name: [first[name], *made[name]] for name in made}
 
     def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
         """Four lists with one entry per token. text_offset: where it begins in the choice's text, in characters.
@@ -65,6 +61,25 @@ class CompletionLogprobs:
             self._offset += len(self._decoder.decode(raw))
             self._left = token
         return made
+
+
+def prompt_logprobs(
+    ids: Seq[int], positions: Seq[TokenLogprob | None], num_chars: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Log-probabilities of a prompt in the form of /v1/completions; its first token has none.
+
+    num_chars: of its text, which has nothing of the tokens that the tokenizer adds at both ends.
+    """
+    known = [position for position in positions if position is not None]
+    made = CompletionLogprobs(ids[0], tokenizer).piece(known)
+    reader, offsets, num_read = Detokenizer(tokenizer, (), skip_special_ids=()), list[int](), 0
+    inner = tokenizer.inner(ids)
+    for place, token in enumerate(ids):
+        offsets.append(min(num_read, num_chars))
+        if place in inner:
+            num_read += len(reader.push([token]).text)
+    first = {"tokens": tokenizer.own_text(ids[0]), "token_logprobs": None, "top_logprobs": None}
+    return {**{name: [value, *made[name]] for name, value in first.items()}, "text_offset": offsets}
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:

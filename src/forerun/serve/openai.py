@@ -33,7 +33,7 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.events import DONE, event
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
-from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
+from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import A_TOOL, AUTO
@@ -335,7 +335,7 @@ class Stream:
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
         self._num_calls = [0] * self._num_choices
         echoed = prompts if job.echo else ()
-        self._echoes = [tokenizer.decode(prompt) for prompt in echoed for _ in range(job.params.n)]
+        self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
         """Of a chat, the role of each choice; of a completion with echo, its prompt."""
@@ -454,16 +454,19 @@ def finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 
 def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: Job) -> dict[str, Any]:
-    text = "" if job.only_prompt else output.text
-    logprobs = None
+    text, logprobs = "" if job.only_prompt else output.text, None
+    number = index // job.params.n
+    echo = _echo_of(job, number, output.prompt_ids, tokenizer) if job.echo else ""
     if output.logprobs is not None:
-        own = [] if job.only_prompt else output.logprobs
+        reader = CompletionLogprobs(output.prompt_ids[-1], tokenizer, len(echo))
+        logprobs = reader.piece([] if job.only_prompt else output.logprobs, len(echo + text))
         if job.echo and output.prompt_logprobs:
-            reader = CompletionLogprobs(output.prompt_ids[0], tokenizer)
-            known = [place for place in output.prompt_logprobs if place is not None]
-            logprobs = reader.from_the_first([*known, *own])
-        else:
-            logprobs = CompletionLogprobs(output.prompt_ids[-1], tokenizer).piece(own, len(text))
-    if job.echo:
-        text = tokenizer.decode(output.prompt_ids) + text
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+            prompt = prompt_logprobs(output.prompt_ids, output.prompt_logprobs, len(echo), tokenizer)
+            logprobs = {name: [*prompt[name], *logprobs[name]] for name in prompt}
+    return {"index": index, "text": echo + text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
+    """The text of a prompt, as it was given; of ids what they say, but for those that a tokenizer adds to a text."""
+    prompt = job.prompts[number]
+    return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])

@@ -177,8 +177,9 @@ class Texts:
         prompts = self.encode(job)
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
-        # Prompts and messages are ids now.
-        return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
+        # Prompts and messages are ids now, but for what the answer repeats.
+        echoed = job.prompts if job.echo else ()
+        return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, reader: Callable[..., Job], body: Any) -> Job:
         """The job of a body. A refusal of what may be ignored says how."""

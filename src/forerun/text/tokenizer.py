@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence as Seq
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
 
@@ -70,6 +70,21 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise BadOption(f"the text {shown(text)} is not valid UTF-8 at character {error.start}: mend it") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def inner(self, ids: Seq[int]) -> range:
+        """The places of ids without those at both ends that `encode` would add to a text, where they are there."""
+        before, behind = self._around
+        start = len(before) if list(ids[: len(before)]) == before else 0
+        end = len(ids) - (len(behind) if list(ids[len(ids) - len(behind) :]) == behind else 0)
+        return range(start, max(start, end))
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that `encode` adds before those of a text, and behind them."""
+        made = self._backend.encode("a")
+        num_before = len(list(takewhile(bool, made.special_tokens_mask)))
+        num_behind = len(list(takewhile(bool, made.special_tokens_mask[:num_before:-1])))
+        return made.ids[:num_before], made.ids[len(made.ids) - num_behind :]
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:
         """Text of ids as one whole; bytes that are no character become U+FFFD, ids without a token make no text."""
