@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from forerun.errors import BadOption, shown
 from forerun.params import FORMATS
+from forerun.sampling.matching import Matching
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class _Wrapper:
         return [*self(given[:1]), *self(given[1:])]  # the name of a special token, which is to be a text here
 
 
+_PANIC = "llguidance, which reads it, fails on it"  # in place of what Rust's code says when it gives up
 # What llguidance says of a schema in a grammar, as those of tools are, and the line that has it.
 _IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?s:.*)%json (.*)\n\s*\^")
 
@@ -209,7 +211,8 @@ class Grammar:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
                 raise
-            raise BadOption(f"{self.name} cannot be honoured: {str(error)[:200]}; change it, or leave it out") from None
+            why = str(error)[:200] if isinstance(error, Exception) else _PANIC
+            raise BadOption(f"{self.name} cannot be honoured: {why}; change it, or leave it out") from None
         self._refuse(self._start)
         self._walk()
 
@@ -248,7 +251,7 @@ class Grammar:
             name, why = self.name, matcher.get_error()
             if name == "grammar" and (found := _IN_SCHEMA.search(why)):
                 name, why = "a JSON schema", f"{found[1]}, in {found[2]:.160}"
-            why = " ".join(why.split())[:300]
+            why = _PANIC if why.startswith("panic") else " ".join(why.split())[:300]
             raise BadOption(f"{name} cannot be honoured: {why}; change it, or leave it out")
 
     check = _refuse
@@ -263,8 +266,7 @@ class Grammar:
 class Walk:
     """Where a grammar stands along one sequence: behind its committed tokens, or behind some path of a draft.
 
-    One matcher goes to and fro between the paths. It belongs to the engine's thread. Committed tokens stay what they
-    are, and more are added to them.
+    It belongs to the engine's thread. Committed tokens stay what they are, and more are added to them.
     """
 
     grammar: Grammar
@@ -273,9 +275,7 @@ class Walk:
 
     def __post_init__(self) -> None:
         self.failure: BadOption | None = None  # once it takes more than the limits; its request ends with it
-        self._matcher = self.grammar.matcher()
-        self._read: list[int] = []  # output tokens that the matcher has read
-        self._num_sure = 0  # of them, those that are committed
+        self._at = Matching(self.grammar.matcher, self.num_prompt_tokens)
         self._masks: dict[tuple[int, ...], Allowed] = {}  # by path behind so many committed tokens
         self._num_committed = -1
         # What is left of its time, and what was taken behind the last committed token, for so many masks.
@@ -315,7 +315,7 @@ class Walk:
         Where that takes more than the limits, the request fails afterwards, alone: `failure`.
         """
         try:
-            return self._go(committed, drafted) and self._matcher.is_stopped() and not self._matcher.is_error()
+            return self._go(committed, drafted) and self._at.matcher.is_stopped() and not self._at.matcher.is_error()
         except BadOption:
             return False
 
@@ -325,7 +325,7 @@ class Walk:
             if not self.may_draft or not self._go(committed, drafted):
                 return []
             with self._timed(is_draft=True):
-                return list(self._matcher.compute_ff_tokens())
+                return list(self._at.matcher.compute_ff_tokens())
         except BadOption:  # it is said where the row is judged
             return []
 
@@ -337,21 +337,10 @@ class Walk:
         """Let the matcher stand behind these tokens, and return whether it can. Raises BadOption for `failure`."""
         if self.failure is not None:
             raise self.failure
+        had = self._at.num_sure
         with self._timed(bool(drafted)):
-            first, read = self.num_prompt_tokens, self._read
-            num_sure, had = len(committed) - first, self._num_sure
-            wanted = [*committed[first + had :], *drafted]  # behind those that are sure already
-            same = had
-            while same < len(read) and same - had < len(wanted) and read[same] == wanted[same - had]:
-                same += 1
-            if same < len(read):
-                self._matcher.rollback(len(read) - same)
-                del read[same:]
-            rest = wanted[same - had :]
-            if rest:
-                read += rest[: self._matcher.try_consume_tokens(rest)]
-            is_there = len(read) == num_sure + len(drafted)
-            self._num_sure = min(num_sure, len(read))
+            is_there = self._at.go(committed, drafted)
+        num_sure = len(committed) - self.num_prompt_tokens
         if num_sure > had:
             self._left_s = min(BURST_S, self._left_s + TOKEN_S * (num_sure - had))
             self._last_step_s, self._step_s, self._num_masks = self._step_s, 0.0, 0
@@ -361,7 +350,7 @@ class Walk:
     def _mask(self, is_draft: bool) -> Allowed:
         size = self.grammar.vocabulary.num_ids
         with self._timed(is_draft):
-            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            packed = np.frombuffer(self._at.matcher.compute_bitmask(), np.uint8)
         self._num_masks += 1
         self._check(is_draft)
         bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
@@ -387,19 +376,19 @@ class Walk:
         Not where that is behind drafted tokens, for the text may never go there.
         """
         try:
-            self.grammar.check(self._matcher)
+            self.grammar.check(self._at.matcher)
             if (self._left_s if not is_draft else BURST_S + TOKEN_S * self._num_masks - self._step_s) < 0:
                 raise BadOption(
                     f"{self.grammar.name} cannot be honoured: to say which tokens may come next takes more than "
                     f"{1e3 * TOKEN_S:g} ms a token; make it simpler, with fewer ways to read one text"
                 )
         except BadOption as failure:
-            if self._matcher.is_error():
+            if self._at.matcher.is_error():
                 self.grammar.vocabulary.forget(self.grammar)
             if not is_draft:
                 self.failure = failure
-            elif self._matcher.is_error():  # which stays so: a new one reads what is sure
-                self._matcher, self._read, self._num_sure = self.grammar.matcher(), [], 0
+            elif self._at.matcher.is_error():  # which stays so: a new one reads what is sure
+                self._at.begin_again()
             raise
 
 
