@@ -29,6 +29,7 @@ from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
+from forerun.kv import fetch_slot
 from forerun.kv.cache import BlockCache
 from forerun.kv.disk import kept
 from forerun.kv.segments import ROWS
@@ -122,17 +123,17 @@ def rates(target: str, options: dict[str, Any], folder: Path, num_tokens: int, r
             keeper = cache.keeper
             assert keeper is not None
             began = time.perf_counter()
-            fetch = cache.fetch(ids)
+            fetch = cache.fetch(fetch_slot(0), ids)
             assert fetch is not None
             fetch.wait()
-            size = sum(block.place.entry.num_bytes for block in fetch.blocks) / 1e9
+            size = sum(block.place.entry.num_bytes for block in fetch.loaded) / 1e9
             restored = size / (time.perf_counter() - began)
             began = time.perf_counter()
             buffers = [bytearray(os.fstat(file).st_size) for file in files]
             new.append((restored, _read(files, buffers, began)))
             for _ in range(IN_TURNS):
                 began = time.perf_counter()
-                keeper.fetch(fetch.slot, fetch.blocks).wait()  # into the same blocks once more
+                keeper.fetch(fetch.slot, fetch.loaded).wait()  # into the same blocks once more
                 restored = size / (time.perf_counter() - began)
                 again.append((restored, _read(files, buffers, time.perf_counter())))
             cache.arrived(fetch)

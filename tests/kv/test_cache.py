@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.errors import CapacityError, InternalError
-from forerun.kv import Held
+from forerun.kv import SCRATCH_SLOT, Held, fetch_slot, source_slot
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, BlockCache, CacheShape
 from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
@@ -343,3 +343,9 @@ def test_a_cache_of_some_layers_copies_each_pool_once():
     cache.keep({0: [0, 2, 4]})
     assert contents(cache, 0) == [10, 12, 14]
     assert len({pool.data_ptr() for pool in cache.pools.tensors()}) == 4
+
+
+def test_no_two_owners_have_one_slot() -> None:
+    """Of sequences, of passes that measure, of what is fetched for sequences, and of the sources of both."""
+    slots = [*range(100), SCRATCH_SLOT, *map(fetch_slot, range(100)), *map(source_slot, (SCRATCH_SLOT, *range(100)))]
+    assert len(set(slots)) == len(slots)

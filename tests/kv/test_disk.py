@@ -127,7 +127,7 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
     folder.close()
     folder = Folder(tmp_path / "kv", 1 << 30)
     second = cache(2.0)
-    fetch = second.fetch(tokens)
+    fetch = second.fetch(-2, tokens)
     assert fetch is not None
     second.check_integrity()
     fetch.wait()
@@ -141,7 +141,7 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
         rows = [own.rows(0, seen.start, seen.stop, kind) for own in (second, first)]
         assert torch.equal(ours.keys[rows[0]], theirs.keys[rows[1]])
         assert torch.equal(ours.values[rows[0]], theirs.values[rows[1]])
-    assert second.fetch(tokens) is None, "all of it is in memory"
+    assert second.fetch(-2, tokens) is None, "all of it is in memory"
     folder.close()
 
 
@@ -172,14 +172,41 @@ def test_a_fetch_takes_no_more_blocks_than_are_free(tmp_path: Path) -> None:
     cache = small_cache(folder := Folder(tmp_path / "kv", 1 << 30))
     cache.open(7)
     cache.reserve(7, 40)
-    fetch = cache.fetch(tokens)
+    fetch = cache.fetch(-2, tokens)
     assert fetch is not None
     cache.check_integrity()
-    assert cache.fetch(tokens) is None, "its block is on its way, and there is no other"
+    assert cache.fetch(-4, tokens) is None, "its block is on its way, and there is no other"
     fetch.wait()
     assert cache.arrived(fetch) == 16
     cache.check_integrity()
     assert cache.open(0, tokens) == 16
+    folder.close()
+
+
+def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has not answered yet: what it says later is written to no block, which another sequence may have."""
+    folder, tokens = Folder(tmp_path / "kv", 1 << 30), list(range(64))
+    written(small_cache(folder), tokens)
+    folder.close()
+    cache = small_cache(folder := Folder(tmp_path / "kv", 1 << 30))
+    may_read, reads = threading.Event(), disk.Shelf.read
+
+    def read(self: Shelf, *given: Any) -> bool:
+        return may_read.wait() and reads(self, *given)
+
+    monkeypatch.setattr(disk.Shelf, "read", read)
+    fetch = cache.fetch(-2, tokens)
+    assert fetch is not None
+    assert cache.free_tokens() == 16
+    fetch.give_up()
+    assert cache.arrived(fetch) == 0
+    assert cache.free_tokens() == 64
+    written(cache, others := list(range(100, 164)))
+    may_read.set()
+    fetch.wait()
+    assert cache.open(0, others) == 48
+    rows = cache.rows(0, 0, 48)
+    assert all(pool[rows, 0, 0].int().tolist() == others[:48] for pool in cache.pools.tensors())
     folder.close()
 
 
@@ -209,7 +236,7 @@ def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path
     second = small_cache(folder)
     for start in (0, 100):
         tokens = list(range(start, start + 64))
-        fetch = second.fetch(tokens)
+        fetch = second.fetch(-2, tokens)
         assert fetch is not None
         fetch.wait()
         assert second.arrived(fetch) == 48

@@ -21,7 +21,7 @@ from forerun.drafters import Drafter
 from forerun.engine.fair import Fair
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
-from forerun.kv import KVCache, Room
+from forerun.kv import KVCache, Room, fetch_slot
 from forerun.kv.cache import BlockCache
 from forerun.kv.keeping import Fetch
 from forerun.models.sources import Sources
@@ -212,7 +212,9 @@ class Scheduler:
             return False
         seq = request.seq
         for cache in (self.cache, *self.drafter.caches(seq)):
-            if isinstance(cache, BlockCache) and (fetch := cache.fetch(seq.tokens, seq.salt)) is not None:
+            if not isinstance(cache, BlockCache):
+                continue
+            if (fetch := cache.fetch(fetch_slot(seq.id), seq.tokens, seq.salt)) is not None:
                 self._fetching.append(_Fetching(request, cache, fetch))
                 request.num_fetching += 1
         return request.num_fetching > 0

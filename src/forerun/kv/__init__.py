@@ -4,12 +4,26 @@ A sequence has a *slot*: a number that its owner chose. The slot holds one row f
 *kept* rows in order, then *pending* rows (written but not kept, as a tree that a drafter grows level by level), then
 the rows of the run that is being written. A model's forward pass writes each run behind the rows that are there.
 Afterwards the rows of the run are kept, held as pending, or overwritten by the next run.
+
+Sequences have slots from 0 on. Those below 0 are SCRATCH_SLOT, for passes that measure, and two more of each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence as Seq
 from typing import NamedTuple, Protocol
+
+SCRATCH_SLOT = -1
+
+
+def fetch_slot(slot: int) -> int:
+    """Return the slot that holds what is on its way from disk for a sequence."""
+    return -2 - 2 * slot
+
+
+def source_slot(slot: int) -> int:
+    """Return the slot of a sequence's source, in the cache of an encoder-decoder. SCRATCH_SLOT has one, too."""
+    return -5 - 2 * slot
 
 
 class Room(NamedTuple):

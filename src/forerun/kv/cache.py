@@ -132,10 +132,11 @@ class BlockCache(BlockTables):
         for number, kind in enumerate(self.kinds):
             kind.keeper, kind.kind = keeper, number
 
-    def fetch(self, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
+    def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
         """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
 
-        Their blocks are in use until the fetch is over and `arrived` was called; then `open` finds them.
+        Their blocks are in use, by that slot, until the fetch is over or given up and `arrived` was called; then `open`
+        finds them.
         """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
@@ -153,7 +154,7 @@ class BlockCache(BlockTables):
             keys = self._beginning(keys[: max(0, len(keys) - few)], places)
         if len(keys) <= len(in_memory):
             return None
-        slot, missing = keeper.next_slot(), list[Missing]()
+        missing = list[Missing]()
         for number, kind in enumerate(self.kinds):
             absent = [keys[i] for i in kind.absent(keys)]
             taken = kind.await_blocks(slot, keys)
@@ -161,11 +162,10 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def arrived(self, fetch: Fetch) -> int:
-        """Let sequences find what a fetch that is over has read, and return how many tokens that are."""
-        found = fetch.found()
+        """Let sequences find what a fetch has read that is over or given up, and return how many tokens that are."""
         for number, kind in enumerate(self.kinds):
-            kind.publish_awaited(fetch.slot, {one.key: one.block for one in found if one.kind == number})
-        return self.block_tokens * sum(one.kind == 0 for one in found)
+            kind.publish_awaited(fetch.slot, {one.key: one.block for one in fetch.loaded if one.kind == number})
+        return self.block_tokens * sum(one.kind == 0 for one in fetch.loaded)
 
     def _beginning(self, keys: list[bytes], others: Seq[Collection[bytes]]) -> list[bytes]:
         """Return the keys with whose blocks a sequence can begin, if each kind had `others` besides."""

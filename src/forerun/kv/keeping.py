@@ -5,18 +5,19 @@ block do not change. Where the block is withdrawn before that (evicted, or made 
 Whoever uses a published block later is noted, too, for what is used stays on disk; and where it is not there any more,
 it is written again.
 
-A *fetch* takes blocks of the cache for what is on disk and not in memory, lets a thread read the rows into them while
-steps go on, and then publishes them, so that `open` finds them as if another sequence had left them.
+A *fetch* takes blocks of the cache for what is on disk and not in memory, lets threads read the rows into them while
+steps go on, and then publishes them, so that `open` finds them as if another sequence had left them. It can be given up
+at any moment: what was read until then is published, and the other blocks are free at once, however long the disk
+takes.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from forerun.kv.disk import Folder, Place, Shelf
@@ -25,6 +26,7 @@ from forerun.kv.prefix import Key
 if TYPE_CHECKING:
     from forerun.kv.pool import Pools
 
+LOG = logging.getLogger(__name__)
 MOST_COPIED_BYTES = 256 << 20  # that wait to be written, of blocks that are withdrawn already; more are not written
 NUM_READERS = 2
 
@@ -46,13 +48,17 @@ class Missing(NamedTuple):
     place: Place
 
 
-@dataclass(eq=False)
 class Fetch:
-    """Blocks on their way from disk. slot: in which the cache holds them until they are there."""
+    """Blocks on their way from disk.
 
-    slot: int
-    blocks: Seq[Missing]
-    readers: Seq[Future[list[Missing]]]
+    slot: in which the cache holds them until they are there. loaded: those whose rows are there.
+    """
+
+    def __init__(self, slot: int, pools: Pools) -> None:
+        self.slot, self.loaded = slot, list[Missing]()
+        self.readers: Seq[Future[None]] = ()
+        self._pools, self._is_given_up = pools, False
+        self._loading = [threading.Lock() for _ in range(NUM_READERS)]
 
     @property
     def is_over(self) -> bool:
@@ -63,9 +69,22 @@ class Fetch:
         """Wait for its end."""
         wait(self.readers)
 
-    def found(self) -> list[Missing]:
-        """Return the blocks whose rows are right."""
-        return [block for reader in self.readers for block in reader.result()]
+    def load(self, reader: int, missing: Missing, rows: memoryview) -> bool:
+        """Write the rows of a block to it, and return whether the fetch goes on."""
+        with self._loading[reader]:
+            if not self._is_given_up:
+                self._pools.load(missing.kind, missing.block, rows)
+                self.loaded.append(missing)
+            return not self._is_given_up
+
+    def give_up(self) -> None:
+        """Write to no block from now on. A thread that is reading is not waited for: it reads to memory of its own."""
+        self._is_given_up = True
+        for lock in self._loading:
+            with lock:
+                pass  # behind a block that is written just now
+        for reader in self.readers:
+            reader.cancel()
 
 
 class Keeper:
@@ -78,7 +97,6 @@ class Keeper:
         self._copied_bytes = 0
         self._lock = threading.Lock()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="forerun-kv-read")
-        self._slots = itertools.count(-1, -1)  # of fetches: sequences have slots from 0 on
         self._buffer = _buffer(shelf)
         shelf.folder.add(self._write_some)
 
@@ -139,21 +157,20 @@ class Keeper:
         """Begin to read the rows of these blocks, which nothing else writes to or reads until the fetch is over."""
         share = -(-len(blocks) // NUM_READERS)
         parts = [blocks[first : first + share] for first in range(0, len(blocks), share)]
-        return Fetch(slot, blocks, [self._readers.submit(self._read, part) for part in parts])
+        fetch = Fetch(slot, self._pools)
+        fetch.readers = [self._readers.submit(self._read, fetch, reader, part) for reader, part in enumerate(parts)]
+        return fetch
 
-    def _read(self, blocks: Seq[Missing]) -> list[Missing]:
-        found, buffer = list[Missing](), _buffer(self.shelf)
-        for missing in blocks:
-            kind, key, block, place = missing
-            rows = buffer[: place.entry.num_bytes]
-            if self.shelf.read(kind, key, place, rows):
-                self._pools.load(kind, block, rows)
-                found.append(missing)
-        return found
-
-    def next_slot(self) -> int:
-        """Return a slot that no sequence has."""
-        return next(self._slots)
+    def _read(self, fetch: Fetch, reader: int, blocks: Seq[Missing]) -> None:
+        buffer = _buffer(self.shelf)
+        try:
+            for missing in blocks:
+                rows = buffer[: missing.place.entry.num_bytes]
+                is_right = self.shelf.read(missing.kind, missing.key, missing.place, rows)
+                if is_right and not fetch.load(reader, missing, rows):
+                    return
+        except Exception:  # what is not there is computed
+            LOG.exception("kv_disk %s: rows were not read", self.folder.path)
 
 
 def _buffer(shelf: Shelf) -> memoryview:

@@ -238,6 +238,8 @@ class BlockTables:
 
         The rows of these are written by whoever asked, which `publish_awaited` then says.
         """
+        if slot in self._slots:
+            raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
         first = self._first_seen(length)
         blocks = [self._prefixes.find(key) for key in keys[first:]]

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from forerun.errors import CapacityError, InternalError
-from forerun.kv import KVCache
+from forerun.kv import SCRATCH_SLOT, KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
 from forerun.types import Draw, Model, Probs, RaggedBatch, Stop, ancestor_words
 
-SCRATCH_SLOT = -1  # of the cache, for passes that measure
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import InternalError
-from forerun.kv import KVCache
+from forerun.kv import KVCache, source_slot
 from forerun.types import Model, Source, salt_of
 
 
@@ -41,19 +41,19 @@ class Sources:
             raise InternalError(f"slot {slot} has a source already")
         own = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
         padded = self._padded(own)
-        found = self._cache.open(_slot(slot), [*padded, 0], own.salt)
+        found = self._cache.open(source_slot(slot), [*padded, 0], own.salt)
         own.is_run = found == len(padded)
         if not own.is_run:  # every row needs the whole source
-            self._cache.truncate_to(_slot(slot), 0)
+            self._cache.truncate_to(source_slot(slot), 0)
 
     def release(self, slot: int) -> None:
         """End a sequence's source; unknown slots are ignored."""
         if self._known.pop(slot, None) is not None:
-            self._cache.release(_slot(slot))
+            self._cache.release(source_slot(slot))
 
     def slots(self, slots: Iterable[int]) -> list[int]:
         """Return these slots and those of their sources, in the cache."""
-        return [own for slot in slots for own in ((slot, _slot(slot)) if slot in self._known else (slot,))]
+        return [own for slot in slots for own in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks that a source of so many tokens takes."""
@@ -75,17 +75,17 @@ class Sources:
         for slot in slots:
             first.setdefault(self._known[slot].salt, slot)
         for slot in first.values():
-            self._cache.reserve(_slot(slot), len(self._padded(self._known[slot])))
-        self._model.begin({_slot(slot): self._known[slot].ids for slot in first.values()}, self._cache)
+            self._cache.reserve(source_slot(slot), len(self._padded(self._known[slot])))
+        self._model.begin({source_slot(slot): self._known[slot].ids for slot in first.values()}, self._cache)
         for slot in first.values():
             own = self._known[slot]
-            self._cache.keep({_slot(slot): range(len(self._padded(own)))})
-            self._cache.publish(_slot(slot), self._padded(own))
+            self._cache.keep({source_slot(slot): range(len(self._padded(own)))})
+            self._cache.publish(source_slot(slot), self._padded(own))
             own.is_run = True
         for slot in slots:
             if not (own := self._known[slot]).is_run:  # an equal one was run just now
-                self._cache.release(_slot(slot))
-                self._cache.fork(_slot(first[own.salt]), _slot(slot))
+                self._cache.release(source_slot(slot))
+                self._cache.fork(source_slot(first[own.salt]), source_slot(slot))
                 own.is_run = True
 
     def of(self, slots: Iterable[int]) -> list[Source]:
@@ -95,14 +95,9 @@ class Sources:
             own = self._known.get(slot)
             if own is None or not own.is_run:
                 raise InternalError(f"the source of slot {slot} was not run")
-            found.append(Source(_slot(slot), len(own.ids)))
+            found.append(Source(source_slot(slot), len(own.ids)))
         return found
 
     def _padded(self, own: _Known) -> list[int]:
         """Return its tokens, and zeros up to the end of a block."""
         return [*own.ids, *[0] * (-len(own.ids) % self._cache.block_tokens)]
-
-
-def _slot(slot: int) -> int:
-    """Return the slot of a sequence's source. Those of sequences are -1, which is for trials, and above."""
-    return -3 - slot
