@@ -13,6 +13,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Router
 from forerun.kv.cache import BlockCache
+from forerun.kv.disk import Folder
+from forerun.kv.keeping import Keeper
 from forerun.models.runner import Runner
 from forerun.ops.torch import TorchModel
 from forerun.pacing import Pacing
@@ -24,8 +26,14 @@ MODEL = random_decoder(3, row_by_row=True, layers=1, hidden=16)
 DRAFT = noisy_copy(MODEL, 7)
 
 
-def runner_with(model: TorchModel, num_tokens: int, backend: str = "paged", prefix_caching: bool = True) -> Runner:
-    """A runner whose cache holds so many tokens in all."""
+def runner_with(
+    model: TorchModel,
+    num_tokens: int,
+    backend: str = "paged",
+    prefix_caching: bool = True,
+    folder: Folder | None = None,
+) -> Runner:
+    """A runner whose cache holds so many tokens in all. folder: where its blocks are kept on disk."""
     cache = BlockCache.create(
         model.config.cache_shape,
         backend,  # type: ignore[arg-type]
@@ -34,6 +42,9 @@ def runner_with(model: TorchModel, num_tokens: int, backend: str = "paged", pref
         num_tokens=num_tokens,
         prefix_caching=prefix_caching,
     )
+    if folder is not None:
+        about, sizes = [model is MODEL], [cache.pools.record_bytes(0)]
+        cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, sizes)))
     return Runner(model, cache)
 
 
@@ -43,18 +54,19 @@ def engine_with(
     """A target and a draft model with caches of so many tokens, and lookup beside them.
 
     With speculation off, requests that choose no drafter are decoded plainly. policy: None = that of speculation.py.
+    folder: where both keep their blocks on disk.
     """
     paced = pacing_of(spec_length) if policy is None else policy
-    backend, sharing = options.pop("backend", "paged"), options.pop("prefix_caching", True)
+    kept = options.pop("backend", "paged"), options.pop("prefix_caching", True), options.get("folder")
     router = Router(
         ({"none": Drafter()} if mode() == "off" else {})
         | {
-            "model": ModelDrafter(runner_with(DRAFT, num_tokens, backend, sharing), Options()),
+            "model": ModelDrafter(runner_with(DRAFT, num_tokens, *kept), Options()),
             "lookup": LookupDrafter(LookupOptions()),
         }
     )
     return Engine(
-        runner_with(options.pop("model", MODEL), num_tokens, backend, sharing),
+        runner_with(options.pop("model", MODEL), num_tokens, *kept),
         router,
         pacing.make(paced, spec_length) if isinstance(paced, str) else paced,
         **{"max_seq_len": 128, **options},
@@ -94,9 +106,10 @@ def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> li
 
 
 def check(engine: Engine) -> None:
-    """Check that no cache lost a block, and that no cache holds more than the committed tokens."""
+    """Check that no cache lost a block or holds more than the committed tokens, and that the last pass had its room."""
     for cache in caches(engine):
         cache.check_integrity()
+    assert not engine.scheduler._is_full, "a pass had less room than was counted"
     for request in engine.scheduler.running:
         assert engine.runner.cache.length(request.seq.id) <= len(request.seq.tokens) - 1
 

@@ -189,7 +189,8 @@ class Engine:
     def step(self) -> list[Request]:
         """One step of the continuous batch; returns the requests that it finished.
 
-        A request that cannot go on is aborted, with its `error` set, and does not disturb the others.
+        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. A step may do
+        nothing but wait for the disk, or let a request give way to others.
         """
         begun = time.perf_counter()
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
@@ -198,6 +199,9 @@ class Engine:
         if not self.scheduler.running and any(request.seq.draft != NONE for request in waiting):
             self.pacing.prepare()  # now, while no stream waits for it
         plan = self.scheduler.plan()
+        if plan.is_empty:
+            self.scheduler.await_rows()
+            return []
         self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:
             report = self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
@@ -205,6 +209,10 @@ class Engine:
             request = next(r for r in plan.decode if r.seq is failure.seq)
             self._fail(request, failure.error)
             return [request]
+        except CapacityError:
+            if not self.scheduler.recover():
+                raise
+            return []
         reported = time.perf_counter()
         try:
             return self._conclude(plan, report)

@@ -7,6 +7,9 @@ not all have room for one more token, the lowest in rank is preempted. So are re
 waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs them again
 (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts are granted only what is left
 after that, so that no draft ever preempts a request.
+
+Rows of a waiting request that are on their way from disk hold blocks, too. They are counted as those of a running one,
+and given up by the same rank. Whoever has no room gives way, and nobody is ended for another.
 """
 
 from __future__ import annotations
@@ -44,6 +47,11 @@ class Plan:
     decode: list[Request]
     draft_limits: Seq[int] = ()
     sources: Seq[Request] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can run: all that there is waits for the disk."""
+        return not (self.prefill or self.decode or self.sources)
 
 
 _Stand = tuple[Request, Room]  # a running request, and what its cache holds
@@ -86,6 +94,7 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self.num_preemptions = 0
         self._fetching: list[_Fetching] = []
+        self._is_full = False  # a pass found less room than was counted: the next plan lets nobody in
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -95,12 +104,9 @@ class Scheduler:
         """Admit and preempt, then share the rows of one pass."""
         if self._fetching:
             self._collect()
-        if self.waiting:
+        if self.waiting and not self._is_full:
             self._admit()
-        while self._fetching and not self.running:
-            self._fetching[0].fetch.wait()  # nothing else could be done
-            self._collect()
-            self._admit()
+        self._is_full = False
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
@@ -142,6 +148,7 @@ class Scheduler:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
         if request in self.waiting:
             self.waiting.remove(request)
+            self._give_up(request)
         if request in self.running:
             self._stop(request)
 
@@ -184,22 +191,27 @@ class Scheduler:
         """The running requests to preempt so that a waiting one fits: no more than needed of the last in rank.
 
         All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
+        What is fetched for others counts as held where they come before it, and else as free: they would give it up.
         claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
         num_worse = sum([other.seq.params.priority > request.seq.params.priority for other in self.running])
+        fetching = {one.request for one in self._fetching}
+        behind = [fetch_slot(other.seq.id) for other in fetching if _rank(other) > _rank(request)]
 
         def fits(num_victims: int) -> bool:
             num_kept = len(self.running) - num_victims
             places = sum([other.num_places for other in self.running[:num_kept]]) + request.num_places
-            if num_kept == 0 or places > self.max_batch_size:
-                return num_kept == 0
+            if num_kept == 0 and len(behind) == len(fetching):
+                return True
+            if num_kept and places > self.max_batch_size:
+                return False
             for other in self.running[:num_kept]:
                 if other.seq.id not in claims:
                     claims[other.seq.id] = self._claim(other)
             claimed = sum([claims[other.seq.id] for other in self.running[:num_kept]])
-            return claimed + needed <= self._free_blocks([victim.seq.id for victim in self.running[num_kept:]])
+            return claimed + needed <= self._free_blocks([*behind, *(own.seq.id for own in self.running[num_kept:])])
 
         if not fits(num_worse):
             return None
@@ -219,14 +231,28 @@ class Scheduler:
                 request.num_fetching += 1
         return request.num_fetching > 0
 
+    def await_rows(self) -> None:
+        """Wait for rows of a waiting request, where a plan is empty."""
+        if self._fetching:
+            self._fetching[0].fetch.wait()
+
     def _collect(self) -> None:
         """Let sequences find the rows of fetches that are over."""
         for one in [one for one in self._fetching if one.fetch.is_over]:
-            self._fetching.remove(one)
-            one.request.num_fetching -= 1
-            num_tokens = one.cache.arrived(one.fetch)
-            if one.cache is self.cache:
-                one.request.num_fetched = num_tokens
+            self._end(one)
+
+    def _give_up(self, request: Request) -> None:
+        """Fetch no more of what a request lacks; it finds what has come, and runs the rest."""
+        for one in [one for one in self._fetching if one.request is request]:
+            one.fetch.give_up()
+            self._end(one)
+
+    def _end(self, one: _Fetching) -> None:
+        self._fetching.remove(one)
+        one.request.num_fetching -= 1
+        num_tokens = one.cache.arrived(one.fetch)
+        if one.cache is self.cache:
+            one.request.num_fetched = num_tokens
 
     def _start(self, request: Request) -> None:
         seq = request.seq
@@ -250,6 +276,28 @@ class Scheduler:
         request.restart()
         self.drafter.end(request.seq)
 
+    def give_way(self) -> bool:
+        """Free what the last in rank of those that hold blocks has: a fetch is given up, a running request preempted.
+
+        Returns False where one running request has all of them.
+        """
+        last = max((*self.running, *(one.request for one in self._fetching)), key=_rank)
+        if last not in self.running:
+            self._give_up(last)
+        elif len(self.running) + len(self._fetching) > 1:
+            self._preempt(last)
+        else:
+            return False
+        return True
+
+    def recover(self) -> bool:
+        """Make room behind a pass that found less than was counted. Returns False where there is none to be made.
+
+        Whoever gives way is not let in by the next plan, so that the others go on.
+        """
+        self._is_full = True
+        return self.give_way()
+
     def _preempt(self, request: Request) -> None:
         self._stop(request)
         request.is_sought = False
@@ -262,8 +310,8 @@ class Scheduler:
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
         """The running requests, those of them that decode, and the blocks that are free before they do.
 
-        Those that decode have room for their next rows, one or those of all beams: until then, the last in rank is
-        preempted.
+        Those that decode have room for their next rows, one or those of all beams: until then, the last in rank gives
+        way.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
@@ -271,9 +319,8 @@ class Scheduler:
             free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
             stuck = not decode and not any(self._fits(room, free) for _, room in stands)
             needed = sum([self._next_blocks(*stand) for stand in decode])
-            if len(stands) <= 1 or (needed <= free and not stuck):
+            if not stands or (needed <= free and not stuck) or not self.give_way():
                 return stands, decode, free
-            self._preempt(self.running[-1])
 
     def _claim(self, request: Request) -> int:
         """Blocks that a running request's prompt, or tokens to recompute, will still take.
