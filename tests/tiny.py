@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,19 @@ def write_tiny(
     folder.mkdir(parents=True)
     byte_tokenizer(end_token).save(str(folder / "tokenizer.json"))
     save_checkpoint(folder, config, weights, torch.float32, end_ids=[0], tokenizer_folder=folder)
+    return folder
+
+
+def write_thinking(folder: Path, **given: Any) -> Path:
+    """A folder as of `write_tiny` whose tokenizer has marks of reasoning, each one token and no special one."""
+    write_tiny(folder, **given)
+    file = folder / "tokenizer.json"
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    vocab, like = whole["model"]["vocab"], whole["added_tokens"][0]
+    for byte, mark in (("þ", "<think>"), ("ÿ", "</think>")):  # bytes that no text has
+        vocab[mark] = vocab.pop(byte)
+        whole["added_tokens"].append({**like, "id": vocab[mark], "content": mark, "special": False})
+    file.write_text(json.dumps(whole), encoding="utf-8")
     return folder
 
 

@@ -109,6 +109,25 @@ class Kind:
     what: str
 
 
+@dataclass(frozen=True)
+class Thinking:
+    """What a chat gives as grammar where its reasoning has a limit, which is counted, and needs no rules.
+
+    opening: ids that begin the reasoning; none where the prompt has begun it. closing: the id that ends it. most: of
+    the tokens between them. rules: a grammar of an output without reasoning, or of one from the id that ends it; "" =
+    any text.
+    """
+
+    opening: tuple[int, ...]
+    closing: int
+    most: int
+    rules: str = ""
+
+
+def _rules(value: Any) -> str | Thinking:
+    return value if isinstance(value, Thinking) else _text(value)
+
+
 CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # of which a request has one at most
 # Formats of texts that JSON Schema defines; any other is a note to people, such as pydantic's "path" and "password".
 FORMATS = frozenset(
@@ -128,6 +147,7 @@ FLAG = Kind(lambda value: _instance(value, bool), "True or False")
 STOPPING = Kind(lambda value: value if value == "never" else _instance(value, bool), "True, False or 'never'")
 TEXT = Kind(lambda value: _instance(value, str), "a text")
 UTF8 = Kind(_text, "a text in valid UTF-8")
+RULES = Kind(_rules, UTF8.what)
 SCHEMA = Kind(_schema, "a JSON schema: a mapping, a truth value, or the text of one")
 TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
 IDS = Kind(_integers, "several integers")
@@ -293,10 +313,11 @@ class SamplingParams:
         panel="Structured output",
         python="texts of which the output must be one",
     )
-    grammar: str | None = option(
+    grammar: str | Thinking | None = option(
         None,
         "FILE or text of a grammar that the output must follow, in Lark's form or llama.cpp's (GBNF)",
-        kind=UTF8,
+        kind=RULES,
+        takes=str,
         panel="Structured output",
         python="a grammar that the output must follow, in Lark's form as llguidance reads it, or llama.cpp's (GBNF)",
     )
@@ -512,10 +533,21 @@ class SamplingParams:
             return f"json_object:{self.json_whitespace}", '{"type": "object"}'
         if self.choice:
             return "choice", json.dumps(self.choice)
-        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
-            if text is not None:
+        rules = self.thinking.rules or None if self.thinking is not None else self.grammar
+        for name, text in (("regex", self.regex), ("grammar", rules)):
+            if isinstance(text, str):
                 return name, text
         return None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The limit of its reasoning, behind which the grammar holds; None where there is none."""
+        return self.grammar if isinstance(self.grammar, Thinking) else None
+
+    @property
+    def is_held(self) -> bool:
+        """True where the history of an output says which tokens may come next."""
+        return self.constraint is not None or self.thinking is not None
 
     @property
     def searches(self) -> bool:

@@ -145,8 +145,8 @@ class Constraint(Protocol):
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
         """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
 
-    def is_over(self, committed: Seq[int]) -> bool:
-        """Whether nothing can follow the committed tokens, which are a whole text of the grammar."""
+    def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
+        """Whether nothing can follow these tokens, which are a whole text of the grammar."""
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next."""

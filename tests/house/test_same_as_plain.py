@@ -20,6 +20,7 @@ from forerun.engine.engine import Engine
 from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.torch import TorchModel
+from forerun.params import Thinking
 from forerun.types import SamplingParams
 from support import VOCAB, drafter_for, engine_for, everyone, random_decoder
 
@@ -47,6 +48,7 @@ def sampling(i: int) -> SamplingParams:
         stop_token_ids=(3, 40) if i % 2 else (),
         logit_bias={7: 1.5, 8: -float("inf")} if i % 4 == 2 else None,
         logprobs=2,
+        grammar=Thinking((5,) if i % 2 else (), closing=11, most=i // 2) if i % 3 == 1 else None,
     )
 
 

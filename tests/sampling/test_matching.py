@@ -20,7 +20,8 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 from forerun.errors import BadOption
 from forerun.params import SamplingParams
 from forerun.sampling.grammar import vocabulary
-from forerun.text.calls import dialects
+from forerun.sampling.thinking import Limited
+from forerun.text.calls import dialect, dialects
 from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import Tools, ToolUse
@@ -100,18 +101,20 @@ COUNTED: dict[str, str] = {
 
 def start_of(params: SamplingParams, spelling: Tokenizer) -> Callable[[], Constraint]:
     grammar = vocabulary(spelling).compiled(params)
-    assert grammar is not None
-    return lambda: grammar.start(frozenset(spelling.encode(END)), 0)
+    held = grammar if params.thinking is None else Limited(params.thinking, grammar, spelling.num_ids)
+    assert held is not None
+    return lambda: held.start(frozenset(spelling.encode(END)), 0)
 
 
-def of_dialect(name: str, is_special: bool, choice: str, also: dict[str, Any]) -> Callable[[], Constraint]:
-    """The grammar of an answer in a dialect. also: a schema of the answer, or what limits the reasoning."""
-    one = next(own for own in dialects() if own.name == name)
-    thoughts = THOUGHTS[:1] if also.get("thinks") else ()
+def of_chat(
+    name: str = "", choice: str = "", limit: int | None = None, prompt: str = "x", is_special: bool = True, **form: Any
+) -> Callable[[], Constraint]:
+    """What holds an answer in a dialect, or in none. form: a schema of the answer."""
+    speech = Speech(dialect(name) if name else None, THOUGHTS[:1] if is_special else (), SIGNS.get(name, ""))
     use = ToolUse(TOOLS, choice, strict=frozenset(TOOLS)) if choice else None
-    speaking = Speaking(Speech(one, thoughts, SIGNS[name]), use, also.get("limit"))
-    spelling, params = tokenizer(is_special), SamplingParams(json_schema=also.get("schema"))
-    return start_of(speaking.held(params, spelling, spelling.encode(also.get("prompt", "x"))), spelling)
+    spelling = tokenizer(is_special)
+    params = Speaking(speech, use, limit).held(SamplingParams(**form), spelling, spelling.encode(prompt))
+    return start_of(params, spelling)
 
 
 @functools.cache
@@ -127,11 +130,16 @@ def kinds() -> dict[str, Callable[[], Callable[[], Constraint]]]:
             text = rules.replace("A", ids[0]).replace("B", ids[1])
             made[f"{name}, {of}"] = functools.partial(start_of, SamplingParams(grammar=text), spelling)
     for one in dialects():
-        for is_special in (True, False):
-            also = {"thinks": is_special}
-            name = f"{one.name}, {'special' if is_special else 'spelled'}"
-            made[f"{name}, forced"] = functools.partial(of_dialect, one.name, is_special, "required", also)
-            made[f"{name}, free"] = functools.partial(of_dialect, one.name, is_special, "auto", also)
+        for choice in ("required", "auto"):
+            made[f"{one.name}, special, {choice}"] = functools.partial(of_chat, one.name, choice)
+            made[f"{one.name}, spelled, {choice}"] = functools.partial(of_chat, one.name, choice, is_special=False)
+            made[f"{one.name}, special, {choice}, limited"] = functools.partial(of_chat, one.name, choice, 4)
+    for prompt in ("x", OPEN):
+        made[f"limited, special, behind {prompt}"] = functools.partial(of_chat, limit=3, prompt=prompt)
+        schema = functools.partial(of_chat, limit=5, prompt=prompt, json_schema=SCHEMA)
+        made[f"limited, special, behind {prompt}, and a schema"] = schema
+        made[f"special, behind {prompt}, and a schema"] = functools.partial(of_chat, prompt=prompt, json_schema=SCHEMA)
+    made["limited, special, in channels"] = functools.partial(of_chat, "harmony", limit=4)
     return made
 
 

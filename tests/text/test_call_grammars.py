@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 
 from forerun.errors import BadOption
 from forerun.sampling.grammar import Walk, vocabulary
+from forerun.sampling.thinking import Limited
 from forerun.text.call_grammars import Rules, in_turn
 from forerun.text.calls import dialect
 from forerun.text.parts import Spoken
@@ -22,7 +23,7 @@ from forerun.text.reading import PartsReader
 from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import Tools, ToolUse
-from forerun.types import SamplingParams
+from forerun.types import Constraint, SamplingParams
 from text.test_calls import CASES, SIGNS, parts_of, tokenizer_of
 
 pytestmark = pytest.mark.once("texts alone")
@@ -264,34 +265,76 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
     assert Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS)).held(plain, tokenizer, [0]) is plain
 
 
+def limited(speaking: Speaking, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
+    """What holds an answer whose reasoning has a limit."""
+    params = speaking.held(SamplingParams(**fields), tokenizer, tokenizer.encode(prompt))
+    assert params.thinking is not None
+    grammar = vocabulary(tokenizer).compiled(params)
+    return Limited(params.thinking, grammar, tokenizer.num_ids).start(frozenset(tokenizer.encode(END)), 0)
+
+
+def may_say(walk: Constraint, ids: list[int]) -> bool:
+    """Whether each token may follow those before it."""
+    return all(walk.allowed(ids[:i]).bits[ids[i]] for i in range(len(ids)))
+
+
 def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
     """Begun by the prompt or by the model; then anything may follow, or what the answer is held to."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
     plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
     call = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"), 3)
     channels = Speaking(Speech(dialect("harmony"), ()), max_thinking_tokens=3)
+    channel_call = Speaking(Speech(dialect("harmony"), ()), ToolUse(TOOLS, "now"), 3)
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    analysis = "<|channel|>analysis<|message|>"
-    closing = tokenizer.encode("</think>")[0]
-    for how, prompt, before, after in (
-        (plain, "<think>\n", "", " So <think>."),
-        (plain, "x", "<think>", "So."),
-        (call, "<think>", "", now),
-        (channels, "x", analysis, "<|start|>assistant<|channel|>final<|message|>So."),
+    analysis, next_channel = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>"
+    in_channel = "commentary to=functions.now<|message|>{}"
+    for how, prompt, before, after, wrong in (
+        (plain, "<think>\n", "", " So <think>.", ""),
+        (plain, "x", "<think>", "So.", ""),
+        (call, "<think>", "", now, "So."),
+        (call, "x", "<think>", f"\n\n{now}", "So."),
+        (channels, "x", analysis, f"{next_channel}final<|message|>So.", ""),
+        (channel_call, "x", analysis, next_channel + in_channel, f"{next_channel}final"),
     ):
-        end = "<|end|>" if how is channels else "</think>"
-        for thought in ("", "abc"):
-            assert held(how, tokenizer, prompt).takes([], tokenizer.encode(before + thought + end + after)), prompt
-        assert not held(how, tokenizer, prompt).takes([], tokenizer.encode(before + "abcd"))
-        only = held(how, tokenizer, prompt).allowed(tokenizer.encode(before + "abc")).only
-        assert only == tokenizer.encode(end)[0]
-    assert held(plain, tokenizer).takes([], tokenizer.encode("No thought, <thin"))
+        end, begun = ("<|end|>" if "channel" in before else "</think>"), tokenizer.encode(before)
+        closing = tokenizer.encode(end)[0]
+        for thought in ("", "abc", "<|end|>" if how in (plain, call) else "</think>"):
+            ids = [*begun, *tokenizer.encode(thought), closing]
+            assert may_say(limited(how, tokenizer, prompt), [*ids, *tokenizer.encode(after)]), (prompt, before)
+            assert not wrong or not may_say(limited(how, tokenizer, prompt), [*ids, *tokenizer.encode(wrong)])
+        walk = limited(how, tokenizer, prompt)
+        assert not may_say(walk, [*begun, *tokenizer.encode("abcd")])
+        assert walk.allowed([*begun, *tokenizer.encode("abc")]).only == closing
+        assert walk.forced([*begun, *tokenizer.encode("abc")])[0] == closing
+
+
+def test_an_answer_without_reasoning_is_what_it_would_be_without_a_limit(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
+    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
+    call = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"), 3)
+    channels = Speaking(Speech(dialect("harmony"), ()), max_thinking_tokens=3)
+    assert may_say(limited(plain, tokenizer), tokenizer.encode("No thought, <thin"))
     for text in ("<|channel|>final<|message|>So.", "<|channel|>commentary to=functions.f<|message|>{}"):
-        assert held(channels, tokenizer).takes([], tokenizer.encode(text))
-    assert held(call, tokenizer).allowed([]).bits[closing] == 0
+        assert may_say(limited(channels, tokenizer), tokenizer.encode(text))
+    opening, closing, blank = (tokenizer.encode(text)[0] for text in ("<think>", "</think>", "\n"))
+    bits = limited(call, tokenizer).allowed([]).bits
+    assert (bits[opening], bits[closing], bits[blank]) == (True, False, False)
+    assert may_say(limited(call, tokenizer), tokenizer.encode("<tool_call>\n"))
+    schema = {"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED}
+    assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('{"n": 3}'))
+    assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": 3}'))
+    assert not may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": x'))
+    closed = "<think></think>"
+    assert plain.held(SamplingParams(), tokenizer, tokenizer.encode(closed)) == SamplingParams(), "nothing is left"
+
+
+def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
+    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
     many = Speaking(Speech(None, (("<think>", "<|end of thought|>"),)), max_thinking_tokens=3)
     with pytest.raises(BadOption, match="is no single token of this model"):
         many.held(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
+    assert (plain.can_limit(tokenizer), many.can_limit(tokenizer)) == (True, False)
     with pytest.raises(BadOption, match="max_thinking_tokens=3 and a grammar"):
         plain.held(SamplingParams(grammar='start: "a"'), tokenizer, [0])
 

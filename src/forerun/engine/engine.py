@@ -29,12 +29,13 @@ from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.sampling.random import PhiloxCoins, derived_seed
+from forerun.sampling.thinking import Limited
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Hypotheses, Listener, SamplingParams, Sequence, StepReport
 
 LOG = logging.getLogger(__name__)
 # Of a request's bad words and its prediction, as ids; and its grammar.
-_Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | None]
+_Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited | None]
 
 
 def philox_coins(seq: Sequence) -> Coins:
@@ -333,13 +334,16 @@ class Engine:
                 variants.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
         return tuple(sorted(v for v in variants if v))
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of a request, compiled. Raises BadOption for one that cannot be honoured."""
-        if params.constraint is None:
-            return None
-        if self.tokenizer is None:
-            raise BadOption("a grammar needs a tokenizer: this engine has none; leave it out")
-        return vocabulary(self.tokenizer).compiled(params)
+    def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
+        """What a request is held to, compiled. Raises BadOption for a grammar that cannot be honoured."""
+        grammar = None
+        if params.constraint is not None:
+            if self.tokenizer is None:
+                raise BadOption("a grammar needs a tokenizer: this engine has none; leave it out")
+            grammar = vocabulary(self.tokenizer).compiled(params)
+        if params.thinking is None:
+            return grammar
+        return Limited(params.thinking, grammar, self.runner.model.config.vocab_size)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The prediction as ids. It stands for output, so no special tokens are put around it."""

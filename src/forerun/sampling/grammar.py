@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from forerun.errors import BadOption, shown
 from forerun.params import FORMATS
+from forerun.sampling.behind import Behind
 from forerun.sampling.matching import Matching
 from forerun.types import SamplingParams
 
@@ -329,9 +330,9 @@ class Walk:
         except BadOption:  # it is said where the row is judged
             return []
 
-    def behind(self, committed: Seq[int], sure: Seq[int]) -> _Behind:
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
         """Return how it is seen where tokens that must come next count as committed; it stays where it is."""
-        return _Behind(self, committed, tuple(sure))
+        return Behind(self, committed, tuple(sure))
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
         """Let the matcher stand behind these tokens, and return whether it can. Raises BadOption for `failure`."""
@@ -390,38 +391,6 @@ class Walk:
             elif self._at.matcher.is_error():  # which stays so: a new one reads what is sure
                 self._at.begin_again()
             raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Behind:
-    """A walk for drafters to which more tokens are committed than to the target. What both ask for is computed once.
-
-    given: the target's. sure: those behind them. What a caller calls committed must be both together.
-    """
-
-    walk: Walk
-    given: Seq[int]
-    sure: tuple[int, ...]
-
-    @property
-    def failure(self) -> BadOption | None:
-        return self.walk.failure
-
-    @property
-    def may_draft(self) -> bool:
-        return self.walk.may_draft
-
-    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        return self.walk.allowed(self.given, (*self.sure, *drafted))
-
-    def is_over(self, committed: Seq[int]) -> bool:
-        return self.walk.is_over(self.given, self.sure)
-
-    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
-        return self.walk.forced(self.given, (*self.sure, *drafted))
-
-    def behind(self, committed: Seq[int], sure: Seq[int]) -> _Behind:
-        return _Behind(self.walk, self.given, (*self.sure, *sure))
 
 
 def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:

@@ -243,7 +243,7 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
     """Whether the distribution of every row follows from its logits and `filters_of`, where the history forces none."""
-    return params.logprobs is None and params.constraint is None and not _adjusts(params, bad_word_ids)
+    return params.logprobs is None and not params.is_held and not _adjusts(params, bad_word_ids)
 
 
 def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:

@@ -98,6 +98,7 @@ _TYPES: dict[Kind, Schema] = {
     params.STOPPING: _either(_FLAG, {"const": "never"}),
     params.TEXT: _TEXT,
     params.UTF8: _TEXT,
+    params.RULES: _TEXT,
     params.SCHEMA: _either(_OBJECT, _FLAG, _TEXT),
     params.TEXTS: _STOPS,
     params.IDS: _list(_ID),

@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from forerun.errors import BadOption
 from forerun.params import FORMATS
 from forerun.text.tools import Tools, choices_of, kinds, several
 
@@ -29,18 +28,25 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+class Thought(NamedTuple):
+    """What the reasoning of an answer stands between, and what the answer behind it begins with.
+
+    Each of opening and rest is marks and texts in a row. opening: () where the prompt has begun it. rest: () where
+    white space may stand there.
+    """
+
+    opening: tuple[str, ...]
+    closing: str
+    rest: tuple[str, ...] = ()
+
+
 @dataclass
 class Rules:
-    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template.
-
-    limit: tokens of the reasoning at most. encode: the ids of a text.
-    """
+    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template."""
 
     special: Mapping[str, int]
     template: str = ""
     rules: dict[str, str] = field(default_factory=dict)
-    limit: int | None = None
-    encode: Callable[[str, bool], list[int]] = lambda _, __: []
 
     def add(self, body: str, about: str = "") -> str:
         """Add a rule, and return its name. about: options of the rule, such as lazy."""
@@ -50,11 +56,11 @@ class Rules:
 
     def mark(self, text: str) -> str:
         """A mark: the text, with the special token that it is or begins with."""
-        token = self._begins(text)
+        token = self.begins(text)
         rest = [literal(text[len(token) :])] if text != token else []
         return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
 
-    def _begins(self, mark: str) -> str:
+    def begins(self, mark: str) -> str:
         """The longest special token with which a mark begins; '' where there is none."""
         return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
@@ -65,27 +71,6 @@ class Rules:
             end = f"{literal(before)} {self.mark(mark)}" if before else self.mark(mark)
             return f"{limited} {end}"
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
-
-    def id_of(self, mark: str) -> int:
-        """The id of a mark, or of the special token that it begins with.
-
-        Raises BadOption where it is several tokens, between which nothing can be counted.
-        """
-        token = self._begins(mark)
-        ids = [self.special[token]] if token else self.encode(mark.strip(), False)
-        if len(ids) != 1:
-            raise BadOption(
-                f"max_thinking_tokens={self.limit} is not possible: {mark!r} is no single token of this model, so its "
-                "reasoning cannot be closed by one; leave it out"
-            )
-        return ids[0]
-
-    def thought(self, closing: str) -> str:
-        """The reasoning, and the mark that closes it: at the latest behind as many tokens as the limit says."""
-        if self.limit is None:
-            return self.up_to(closing)
-        end = self.id_of(closing)
-        return f"{self.add(f'<[^{end}]>')}{{0,{self.limit}}} <[{end}]>"
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
         """Any text that has none of the marks, and does not begin with one of the characters in `bare`."""

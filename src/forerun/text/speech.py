@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from forerun.errors import BadOption, shown
-from forerun.params import CONSTRAINTS
-from forerun.text.call_grammars import ANY, WRITTEN, Rules, literal
+from forerun.params import CONSTRAINTS, Thinking
+from forerun.text.call_grammars import ANY, WRITTEN, Rules, Thought, literal
 from forerun.text.calls import USUAL, Dialect, dialect, of_template
 from forerun.text.declared import Declared
 from forerun.text.parts import CallBegin, Reasoning, Scanner, Steps, Text
@@ -28,7 +28,6 @@ THOUGHTS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-ANYTHING = "<[*]>*"  # as a rule: any tokens
 _PLAIN = SamplingParams()
 _TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
 
@@ -76,29 +75,51 @@ class Speaking:
     max_thinking_tokens: int | None = None
 
     def held(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
-        """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning has a limit.
+        """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning is limited.
 
         A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
         some; one in Lark's form or llama.cpp's stays as it is. Where the answer must be a call, a form in JSON says
         nothing of it, and any other grammar is refused by BadOption.
         """
         special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
-        rules = Rules(special, self.speech.template, {"start": ""}, self.max_thinking_tokens, tokenizer.encode)
+        rules = Rules(special, self.speech.template, {"start": ""})
         try:
             rest = self._rest(rules, params)
         except BadOption:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise BadOption(f"the schema of a tool or of the answer cannot be read ({error}): mend it") from error
-        if rest is None:
+        thought, limit = self._thinks(self.begun(tail_of(tokenizer, prompt_ids))), self.max_thinking_tokens
+        if rest is None and (limit is None or thought is None):
             return params
-        rules.rules["start"] = self._behind_thought(rules, rest, self.begun(tail_of(tokenizer, prompt_ids)))
+        grammar: str | Thinking
+        if limit is not None and thought is not None:
+            opening, closing = _ids(thought, tokenizer, limit)
+            grammar = Thinking(opening, closing, limit, "" if rest is None else _closed(rules, rest, thought, closing))
+        else:
+            assert rest is not None
+            rules.rules["start"] = rest if thought is None else _behind(rules, rest, thought)
+            grammar = rules.text()
         plain: Any = {name: getattr(_PLAIN, name) for name in (*CONSTRAINTS, "json_whitespace")}
-        return dataclasses.replace(params, **{**plain, "grammar": rules.text()})
+        return dataclasses.replace(params, **{**plain, "grammar": grammar})
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
         """Whether the reasoning can be closed behind a limit: a single token does so, or there is none."""
-        return all(len(tokenizer.encode(closing, False)) == 1 for _, closing in self.speech.thoughts[:1])
+        thought = self._thinks(None)
+        try:
+            return thought is None or bool(_ids(thought, tokenizer, 0))
+        except BadOption:
+            return False
+
+    def _thinks(self, begun: str | None) -> Thought | None:
+        """What the reasoning of the answer stands between; None where there is none. begun: as `begun` says."""
+        if begun == "":
+            return None
+        if self.dialect is not None and self.dialect.thought is not None:
+            return self.dialect.thought
+        if begun is not None:
+            return Thought((), begun)
+        return next((Thought((opening,), closing) for opening, closing in self.speech.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
         """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
@@ -120,9 +141,7 @@ class Speaking:
             return answer if one is None or says is None else one.around(rules, says(rules, answer))
         if use is not None and one is not None and (use.is_forced or use.strict):
             return self._calls(rules)
-        if limit is None:
-            return None
-        return ANYTHING if one is None or one.free is None else one.free(rules)
+        return None
 
     def _calls(self, rules: Rules, answer: str = "") -> str:
         """The calls that the answer must be or may have. answer: what it is else; '' = any text."""
@@ -134,20 +153,6 @@ class Speaking:
             tools = Tools({name: tools.schemas[name] if name in use.strict else ANY for name in tools})
         may_say = not use.is_forced
         return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=may_say, answer=answer))
-
-    def _behind_thought(self, rules: Rules, rest: str, begun: str | None) -> str:
-        """The rest behind the reasoning: what is left of one that was begun, or one that may be left out."""
-        if begun == "" or not self.speech.thoughts:
-            return rest
-        space = "" if rest == ANYTHING else "/[ \\n]{0,4}/"
-        if begun is not None:
-            return f"{rules.thought(begun)} {space} {rest}"
-        opening, closing = self.speech.thoughts[0]
-        thought = f"{rules.mark(opening)} {rules.thought(closing)}"
-        if rest != ANYTHING:
-            return f"({thought} {space})? {rest}"
-        first = rules.id_of(opening)
-        return f"<[{first}]> {rules.thought(closing)} {rest} | <[^{first}]> {rest}"
 
     def begun(self, prompt: str) -> str | None:
         """The mark that closes the reasoning which a prompt has begun at its end.
@@ -239,6 +244,40 @@ class Speaking:
             ahead.rest += scan.rest[num_read:]
             num_read, ahead.is_closed, ahead.is_cut = len(scan.rest), scan.is_closed, scan.is_cut
         return True
+
+
+def _behind(rules: Rules, rest: str, thought: Thought) -> str:
+    """The rest of an answer behind its reasoning, which may be left out where the prompt has not begun it."""
+    opening = " ".join(map(rules.mark, thought.opening))
+    reasoning = f"{opening} {rules.up_to(thought.closing)} {_between(rules, thought)}"
+    return f"({reasoning})? {rest}" if opening else f"{reasoning} {rest}"
+
+
+def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
+    """The rules of a rest without reasoning, where that may be, and behind the id that closes it."""
+    behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
+    rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind
+    return rules.text()
+
+
+def _between(rules: Rules, thought: Thought) -> str:
+    """What stands between reasoning and the rest, as a rule."""
+    return " ".join(map(rules.mark, thought.rest)) or "/[ \\n]{0,4}/"
+
+
+def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], int]:
+    """The ids that begin the reasoning, and the one that closes it.
+
+    Raises BadOption where a mark is several tokens, between which nothing can be counted. limit: of its tokens.
+    """
+    for mark in (*thought.opening[:1], thought.closing):
+        ids = tokenizer.encode(mark.strip(), False)
+        if len(ids) != 1 and ids[0] not in tokenizer.special_ids:
+            raise BadOption(
+                f"max_thinking_tokens={limit} is not possible: {mark!r} is no single token of this model, so its "
+                "reasoning cannot be closed by one; leave it out"
+            )
+    return tuple(tokenizer.encode("".join(thought.opening).strip(), False)), ids[0]
 
 
 def tail_of(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from forerun.registry import stated
-from forerun.text.call_grammars import Rules, Schema, literal
+from forerun.text.call_grammars import Rules, Schema, Thought, literal
 from forerun.text.parts import Scanner, Steps
 from forerun.text.tools import Tools
 
@@ -30,8 +30,8 @@ class Dialect:
 
     call, around, between: grammars of one call, of all of them together, and the text between two. opening: what a call
     begins with; bare: characters with which one without marks does. says: the grammar of text in a call's place, where
-    that has marks, too; free: that of any answer, where the dialect has its own reasoning. ends_thought: whether a call
-    ends the reasoning, as models of it leave its mark out.
+    that has marks, too. thought: its own marks of reasoning. ends_thought: whether a call ends the reasoning, as models
+    of it leave its mark out.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Dialect:
     opening: tuple[str, ...] = ()
     bare: str = ""
     says: Callable[..., str] | None = None
-    free: Callable[[Rules], str] | None = None
+    thought: Thought | None = None
     ends_thought: bool = False
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
@@ -91,7 +91,7 @@ def dialect(name: str) -> Dialect:
         getattr(module, "OPENING", module.MARKS[:1]),
         getattr(module, "BARE", ""),
         getattr(module, "says", None),
-        getattr(module, "free", None),
+        getattr(module, "THOUGHT", None),
         getattr(module, "ENDS_THOUGHT", False),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from forerun.text.call_grammars import TEXT, Rules, Schema, literal
+from forerun.text.call_grammars import TEXT, Rules, Schema, Thought, literal
 from forerun.text.calling import arguments
 from forerun.text.parts import CallBegin, CallEnd, Reasoning, Scanner, Steps, Text
 from forerun.text.tools import Tools
@@ -20,6 +20,7 @@ NAME = "harmony"
 SIGNS = (("<|channel|>", "<|message|>", "<|start|>"),)
 CHANNEL, MESSAGE, START, ENDS = "<|channel|>", "<|message|>", "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (CHANNEL, MESSAGE, START, "<|constrain|>", *ENDS)
+THOUGHT = Thought((CHANNEL, "analysis", MESSAGE), ENDS[0], (START, "assistant"))
 READS_ALWAYS = True  # every answer is in channels, with tools or without
 _RECIPIENT, _CHANNEL = re.compile(r"\bto=(?:functions\.)?([\w.-]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -72,18 +73,6 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     return f"{heads} {kind} {rules.mark(MESSAGE)} {rules.json(schema)}"
 
 
-def around(rules: Rules, calls: str) -> str:
-    """What may stand before the call: the analysis."""
-    thought = f'{rules.mark(CHANNEL)} "analysis" {rules.mark(MESSAGE)} {rules.thought(ENDS[0])}'
-    return f'({thought} {rules.mark(START)} "assistant")? {calls}'
-
-
 def says(rules: Rules, text: str = TEXT) -> str:
     """A text in the place of a call."""
     return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'
-
-
-def free(rules: Rules) -> str:
-    """Anything, but an analysis within the limit of the rules."""
-    thought = f'"analysis" {rules.mark(MESSAGE)} {rules.thought(ENDS[0])}'
-    return f"{rules.mark(CHANNEL)} ({thought} <[*]>* | /[^a](?s:.*)/ <[*]>*)"

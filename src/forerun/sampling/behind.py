@@ -1,0 +1,45 @@
+"""What an output is held to, as drafters see it to which more tokens are committed than to the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.types import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A constraint behind tokens that must come next. What target and drafters both ask for is computed once.
+
+    given: the target's committed tokens. sure: those behind them. What a caller calls committed must be both together.
+    """
+
+    walk: Constraint
+    given: Seq[int]
+    sure: tuple[int, ...]
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.walk.failure
+
+    @property
+    def may_draft(self) -> bool:
+        return self.walk.may_draft
+
+    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
+        """Return the ids that may follow these tokens."""
+        return self.walk.allowed(self.given, (*self.sure, *drafted))
+
+    def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
+        """Whether nothing can follow these tokens."""
+        return self.walk.is_over(self.given, (*self.sure, *drafted))
+
+    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
+        """Return the tokens that must come next."""
+        return self.walk.forced(self.given, (*self.sure, *drafted))
+
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
+        """Return how it is seen behind still more tokens."""
+        return Behind(self.walk, self.given, (*self.sure, *sure))
