@@ -33,7 +33,7 @@ from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner
 from forerun.ops import cuda, load_model
 from forerun.ops.cuda_packed import Packed

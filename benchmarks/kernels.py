@@ -46,7 +46,8 @@ from forerun.config import HOW_QUANTISED, Quantization
 from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption, shown
 from forerun.models.gguf.blocks import TYPES, TensorType
-from forerun.models.loading import DTYPES, read_config, read_raw_config
+from forerun.models.loading import DTYPES, read_raw_config
+from forerun.models.opened import read_config
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu_model import CpuModel

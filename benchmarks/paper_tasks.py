@@ -125,7 +125,8 @@ def of_places(config: EngineConfig, folder: Path | None, drafts: Seq[str], tasks
 def names_encoder(config: EngineConfig) -> bool:
     """Whether the target that is named is an encoder-decoder. Raises UserError for one that is not there."""
     from forerun.engine.factory import is_shipped, target_files  # torch comes with it, and formulas need none
-    from forerun.models.loading import read_config, read_raw_config
+    from forerun.models.loading import read_raw_config
+    from forerun.models.opened import read_config
 
     if config.target is None or is_shipped(config.target):
         return False

@@ -55,7 +55,8 @@ from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
-from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint, read_raw_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
 from forerun.registry import option

@@ -194,7 +194,7 @@ def _load(folder: Path, name: str, given: Checkpoint) -> Checkpoint:
     quantization = None if name in DTYPES else str(Quantization.parse(name))
     dtype = name if name in DTYPES else BASE
     checkpoint = load_checkpoint(folder, dtype=dtype, ops=given.model.ops, quantization=quantization)
-    return replace(checkpoint, tokenizer=given.tokenizer, end_ids=given.end_ids)
+    return replace(checkpoint, tokenizer=given.tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring

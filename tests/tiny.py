@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.blocks import Plain, Spec, weight_shapes
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

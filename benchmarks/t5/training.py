@@ -21,7 +21,8 @@ from benchmarks.t5.passes import PairOps, run_pairs
 from benchmarks.t5.tokenizer import END_ID, make_tokenizer
 from forerun.blocks import difference
 from forerun.errors import BadOption, shown
-from forerun.models.loading import load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import load_checkpoint, read_raw_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.train import loop, losses

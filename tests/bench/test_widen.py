@@ -23,7 +23,8 @@ from forerun.bench.widen import (
 from forerun.blocks import Plain, resized, weight_shapes
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.loading import load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import load_checkpoint, read_raw_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import WideShape, wide_config, widen
 from forerun.ops.torch import TorchModel

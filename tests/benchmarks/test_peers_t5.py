@@ -17,7 +17,8 @@ from engine.test_encoder_decoders import write_t5
 from forerun.bench.widen import describe
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.models.loading import read_config, read_raw_config
+from forerun.models.loading import read_raw_config
+from forerun.models.opened import read_config
 
 
 @pytest.fixture(scope="module")

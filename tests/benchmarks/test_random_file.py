@@ -10,7 +10,8 @@ import pytest
 from benchmarks.random_file import SHAPES, write
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption
-from forerun.models.loading import read_config, read_raw_config
+from forerun.models.loading import read_raw_config
+from forerun.models.opened import read_config
 from ops.native_cases import needs_native
 
 SMALL = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 32, "chosen": 4, "ffn": 64}

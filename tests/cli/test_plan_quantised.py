@@ -17,7 +17,7 @@ from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, with_room
 from forerun.errors import BadOption, CapacityError
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.ops.cpu_model import CpuModel
 from models.gguf_files import write_model

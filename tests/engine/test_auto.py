@@ -14,7 +14,8 @@ from forerun.drafters import BY_MODEL, WITHOUT_MODEL, Target, artifacts, head_fi
 from forerun.engine.factory import SHIPPED_TARGET, auto_draft, auto_of
 from forerun.errors import BadOption
 from forerun.models import named
-from forerun.models.loading import load_checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.opened import OpenedCheckpoint
 from methods import random_eagle
 from tiny import write_tiny
 
@@ -96,8 +97,12 @@ def test_a_loaded_target_is_what_its_name_or_else_its_folder_says(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     """A GGUF file's small files lie in a folder of the cache, so that the name alone tells."""
-    loaded, elsewhere = load_checkpoint(folder), Path("somewhere/else")
+    loaded = load_checkpoint(folder)
     name_it(monkeypatch, folder, "lookup")
-    assert auto_of(replace(loaded, folder=elsewhere), EngineConfig(target="tiny-one")) == "lookup"
-    assert auto_of(replace(loaded, folder=elsewhere), EngineConfig()) == WITHOUT_MODEL
-    assert auto_of(replace(loaded, folder=SHIPPED_TARGET), EngineConfig()) == BY_MODEL
+
+    def lying(folder: Path) -> Checkpoint:
+        return replace(loaded, opened=OpenedCheckpoint(folder, folder, loaded.config, loaded.opened.spec))
+
+    assert auto_of(lying(Path("somewhere/else")), EngineConfig(target="tiny-one")) == "lookup"
+    assert auto_of(lying(Path("somewhere/else")), EngineConfig()) == WITHOUT_MODEL
+    assert auto_of(lying(SHIPPED_TARGET), EngineConfig()) == BY_MODEL

@@ -9,7 +9,7 @@ import torch
 
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 from tiny import byte_tokenizer
 

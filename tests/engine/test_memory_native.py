@@ -17,7 +17,7 @@ from forerun import native, ops as operators
 from forerun.blocks import Spec, resized, weight_shapes
 from forerun.config import EngineConfig
 from forerun.memory.plan import memory_plan
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.ops import load_model
 from forerun.ops.cpu_memory import packed_bytes
 from forerun.ops.cpu_model import CpuModel

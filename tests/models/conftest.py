@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from forerun.blocks import weight_shapes
 from forerun.models.families import names_of
-from forerun.models.loading import read_config
 from forerun.models.naming import published
+from forerun.models.opened import read_config
 from models.hubserver import Client, HubServer, serve
 
 Raw = dict[str, Any]

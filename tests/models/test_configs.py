@@ -15,7 +15,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models import t5gemma
 from forerun.models.configs import SHARED_KEYS
 from forerun.models.families import family, model_types
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations, rotations
 from models.test_encoder_decoders import BART, T5

@@ -18,8 +18,9 @@ from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.config import Quantization
 from forerun.errors import BadOption, CapacityError, UnsupportedModel
 from forerun.models.llama import GGUF
-from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.loading import load_checkpoint
 from forerun.models.naming import part_of
+from forerun.models.opened import read_config
 from forerun.models.quantising import QuantisingSource, planned, usual_rounding
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import Stored, gguf as source_module, open_source

@@ -18,7 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from forerun import native, ops as operators
 from forerun.blocks import weight_shapes
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
-from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 
 Raw = dict[str, Any]

@@ -15,7 +15,8 @@ from forerun.errors import BadOption, NotFound
 from forerun.models import named
 from forerun.models.families import model_types
 from forerun.models.hub import is_hub_id, locate
-from forerun.models.loading import read_config, read_raw_config
+from forerun.models.loading import read_raw_config
+from forerun.models.opened import read_config
 from forerun.registry import names
 
 ROOT = Path(__file__).parents[2]

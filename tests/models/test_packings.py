@@ -23,7 +23,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.models.loading import load_checkpoint, read_config, under_our_names
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config, under_our_names
 from forerun.models.source import open_source, safetensors
 from forerun.models.weights import StoredWeights
 from forerun.ops import cuda_packed

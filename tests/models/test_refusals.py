@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.families import model_types
-from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config
 from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 

@@ -11,7 +11,8 @@ from engine.speculative_cases import continuous_batching, e2e, greedy_parity
 from forerun import LLM
 from forerun.bench.widen import shape_named, write_widened
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
+from forerun.models.opened import read_config
 
 pytestmark = pytest.mark.parity
 

@@ -23,7 +23,8 @@ from forerun.config import EngineConfig
 from forerun.drafters import head_files
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.loading import Checkpoint, load_checkpoint, read_config
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.opened import read_config
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.train import head as training, heads, loop
 from forerun.train.config import HeadConfig

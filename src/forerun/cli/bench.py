@@ -113,7 +113,8 @@ def widen(
 
     from forerun.bench import widen as bench
     from forerun.models.hub import locate
-    from forerun.models.loading import read_config, read_raw_config
+    from forerun.models.loading import read_raw_config
+    from forerun.models.opened import read_config
     from forerun.text.terminal import visible
 
     folder = locate(source)

@@ -168,7 +168,8 @@ def _card() -> Card | None:
 def computed(name: str) -> Computed:
     """Ask which operators would compute a model on the CPU, by its config.json. Raises UserError where none do."""
     from forerun import ops
-    from forerun.models.loading import read_config, read_raw_config
+    from forerun.models.loading import read_raw_config
+    from forerun.models.opened import read_config
 
     spec = read_config(read_raw_config(name))
     backend = ops.resolve("auto", "cpu", spec)

@@ -18,7 +18,7 @@ from forerun.drafters.head_matrices import Product, joined_product
 from forerun.errors import UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.models.configs import size
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import Normed, Parts, Rotation, TorchBlock, normed

@@ -20,7 +20,7 @@ from forerun.drafters import head_files
 from forerun.drafters.head_matrices import joined_product
 from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps

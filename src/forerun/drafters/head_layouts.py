@@ -24,7 +24,7 @@ from forerun.drafters import Target, head_files
 from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, SIDES, EagleConfig, layer_shapes
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.configs import flag, refuse_unknown, size
-from forerun.models.loading import read_config, without
+from forerun.models.opened import read_config, without
 from forerun.text.json_files import read_json
 from forerun.types import Model
 

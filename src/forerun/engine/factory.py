@@ -33,10 +33,10 @@ from forerun.models.loading import (
     Checkpoint,
     load_checkpoint,
     packed_schemes,
-    read_config,
     read_raw_config,
     small_files,
 )
+from forerun.models.opened import OpenedCheckpoint, read_config
 from forerun.models.outline import Beside, Outline
 from forerun.models.runner import Runner
 from forerun.ops.quantised import Scheme
@@ -370,7 +370,9 @@ class Outlines:
         target: None = what the configuration names. tokenizer: what drafters compare their files with; None = they do
         not. auto: what `auto` stands for; None = what the target says. Raises UserError for what LLM refuses.
         """
-        target = target or Outline.of(target_of(config), config.quantization, config.ignored_config_keys)
+        if target is None:
+            opened = OpenedCheckpoint.of(target_of(config), config.ignored_config_keys, config_only=True)
+            target = Outline.of(opened, config.quantization)
         shape = target.config
         known = drafters.Known(
             shape.num_layers,
@@ -400,7 +402,8 @@ class Outlines:
             if needs.loads is not None:
                 path = self._path_of(needs.loads, method)
                 config = self.config
-                found[name] = Outline.of(path, needs.loads.quantization, config.ignored_config_keys, self._packs)
+                opened = OpenedCheckpoint.of(path, config.ignored_config_keys, config_only=True)
+                found[name] = Outline.of(opened, needs.loads.quantization, self._packs)
         for name, method, needs in self._with_models():
             if (made := needs.makes) is not None:
                 if made.quantization is not None and _are_packed(self.target, self.config):

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from forerun.engine.request import Request
 from forerun.errors import BadOption, VocabularyMismatch, shown
 from forerun.functional.modules import ModuleModel
 from forerun.models.loading import Checkpoint
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def assembled(
 
 def _checkpoint(draft: ModuleModel, tokenizer: Tokenizer | None) -> Checkpoint:
     """Return a module as a draft model that was loaded; it has the target's ids."""
-    return Checkpoint(draft.model_type, Path(), draft, {}, frozenset(), tokenizer)  # type: ignore[arg-type]
+    return Checkpoint(OpenedCheckpoint.in_memory(draft, tokenizer, name=draft.model_type), draft, tokenizer)  # type: ignore[arg-type]
 
 
 def _check_pair(target: ModuleModel, draft: ModuleModel | None) -> None:

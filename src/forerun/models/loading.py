@@ -1,4 +1,4 @@
-"""A checkpoint -> a model: a folder or a hub id, its config.json, its weights, its end-of-sequence ids.
+"""A checkpoint -> a model: what opened.py has opened, and its weights.
 
 Whatever would be computed wrongly is refused by name: see configs.py for the policy on config.json, refusals.py for
 checkpoints of other formats, source/ for the formats that are read, weights.py for what is checked on the way.
@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,20 +21,15 @@ from torch import Tensor
 from forerun.blocks import EMBEDDING, HEAD, Spec, reaching, weight_shapes
 from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
-from forerun.models import packings, refusals
-from forerun.models.families import computes, family, model_types, published_names
-from forerun.models.generation import end_ids_of
-from forerun.models.hub import is_hub_id, locate
-from forerun.models.naming import NamedSource
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource, usual_rounding
-from forerun.models.source import Source, open_source
+from forerun.models.source import Source
 from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops import load_model
 from forerun.ops.passes import kinds_in_words
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import empty_weights
-from forerun.text.small_files import SmallFiles
 from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Model
 
@@ -45,21 +39,37 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded folder. name: the folder's, or the hub id.
+    """A loaded model. opened: what its small files say.
 
-    config: config.json as it is. end_ids: ids that end the output, see `end_ids_of`. tokenizer: None where it was not
-    asked for, or is not there; it may know more ids than tokenizer.json in `folder` (a widened vocabulary).
-    quantization: what was asked for when it was loaded. stored: the matrices of its files, in words.
+    tokenizer: None where it was not asked for, or is not there. quantization: what was asked for when it was loaded.
+    stored: the matrices of its files, in words.
     """
 
-    name: str
-    folder: Path
+    opened: OpenedCheckpoint
     model: LoadedModel
-    config: Mapping[str, Any]
-    end_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
     quantization: str | None = None
     stored: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The folder's or the file's name, or the hub id."""
+        return self.opened.name
+
+    @property
+    def folder(self) -> Path:
+        """Where its small files lie."""
+        return self.opened.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, as it was read."""
+        return self.opened.raw
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an output, see `end_ids_of`."""
+        return self.opened.end_ids
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -100,7 +110,7 @@ class LoadedModel(Model, Protocol):
 
 
 def load_checkpoint(
-    name: str | Path,
+    name: str | Path | OpenedCheckpoint,
     *,
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
@@ -112,13 +122,13 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint as `save_pretrained` writes it; if asked with the tokenizer it has, before any weight is read.
 
-    name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
-    "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
-    None = the reference; a function is asked for those of the model that config.json describes. ignore_config_keys: of
-    config.json, which is read as if it did not have them. quantization: int8 or int4[:group=N][:again]: matrices are
-    rounded while they are read, "auto" = where that pays for a draft model;
-    while they are read; operators that pack no such weights get what the rounded ones stand for, in `dtype`.
-    max_seq_len: tokens of the longest text, for rotary positions that depend on it, see `blocks.reaching`.
+    name: a folder, or a hub id org/name[@revision], see `locate`; or what was opened of one. dtype: "float32",
+    "bfloat16", a torch.dtype, or "auto" = bfloat16 with the native operators, float32 with others on a CPU, the
+    checkpoint's own elsewhere. ops: None = the reference; a function is asked for those of the model that config.json
+    describes. ignore_config_keys: of config.json, which is read as if it did not have them. quantization:
+    int8 or int4[:group=N][:again]: matrices are rounded while they are read, "auto" = where that pays for a draft
+    model; operators that pack no such weights get what the rounded ones stand for, in `dtype`. max_seq_len: tokens of
+    the longest text, for rotary positions that depend on it, see `blocks.reaching`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 20 MB.
@@ -126,15 +136,16 @@ def load_checkpoint(
     Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
     the disk or the memory cannot hold it.
     """
-    opened = partial(_opened, ignore=ignore_config_keys)
-    path = locate(name, check=opened)
-    source, raw, config, end_ids = opened(path)
-    config = reaching(config, max_seq_len)
-    if (kind := raw.get("model_type")) != config.model_type:
-        LOG.warning("%s is a %s, of which the text model runs alone, a %s", name, kind, config.model_type)
-    source.check(with_tokenizer)
-    tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
-    check_shapes(stored_shapes(source, config), weight_shapes(config), str(path), in_one_file=path.is_file())
+    opened = name
+    if not isinstance(opened, OpenedCheckpoint):
+        opened = OpenedCheckpoint.of(opened, ignore_config_keys, with_tokenizer=with_tokenizer)
+    opened.fetch_weights()
+    source, config = opened.weights, reaching(opened.spec, max_seq_len)
+    if (kind := opened.raw.get("model_type")) != config.model_type:
+        LOG.warning("%s is a %s, of which the text model runs alone, a %s", opened.asked, kind, config.model_type)
+    tokenizer = opened.tokenizer if with_tokenizer else None
+    shapes = stored_shapes(source, config)
+    check_shapes(shapes, weight_shapes(config), str(opened.path), in_one_file=opened.path.is_file())
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
@@ -154,22 +165,14 @@ def load_checkpoint(
     widened = [own.was for ours, own in source.tensors.items() if own.was and (own.scheme or not is_packed[ours])]
     for was, num in Counter(widened).items():
         hint = ": quantization=int8 rounds them" if quantization is None else ""
-        LOG.warning("%s has %d matrices of %s, which become numbers while they are loaded%s", name, num, was, hint)
+        said = "%s has %d matrices of %s, which become numbers while they are loaded%s"
+        LOG.warning(said, opened.asked, num, was, hint)
     lazy = operators.packs or any(is_packed.values())
     with operators.alone():  # unpacking is thousands of small operations, for which torch's threads would wait
         weights = cast(Mapping[str, Tensor], stored) if lazy else _read_all(stored, config)
         model = load_model(config, weights, operators, consume=True)
     _give_freed_memory_back()
-    return Checkpoint(
-        name=str(name) if is_hub_id(name) else path.resolve().name,
-        folder=source.folder,
-        model=model,
-        config=raw,
-        end_ids=end_ids,
-        tokenizer=tokenizer,
-        quantization=quantization,
-        stored=in_words,
-    )
+    return Checkpoint(opened, model, tokenizer, quantization, in_words)
 
 
 def packed_schemes(ops: ReferenceOps, dtype: torch.dtype) -> Callable[[Scheme], bool]:
@@ -199,26 +202,9 @@ def _give_freed_memory_back() -> None:
             trim(0)
 
 
-def under_our_names(source: Source, spec: Spec) -> Source:
-    """The same source with the names of blocks.weights, where its family has others."""
-    names = published_names(source.config, spec)
-    return source if names is None else cast(Source, NamedSource(source, names, spec))
-
-
 def small_files(name: str | Path, ignore_config_keys: Collection[str] = ()) -> Path:
     """The folder of a checkpoint, fetched without its weights; raises UserError for all that its small files show."""
-    source = _opened(locate(name, weights=False), ignore_config_keys)[0]
-    if not is_hub_id(name):  # whose listing was looked through
-        source.check(with_tokenizer=True)
-    return source.folder
-
-
-def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any], Spec, frozenset[int]]:
-    """A source, its config.json, the same as it is understood, and the end ids. Raises for what these files show."""
-    source = open_source(path)
-    raw = without(source.config, ignore)
-    spec = read_config(raw, path)
-    return under_our_names(source, spec), raw, spec, end_ids_of(SmallFiles(source.folder), raw)
+    return OpenedCheckpoint.of(name, ignore_config_keys).folder
 
 
 def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str, Any]:
@@ -226,28 +212,7 @@ def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str,
 
     Raises NotFound or UnsupportedModel, saying what would work.
     """
-    return without(open_source(locate(name, config_only=True)).config, ignore)
-
-
-def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """Return config.json as if it did not have these keys."""
-    return {key: value for key, value in config.items() if key not in ignore}
-
-
-def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
-    """config.json, read by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
-
-    path: of the folder or file that it comes from, where that is known.
-    """
-    try:
-        refusals.refuse_code(raw, model_types(), computes(raw))
-        module = family(raw.get("model_type"))
-        packings.layout_of(raw)
-        return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})
-    except UnsupportedModel as error:
-        if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
-            raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error
-        raise
+    return dict(OpenedCheckpoint.of(name, ignore, config_only=True).raw)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

@@ -15,8 +15,9 @@ from torch import Tensor
 from forerun.blocks import Spec, difference, weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.models.families import family, names_of
-from forerun.models.loading import check_shapes, read_config
+from forerun.models.loading import check_shapes
 from forerun.models.naming import published
+from forerun.models.opened import read_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 BEGINNING = ("pad_token_id", "decoder_start_token_id")  # of an encoder-decoder, as its family writes them

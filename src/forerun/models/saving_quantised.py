@@ -18,14 +18,15 @@ from forerun.blocks import weight_shapes
 from forerun.config import Quantization
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.families import names_of
-from forerun.models.hub import SMALL, locate
-from forerun.models.loading import check_shapes, read_config, stored_shapes, under_our_names
+from forerun.models.hub import SMALL
+from forerun.models.loading import check_shapes, stored_shapes
 from forerun.models.naming import Names
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.packings import pack
 from forerun.models.quantising import QuantisingSource
 from forerun.models.refusals import CONFIG
 from forerun.models.saving import SHARD_BYTES, write_json, write_weights
-from forerun.models.source import Source, Stored, open_source
+from forerun.models.source import Stored
 
 
 def quantise_checkpoint(
@@ -35,16 +36,16 @@ def quantise_checkpoint(
 
     Raises UserError for a checkpoint that would not load, and for one that is quantised already.
     """
-    source: Source = open_source(locate(name))
-    source.check(with_tokenizer=False)
-    config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
+    opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False)
+    config = opened.spec
     names = names_of(config)
     if names is not None and not names.only_renames:
         raise UnsupportedModel(
             f"a model of model_type={config.model_type!r} is not written with fewer bits, because its files join "
             "matrices: load it with quantization= instead"
         )
-    source = under_our_names(source, config)
+    opened.fetch_weights()
+    source = opened.weights
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from forerun import pacing
@@ -23,6 +22,7 @@ from forerun.engine.router import Router
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.registry import load, make_options
@@ -119,7 +119,7 @@ def spoil(cache: Any) -> None:
 
 def checkpoint_of(model: Any) -> Checkpoint:
     """Return a model as if it had been loaded."""
-    return Checkpoint("draft", Path(), model, {}, frozenset())
+    return Checkpoint(OpenedCheckpoint.in_memory(model.config, name="draft"), model)
 
 
 def everyone(drafter: Drafter) -> Iterator[Drafter]:

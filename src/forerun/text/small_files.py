@@ -17,11 +17,9 @@ class SmallFiles:
     folder: where they lie; None = nowhere, for a model that is only in memory.
     """
 
-    def __init__(self, folder: Path | None, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._read = dict[str, Mapping[str, Any]]()
-        if folder is None:
-            self.tokenizer = tokenizer
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
@@ -33,3 +31,9 @@ class SmallFiles:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where there is no tokenizer.json. Raises as `Tokenizer.load`."""
         return None if self.folder is None else Tokenizer.find(self.folder)
+
+    def with_tokenizer(self, tokenizer: Tokenizer | None) -> SmallFiles:
+        """Return the same files beside another tokenizer, as of a model whose vocabulary has grown."""
+        others = SmallFiles(self.folder)
+        others._read, others.tokenizer = self._read, tokenizer
+        return others

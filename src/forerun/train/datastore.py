@@ -14,7 +14,8 @@ from forerun.drafters.continuations import END_OF_TEXT
 from forerun.drafters.stores import KIND
 from forerun.engine.factory import target_files
 from forerun.errors import BadOption, NotFound
-from forerun.models.loading import read_config, read_raw_config
+from forerun.models.loading import read_raw_config
+from forerun.models.opened import read_config
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.texts import read_texts
 

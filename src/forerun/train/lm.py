@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from forerun.errors import BadOption, shown
-from forerun.models.loading import load_checkpoint, read_config, read_raw_config, small_files
+from forerun.models.loading import load_checkpoint, read_raw_config, small_files
+from forerun.models.opened import read_config
 from forerun.ops.torch import TorchModel
 from forerun.train import batches, loop, losses
 from forerun.train.config import TrainConfig

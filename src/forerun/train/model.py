@@ -13,7 +13,8 @@ from torch import Tensor
 from forerun.blocks import Spec, weight_shapes
 from forerun.errors import BadOption
 from forerun.models.families import family
-from forerun.models.loading import load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import load_checkpoint, read_raw_config
+from forerun.models.opened import read_config
 from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel

@@ -1,0 +1,188 @@
+"""A checkpoint before its weights are read: a folder, a file or a model of the hub, opened once.
+
+Each of its small files is read when it is first asked for, and kept. `load_checkpoint` loads what was opened here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
+from forerun.errors import UnsupportedModel, UserError
+from forerun.models import packings, refusals
+from forerun.models.families import computes, family, model_types, published_names
+from forerun.models.generation import end_ids_of
+from forerun.models.hub import fetch_weights, is_hub_id, locate
+from forerun.models.naming import NamedSource
+from forerun.models.source import Source, Stored, open_source
+from forerun.ops.quantised import Scheme
+from forerun.text.json_files import read_json
+from forerun.text.small_files import SmallFiles
+from forerun.text.tokenizer import Tokenizer
+
+
+class OpenedCheckpoint:
+    """What the small files of a checkpoint say. It has no weight.
+
+    asked: its name as a caller gave it. path: of its folder or file. raw: config.json without the keys that are to be
+    ignored. spec: the same, read by its family. source: where its tensors are; None = they are in memory, or nowhere.
+    small: its small files; None = those of the source.
+    """
+
+    def __init__(
+        self,
+        asked: str | Path,
+        path: Path,
+        raw: Mapping[str, Any],
+        spec: Spec,
+        source: Source | None = None,
+        small: SmallFiles | None = None,
+    ) -> None:
+        self.asked, self.path = asked, path
+        self.raw, self.spec, self.source = raw, spec, source
+        if small is not None:
+            self.small = small
+
+    @classmethod
+    def of(
+        cls,
+        name: str | Path,
+        ignore_config_keys: Collection[str] = (),
+        *,
+        config_only: bool = False,
+        with_tokenizer: bool = True,
+    ) -> OpenedCheckpoint:
+        """Open a folder, a file or a model of the hub, of which all but the weights is fetched.
+
+        config_only: nothing but config.json is fetched and looked at, which may then be named by itself.
+        with_tokenizer: whether a tokenizer that is not read here is refused. Raises UserError for all that its small
+        files show; NotFound where one is missing that a model needs, or its weights are.
+        """
+        if config_only and Path(name).suffix == ".json" and Path(name).is_file():
+            raw = without(read_json(Path(name)), ignore_config_keys)
+            return cls(name, Path(name), raw, read_config(raw), small=SmallFiles(None))
+        path = locate(name, config_only=config_only, weights=False)
+        source = open_source(path)
+        raw = without(source.config, ignore_config_keys)
+        opened = cls(name, path, raw, read_config(raw, path), source)
+        if not config_only:
+            _ = opened.end_ids
+            if not opened.is_of_hub:  # whose listing was looked through
+                source.check(with_tokenizer)
+        return opened
+
+    @classmethod
+    def in_memory(
+        cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
+    ) -> OpenedCheckpoint:
+        """Return a model that somebody made as if it had been opened. config: its sizes, such as a Spec."""
+        raw = {"eos_token_id": sorted(end_ids)}
+        return cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
+
+    def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
+        """Return what is known of a model that is made of this one in memory. tokenizer: None = this one's."""
+        small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
+        return OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
+
+    @property
+    def name(self) -> str:
+        """The name that is shown: the folder's or the file's, or the hub id."""
+        return str(self.asked) if self.is_of_hub else self.path.resolve().name
+
+    @cached_property
+    def is_of_hub(self) -> bool:
+        """Whether it is named as a model of the hub, whose weights may still have to be fetched."""
+        return self.source is not None and is_hub_id(self.asked)
+
+    @cached_property
+    def small(self) -> SmallFiles:
+        """The small files beside the weights."""
+        return SmallFiles(None if self.source is None else self.source.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where the small files lie."""
+        return self.path if self.small.folder is None else self.small.folder
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where ids are all there is."""
+        return self.small.tokenizer
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an output, see `end_ids_of`."""
+        return end_ids_of(self.small, self.raw)
+
+    # ------------------------------------------------------------------------------------------------------- tensors
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The type that config.json names, float32 where it names none."""
+        named = getattr(torch, str(self.raw.get("dtype") or self.raw.get("torch_dtype")), None)
+        return named if isinstance(named, torch.dtype) else torch.float32
+
+    @cached_property
+    def weights(self) -> Source:
+        """The tensors under the names of blocks.weights. Raises as `Source.tensors`, and where there are no files."""
+        if self.source is None:
+            raise UnsupportedModel(f"{self.asked} has no weights: name {refusals.WANTED}")
+        return under_our_names(self.source, self.spec)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """What headers say of the weights, else config.json: loading explains why headers cannot be read."""
+        try:
+            found = {} if self.source is None else self.weights.tensors
+        except (UserError, OSError):
+            found = {}
+        return found or said_tensors(self.spec, self.raw)
+
+    def fetch_weights(self) -> None:
+        """Fetch the weights of a model of the hub, of the commit that was opened. Raises as `locate`."""
+        if self.is_of_hub:
+            fetch_weights(str(self.asked), self.path)
+
+
+def under_our_names(source: Source, spec: Spec) -> Source:
+    """The same source with the names of blocks.weights, where its family has others."""
+    names = published_names(source.config, spec)
+    return source if names is None else cast(Source, NamedSource(source, names, spec))
+
+
+def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """Return config.json as if it did not have these keys."""
+    return {key: value for key, value in config.items() if key not in ignore}
+
+
+def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
+    """config.json, read by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
+
+    path: of the folder or file that it comes from, where that is known.
+    """
+    try:
+        refusals.refuse_code(raw, model_types(), computes(raw))
+        module = family(raw.get("model_type"))
+        packings.layout_of(raw)
+        return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})
+    except UnsupportedModel as error:
+        if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
+            raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error
+        raise
+
+
+def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
+    """Return what config.json says of tensors; embedding and LM head are dense in most quantised checkpoints."""
+    file = Path("config.json")
+    return {w.name: Stored(file, w.shape, torch.float32, _said_scheme(w, raw)) for w in weights(config)}
+
+
+def _said_scheme(weight: Weight, raw: Mapping[str, Any]) -> Scheme | None:
+    if weight.least_bits != MATRIX_BITS:
+        return None
+    return packings.said_scheme(raw, weight.shape[1], is_expert=weight.role == "experts")
