@@ -13,6 +13,7 @@ import pytest
 
 from forerun import LLM, BadOption, SamplingParams, StepReport
 from forerun.testing import engines
+from support import needed
 from tiny import write_tiny
 
 SCHEMA = {
@@ -254,6 +255,18 @@ def test_what_is_forced_stands_before_and_behind_a_guess() -> None:
     (step,) = report.sequences
     assert (step.num_drafted, step.forced, step.num_accepted) == (5, {0, 1, 3, 4}, 5)
     assert step.num_committed == len(output) == 6, "in one pass, with the target's own choice"
+
+
+@pytest.mark.once("the case has its drafter")
+@pytest.mark.parametrize("name", ["lookahead", "medusa", "pass"])
+def test_a_drafter_that_cannot_draft_behind_what_is_forced_is_not_asked(name: str) -> None:
+    """Its rounds would count as ones in which it found nothing, and take its time."""
+    params = SamplingParams(max_tokens=6, temperature=0.0, choice=("abacba", "abacbb", "abbcca", "abbccb"))
+    case = engines.Case(name, params, forced=True, needs=needed)
+    assert not engines.drafter_for(case).drafts_behind
+    ((_, (output, reports)),) = engines.every_way(case)
+    assert len(output) == 6
+    assert [set(report.drafts) for report in reports] == [{"forced"}] * 2, "a choice, and what is forced before it"
 
 
 def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
