@@ -24,6 +24,10 @@ def test_a_completion_is_what_the_engine_says(server: Running) -> None:
     lines = server.http.post("/completion", json={**body, "stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert "".join(event["content"] for event in events) == expected.text
+    chosen = server.http.post("/completion", json={**body, "response_fields": ["content", "timings/predicted_n"]})
+    assert chosen.json() == {"content": expected.text, "predicted_n": 12}
+    told = server.http.post("/completion", json={**body, "timings_per_token": True, "return_progress": False})
+    assert told.headers["x-forerun-ignored"] == "timings_per_token"
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["timings"]["predicted_n"] == 12
     ids = server.http.post("/completion", json={**body, "prompt": expected.prompt_ids}).json()
@@ -49,6 +53,11 @@ def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:
     pieces = server.http.post("/tokenize", json={"content": CODE, "with_pieces": True}).json()["tokens"]
     assert [piece["id"] for piece in pieces] == ids
     assert server.http.post("/detokenize", json={"tokens": ids}).json()["content"] == CODE
+    special = {"content": "<|endoftext|>a"}
+    parsed = server.http.post("/tokenize", json=special).json()["tokens"]
+    spelled = server.http.post("/tokenize", json={**special, "parse_special": False}).json()["tokens"]
+    assert len(spelled) > len(parsed) == 2
+    assert server.http.post("/detokenize", json={"tokens": spelled}).json()["content"] == special["content"]
     refused = server.http.post("/tokenize", json={"content": CODE, "add_special_tokens": True})
     assert (refused.status_code, "two forms" in refused.text) == (400, True)
 

@@ -306,6 +306,6 @@ def test_options_may_be_ignored_by_name() -> None:
 
 def test_every_option_has_a_place() -> None:
     """Each that is honoured names a field of SamplingParams, and none is in two lists."""
-    lists = [set(ollama.OPTIONS), set(ollama.RUNNER), set(ollama._OFF), {ollama.CONTEXT, ollama._WINDOW}]
+    lists = [set(ollama.OPTIONS), set(ollama.RUNNER), set(ollama._OFF), {ollama.CONTEXT}, set(ollama._PENALISED)]
     assert len(set().union(*lists)) == sum(map(len, lists))
     assert set(ollama.OPTIONS.values()) <= set(SamplingParams.__dataclass_fields__)

@@ -191,7 +191,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, A
 
 def test_agents_are_served_without_what_is_not_built() -> None:
     job = responses.read_body(CODEX, "shipped")
-    assert (job.ignored, job.effort) == (("tools[1]",), "medium")
+    assert (job.ignored, job.effort) == (("tools[1]", "reasoning.summary"), "medium")
     assert [tool["function"]["name"] for tool in job.calls.tools] == ["shell"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream

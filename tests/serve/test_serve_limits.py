@@ -66,7 +66,10 @@ def test_the_lab_has_the_limits_of_the_server(strict: Running) -> None:
 
 def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     answer = strict.http.post("/v1/responses", json={**CODEX, "max_output_tokens": 4, "temperature": 0})
-    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "tools[1], tools, reasoning_effort")
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (
+        200,
+        "tools[1], reasoning.summary, tools, reasoning_effort",
+    )
     assert answer.text.count("event: response.output_text.delta") in range(1, 5)
     answer = strict.http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stop_sequences": [" "]})
     ignored = "context_management, tools, reasoning_effort, max_tokens"

@@ -1,9 +1,10 @@
 """What the bodies of all APIs have in common: fields that are honoured, harmless or refused, and the Job they become.
 
 Policy, as for checkpoints: a field that would change the answer and is not honoured is refused by name. Each API says
-in a Form which of its fields are honoured, which change nothing with the values listed (neutral), and which never
-change the text (inert); any other field is refused. null is as good as absent. An agent that sends such fields whatever
-happens may be served without them, and is told which they were (`Given.ignored`).
+in a Form which of its fields are honoured, which change nothing with the values listed (neutral), of which no answer
+depends (inert, with the reason), and without which a request is served and told so (noted); any other field is refused.
+null is as good as absent. An agent that sends such fields whatever happens may be served without them, and is told
+which they were (`Given.ignored`).
 
 Plain data in and out: no web framework, no file, no clock.
 """
@@ -70,18 +71,23 @@ class Refused(BadOption):
 
 @dataclass(frozen=True)
 class Form:
-    """The fields of one API's bodies, beside those of PARAMS. elsewhere: fields of a sister API -> its url."""
+    """The fields of one API's bodies, beside those of PARAMS.
+
+    inert: why no answer depends on a field. noted: fields that would change an answer, though not what is said in it.
+    elsewhere: fields of a sister API -> its url.
+    """
 
     url: str
     own: Set[str]
-    inert: Set[str]
-    neutral: Mapping[str, Neutral]
+    inert: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, Neutral] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    noted: Set[str] = frozenset()
 
     @property
     def known(self) -> frozenset[str]:
         """Every field that a body may have."""
-        return frozenset({*PARAMS, "speculation", *self.own, *self.inert, *self.neutral})
+        return frozenset({*PARAMS, "speculation", *self.own, *self.inert, *self.neutral, *self.noted})
 
 
 @dataclass(frozen=True)
@@ -125,10 +131,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Given:
-    """The fields of a body that are honoured, none of them null. ignored: None where unsupported ones are refused."""
+    """The fields of a body that are honoured, none of them null. ignored: those without which it is served.
+
+    ignores: whether unsupported ones are among these, and not refused.
+    """
 
     fields: dict[str, Any]
-    ignored: list[str] | None
+    ignored: list[str]
+    ignores: bool
+
+    def ignore(self, refusal: Refused) -> None:
+        """Serve it without the field that is refused. Raises the refusal where that is not wanted."""
+        if not self.ignores or refusal.code not in _MAY_BE_IGNORED:
+            raise refusal
+        self.ignored.append(str(refusal.param))
 
 
 # --------------------------------------------------------------------------------------------------------- requests
@@ -138,25 +154,23 @@ def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsup
     """The honoured fields of a body. Raises Refused, naming the field."""
     if not isinstance(body, Mapping):
         raise Refused(f"the body is {shown(body)}: it must be a JSON object")
-    given, ignored, known = dict[str, Any](), list[str](), form.known
+    given, known = Given({}, [], ignore_unsupported), form.known
     for name, value in body.items():
-        if value is None:
+        if value is None or name in form.inert:
             continue
         try:
             if name not in known:
                 raise _unknown(form, name, known)
-            if name in form.inert:
-                continue
             if name in form.neutral:
                 _check_neutral(name, value, *form.neutral[name])
-            else:
-                given[name] = value
+            elif name not in form.noted:
+                given.fields[name] = value
+            elif value:
+                given.ignored.append(name)
         except Refused as error:
-            if not ignore_unsupported or error.code not in _MAY_BE_IGNORED:
-                raise
-            ignored.append(name)
-    _check_model(given, served_names)
-    return Given(given, ignored if ignore_unsupported else None)
+            given.ignore(error)
+    _check_model(given.fields, served_names)
+    return given
 
 
 def _unknown(form: Form, name: str, known: Set[str]) -> Refused:

@@ -47,16 +47,21 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "n_indent": ((0,), "lines are as the model writes them"),
     "return_tokens": ((False,), "each piece of a stream has its tokens"),
 }
-# How it is computed and cached, and what says nothing where its neighbour is off.
-_INERT = frozenset(
-    (
-        *("cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token"),
-        *("return_progress", "response_fields", "post_sampling_probs", "xtc_threshold"),
-        *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-        *("dry_sequence_breakers", "penalize_nl", "backend_sampling"),
-    )
-)
-FORM = Form(COMPLETION, {"model", "prompt", "n_predict", "stop", "stream", "repeat_penalty"}, _INERT, _NEUTRAL)
+_INERT: Mapping[str, str] = {
+    **dict.fromkeys(("cache_prompt", "id_slot"), "an answer is the same wherever its prompt is found"),
+    **dict.fromkeys(("n_keep", "n_discard"), "a context that is full ends the answer, and is not moved on"),
+    "backend_sampling": "tokens are the same wherever they are drawn",
+    "post_sampling_probs": "n_probs is off",
+    "xtc_threshold": "xtc_probability is off",
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "mirostat is off"),
+    "dynatemp_exponent": "dynatemp_range is off",
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), "dry_multiplier is off"
+    ),
+}
+_OWN = {"model", "prompt", "n_predict", "stop", "stream", "repeat_penalty", "penalize_nl", "response_fields"}
+_NOTED = frozenset(("timings_per_token", "return_progress"))  # the numbers are in the last event
+FORM = Form(COMPLETION, _OWN, _INERT, _NEUTRAL, noted=_NOTED)
 _NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
 
 
@@ -75,6 +80,9 @@ def read_body(
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
         raise Refused(f"prompt={shown(prompt)} is not possible: it must be a text, or a list of token ids", "prompt")
+    if not flag(given, "penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
+        message = "penalize_nl=False is not possible: repeat_penalty counts ends of lines, too; leave out one of them"
+        read.ignore(Refused(message, "penalize_nl", code="unsupported_parameter"))
     return Job(
         COMPLETION,
         model,
@@ -82,7 +90,8 @@ def read_body(
         prompts=(prompt,),
         stream=flag(given, "stream"),
         report=wants_report(given),
-        ignored=tuple(read.ignored or ()),
+        ignored=tuple(read.ignored),
+        given={"response_fields": _paths(given.get("response_fields", []))},
     )
 
 
@@ -90,7 +99,27 @@ def answer_body(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
 ) -> dict[str, Any]:
     """The whole answer."""
-    return {**_ending(job, outputs), "content": outputs[0].text}
+    return _chosen(job, {**_ending(job, outputs), "content": outputs[0].text})
+
+
+def _paths(given: Any) -> list[list[str]]:
+    """Names of fields, those within others behind a slash, as keys. Raises Refused."""
+    if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
+        message = f'response_fields={shown(given)} is not possible: it must be a list such as ["content"]'
+        raise Refused(message, "response_fields")
+    return [path.split("/") for path in given]
+
+
+def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an answer that the body asks for, side by side; all of them where it asks for none."""
+    chosen = dict[str, Any]()
+    for *path, name in job.given["response_fields"]:
+        inside: Any = made
+        for key in path:
+            inside = inside.get(key) if isinstance(inside, dict) else None
+        if isinstance(inside, dict) and name in inside:
+            chosen[name] = inside[name]
+    return chosen if job.given["response_fields"] else made
 
 
 class Stream:
@@ -111,7 +140,7 @@ class Stream:
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Why it ended, and the numbers."""
-        return event(_ending(self._job, outputs))
+        return event(_chosen(self._job, _ending(self._job, outputs)))
 
     def fail(self, error: ForerunError) -> bytes:
         """An error behind the first event."""

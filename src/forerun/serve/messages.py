@@ -49,7 +49,12 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "mcp_servers": (([],), "servers of tools are not called from here: send their tools"),
     "container": ((), "nothing is executed here"),
 }
-_INERT = frozenset(("metadata", "service_tier", "cache_control", "inference_geo"))
+_INERT: Mapping[str, str] = {
+    "metadata": "it says whom a request is for",
+    "service_tier": "there is one tier",
+    "cache_control": "the cache is by the prompt itself",
+    "inference_geo": "there is one place",
+}
 _OWN = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "chat_template_kwargs"),
     *("tools", "tool_choice", "thinking", "output_config", "context_management"),
@@ -90,7 +95,7 @@ def read_count(body: object, model: str, served_names: Seq[str] = (), *, ignore_
 
 
 def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[str, str]) -> Job:
-    given, ignored = read.fields, list(read.ignored or ())
+    given, ignored = read.fields, read.ignored
     messages = _messages(given.get("system"), given.get("messages"))
     calls = _calls(given, ignored)
     management = given.get("context_management", {})
@@ -166,10 +171,8 @@ def _effort(config: Any, read: Given) -> str | None:
     for name in config.keys() - {"effort", "format"}:
         if config[name] is None:
             continue
-        if read.ignored is None:
-            message = f"output_config.{name}={shown(config[name])} is not possible: it is not built; leave it out"
-            raise Refused(message, "output_config", code="unsupported_parameter")
-        read.ignored.append(f"output_config.{name}")
+        message = f"output_config.{name}={shown(config[name])} is not possible: it is not built; leave it out"
+        read.ignore(Refused(message, f"output_config.{name}", code="unsupported_parameter"))
     return effort_of(config.get("effort"), "output_config.effort")
 
 

@@ -54,7 +54,11 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "top_logprobs": ((0,), _NO_LOGPROBS),
     "n": ((1,), "this API gives one answer"),
 }
-_INERT = frozenset(("keep_alive", "truncate", "shift"))
+_INERT: Mapping[str, str] = {
+    "keep_alive": "models stay as long as the server runs",
+    "truncate": "a prompt that is too long is refused, and never cut",
+    "shift": "a context that is full ends the answer, and is not moved on",
+}
 _BOTH = {"model", "stream", "options", "format", "think", "chat_template_kwargs"}
 FORMS = {
     CHAT: Form(CHAT, {*_BOTH, "messages", "tools"}, _INERT, _NEUTRAL),
@@ -69,7 +73,7 @@ FORMS = {
             "context": (([],), "conversations are sent as messages to /api/chat"),
         },
     ),
-    SHOW: Form(SHOW, {"model", "name", "verbose"}, frozenset(("system", "template", "options")), {}),
+    SHOW: Form(SHOW, {"model", "name"}, noted=frozenset(("verbose", "system", "template", "options"))),
 }
 # By option: of SamplingParams.
 OPTIONS = {
@@ -89,14 +93,20 @@ CONTEXT = "num_ctx"
 RUNNER = frozenset(
     (
         *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
-        *("use_mlock", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "mirostat_tau"),
-        *("mirostat_eta", "tensor_split"),
+        *("use_mlock", "logits_all", "mirostat_tau", "mirostat_eta", "tensor_split"),
     )
 )
 _OFF: Mapping[str, tuple[Seq[Any], str]] = {
     "typical_p": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
     "tfs_z": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
     "mirostat": ((0,), "tokens are cut by top_k, top_p and min_p"),
+    "vocab_only": ((False,), "an answer needs all of the model"),
+    "embedding_only": ((False,), "answers are texts"),
+}
+# What repeat_penalty counts, and the values that say what it counts here.
+_PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
+    "repeat_last_n": ((-1, 0), "the whole text; say -1"),
+    "penalize_newline": ((True,), "ends of lines, too"),
 }
 _WINDOW = "repeat_last_n"
 THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
@@ -139,18 +149,19 @@ def read_body(
         thinks=thinks,
         stream=flag(given, "stream", True),
         report=wants_report(given),
-        ignored=tuple(read.ignored or ()),
+        ignored=tuple(read.ignored),
         context=_context(given.get("options") or {}),
     )
 
 
-def read_show(body: object, served_names: Seq[str]) -> None:
-    """Check a body of /api/show. Raises Refused."""
-    given = check(FORMS[SHOW], called(body, served_names), served_names).fields
-    if extra := sorted(given.keys() - FORMS[SHOW].own):
+def read_show(body: object, served_names: Seq[str]) -> tuple[str, ...]:
+    """Check a body of /api/show; returns the fields without which it is answered. Raises Refused."""
+    read = check(FORMS[SHOW], called(body, served_names), served_names)
+    if extra := sorted(read.fields.keys() - FORMS[SHOW].own):
         raise Refused(f"{extra[0]} is no field of {SHOW}", extra[0], code="unknown_parameter")
-    if "model" not in given:
+    if "model" not in read.fields:
         raise Refused("there is no model: name one of those that /api/tags lists", "model")
+    return tuple(read.ignored)
 
 
 def called(body: object, served_names: Collection[str]) -> object:
@@ -175,17 +186,15 @@ def _options(read: Given) -> dict[str, Any]:
         try:
             if name in OPTIONS:
                 found[name] = value
-            elif name == _WINDOW:
-                _check_window(value, options)
+            elif name in _PENALISED:
+                _check_penalised(name, value, options)
             elif name in _OFF:
                 _check_off(name, value)
             else:
-                known = (*OPTIONS, *RUNNER, *_OFF, CONTEXT, _WINDOW)
+                known = (*OPTIONS, *RUNNER, *_OFF, *_PENALISED, CONTEXT)
                 raise Refused(unknown("option", name, known), f"options.{name}", code="unknown_parameter")
         except Refused as error:
-            if read.ignored is None:
-                raise
-            read.ignored.append(str(error.param))
+            read.ignore(error)
     if options.get(_WINDOW) == 0:
         found["repeat_penalty"] = 1.0
     if found.get("num_predict") in _UNLIMITED:
@@ -195,11 +204,12 @@ def _options(read: Given) -> dict[str, Any]:
     return found
 
 
-def _check_window(value: Any, options: Mapping[str, Any]) -> None:
-    """The penalty counts the whole text here; the window does not matter where there is no penalty."""
-    if value not in (-1, 0) and options.get("repeat_penalty") not in (None, 1, 1.0):
-        message = f"options.{_WINDOW}={shown(value)} is not possible: repeat_penalty counts the whole text; say -1"
-        raise Refused(message, f"options.{_WINDOW}", code="unsupported_parameter")
+def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
+    """What the penalty counts does not matter where there is none."""
+    allowed, counts = _PENALISED[name]
+    if value not in allowed and options.get("repeat_penalty") not in (None, 1, 1.0):
+        message = f"options.{name}={shown(value)} is not possible: repeat_penalty counts {counts}"
+        raise Refused(message, f"options.{name}", code="unsupported_parameter")
 
 
 def _check_off(name: str, value: Any) -> None:

@@ -49,27 +49,27 @@ FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answ
 # What the API says where a body says nothing: a chat's answer goes as far as the context, a completion has 16 tokens.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
 
-# Bookkeeping of the service: whom it is for, what is kept, how it is billed, what is cached.
-INERT = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "client_metadata",
-    )
-)
+_WHOM, _CACHED = "it says whom a request is for", "the cache is by the prompt itself"
+# Bookkeeping of the service.
+INERT: Mapping[str, str] = {
+    "user": _WHOM,
+    "safety_identifier": _WHOM,
+    "metadata": "it is the client's own",
+    "client_metadata": "it is the client's own",
+    "store": "completions are not kept, and no route would list them",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": _CACHED,
+    "prompt_cache_retention": _CACHED,
+}
 _BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options", *FORMATS}
 _OWN = {
     CHAT: {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning_effort", "verbosity", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
+        *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
     },
     COMPLETIONS: {"prompt", "suffix", "best_of", "echo"},
 }
+_NOTED: Mapping[str, frozenset[str]] = {CHAT: frozenset(("verbosity",)), COMPLETIONS: frozenset()}  # no template reads
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
         "functions": (([],), NO_CALLS),
@@ -82,10 +82,11 @@ _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
 
 def _elsewhere(url: str) -> dict[str, str]:
     other = COMPLETIONS if url == CHAT else CHAT
-    return dict.fromkeys({*_OWN[other], *_NEUTRAL[other]} - _OWN[url] - set(_NEUTRAL[url]), other)
+    fields = {*_OWN[other], *_NEUTRAL[other], *_NOTED[other]}
+    return dict.fromkeys(fields - _OWN[url] - set(_NEUTRAL[url]), other)
 
 
-FORMS = {url: Form(url, _BOTH | _OWN[url], INERT, _NEUTRAL[url], _elsewhere(url)) for url in URLS}
+FORMS = {url: Form(url, _BOTH | _OWN[url], INERT, _NEUTRAL[url], _elsewhere(url), _NOTED[url]) for url in URLS}
 
 
 # --------------------------------------------------------------------------------------------------------- requests
@@ -111,8 +112,7 @@ def read_body(
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
-    ignored = [*(read.ignored or ()), *(name for name in ("verbosity",) if name in given)]  # no template reads it
-    calls = _calls(given, ignored)
+    calls = _calls(given, read.ignored)
     goes_on = flag(given, "continue_final_message")
     if goes_on and given.get("add_generation_prompt") is True:
         raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
@@ -133,7 +133,7 @@ def read_body(
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
-        ignored=tuple(ignored),
+        ignored=tuple(read.ignored),
         echo=echo,
         only_prompt=only_prompt,
     )
@@ -204,10 +204,8 @@ def _check_best_of(read: Given, n: int) -> None:
     best_of = read.fields.get("best_of", n)
     if best_of == n:
         return
-    if read.ignored is None:
-        message = f"best_of={shown(best_of)} is not possible: no choices are made to be thrown away; use n"
-        raise Refused(message, "best_of", code="unsupported_parameter")
-    read.ignored.append("best_of")
+    message = f"best_of={shown(best_of)} is not possible: no choices are made to be thrown away; use n"
+    read.ignore(Refused(message, "best_of", code="unsupported_parameter"))
 
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:

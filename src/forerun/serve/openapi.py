@@ -204,7 +204,6 @@ _OWN: dict[str, dict[str, Schema]] = {
         "tool_choice": _CHOICE,
         "parallel_tool_calls": _FLAG,
         "reasoning_effort": _EFFORT,
-        "verbosity": _TEXT,
         "max_thinking_tokens": _integer(0, MOST_THINKING_TOKENS),
         "continue_final_message": _FLAG,
         "add_generation_prompt": _FLAG,
@@ -286,6 +285,8 @@ _OWN: dict[str, dict[str, Schema]] = {
         "n_predict": _either({"const": -1}, _MOST_TOKENS),
         "stop": _limited("stop", _STOPS),
         "repeat_penalty": _FIELDS["repetition_penalty"],
+        "penalize_nl": _FLAG,
+        "response_fields": _list(_TEXT),
     },
     ollama.GENERATE: {**_OF_OLLAMA, "prompt": _TEXT, "suffix": _TEXT, "system": _TEXT, "raw": _FLAG},
 }
@@ -307,11 +308,17 @@ _FORMS: dict[str, Form] = {
 }
 
 
+def _noted() -> Schema:
+    return {"description": "served without it; the header x-forerun-ignored of the answer says so"}
+
+
 def _schema(form: Form) -> Schema:
     own = {**_SHARED, **_OWN[form.url]}
     fields = {name: _or_null(own[name]) for name in sorted({*PARAMS, "speculation", *form.own})}
     for name in sorted(form.inert):
-        fields[name] = {"description": "accepted, without effect"}
+        fields[name] = {"description": f"accepted, without effect: {form.inert[name]}"}
+    for name in sorted(form.noted):
+        fields[name] = _noted()
     for name, (allowed, why) in form.neutral.items():
         values = [None] if callable(allowed) else [*allowed, None]
         fields[name] = {"enum": values, "description": f"no other value: {why}"}
@@ -340,7 +347,7 @@ def _bodies() -> dict[str, Schema]:
             "content": _TEXT,
             "add_special": _FLAG,
             "with_pieces": _FLAG,
-            "parse_special": {"description": "accepted, without effect"},
+            "parse_special": _FLAG,
         },
         "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}, {"required": ["content"]}],
         "additionalProperties": False,
@@ -351,7 +358,9 @@ def _bodies() -> dict[str, Schema]:
         messages.COUNT_TOKENS: counted,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
-        ollama.SHOW: _object(("model",), model=_TEXT, verbose=_FLAG),
+        ollama.SHOW: _object(
+            ("model",), model=_TEXT, **{name: _noted() for name in sorted(ollama.FORMS[ollama.SHOW].noted)}
+        ),
     }
 
 

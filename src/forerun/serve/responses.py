@@ -87,7 +87,7 @@ _OWN = {
     *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "previous_response_id", "store", "max_tool_calls"),
     *("chat_template_kwargs", "max_thinking_tokens", "text"),
 }
-FORM = Form(RESPONSES, _OWN, INERT - {"store"}, _NEUTRAL)
+FORM = Form(RESPONSES, _OWN, {name: why for name, why in INERT.items() if name not in _OWN}, _NEUTRAL)
 
 
 def read_body(
@@ -105,21 +105,21 @@ def read_body(
     held = params_of_format({"response_format": _format(given.get("text", {}))})
     params = params_of({**given, **held}, {"max_tokens": None, **(defaults or {})}, names, _num_top_logprobs(given))
     assert isinstance(body, Mapping)
-    ignored = list(read.ignored or ())
-    calls = _calls(given, ignored)
+    calls, effort = _calls(given, read.ignored), _effort(given.get("reasoning", {}))
+    read.ignored.extend(_unread(given))
     return Job(
         RESPONSES,
         model,
         params,
         messages=_messages(given.get("instructions"), given.get("input")),
         calls=calls,
-        effort=_effort(given.get("reasoning", {})),
+        effort=effort,
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         items=_items(given.get("input")) if flag(given, "store", True) else None,
         variables=variables(given),
         stream=flag(given, "stream"),
         report=wants_report(given),
-        ignored=tuple(ignored),
+        ignored=tuple(read.ignored),
         given={name: body[name] for name in _REPEATED if name in body},
     )
 
@@ -188,8 +188,17 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
     return {**made, **({"description": about} if about is not None else {}), "strict": bool(limits)}
 
 
+def _unread(given: Mapping[str, Any]) -> list[str]:
+    """What is asked for and not made: no template reads how long an answer should be; reasoning is told, not summed up.
+
+    Its neighbours in the same objects are honoured.
+    """
+    fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
+    return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
+
+
 def _format(text: Any) -> Any:
-    """The form of the answer, as chats have it. How long it should be changes nothing here."""
+    """The form of the answer, as chats have it."""
     if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
         raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
     given = text.get("format")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM
@@ -22,7 +23,7 @@ from forerun.serve.kept import Kept
 from forerun.serve.limits import Arriving, Gate
 from forerun.serve.metrics import Metrics
 from forerun.serve.options import Limits
-from forerun.serve.texts import Library, TextOptions, Texts
+from forerun.serve.texts import Library, OnlyAside, TextOptions, Texts
 from forerun.types import SamplingParams
 
 T = TypeVar("T")
@@ -171,10 +172,11 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
     async def read(self, url: str, body: bytes) -> Any:
-        """What `Library.work` makes of a body, or raises: in a thread, or a process where it is long."""
-        if len(body) > LONG_BYTES:
-            return await asyncio.wrap_future(self.aside.work(url, body))
-        return await self.in_thread(self._library.work, url, body)
+        """What `Library.work` makes of a body, or raises: in a thread, or a process where it is long or must be."""
+        if len(body) <= LONG_BYTES:
+            with suppress(OnlyAside):
+                return await self.in_thread(self._library.work, url, body)
+        return await asyncio.wrap_future(self.aside.work(url, body))
 
     async def compile(self, service: Service, params: SamplingParams) -> None:
         """Compile the grammar of a request, beside all threads that others need, so that `Service.make` finds it.

@@ -35,17 +35,12 @@ LOG = logging.getLogger(__name__)
 MOST_TRIED_S, MOST_TRIED_BYTES = 2.0, 512 << 20  # processor time and memory that a grammar may take to be compiled
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
-# As vLLM names them; content, add_special and with_pieces are llama-server's.
-_OF_LLAMA_SERVER = {"content", "add_special", "with_pieces"}
+# As vLLM names them; these are llama-server's.
+_OF_LLAMA_SERVER = {"content", "add_special", "with_pieces", "parse_special"}
 # Of bodies of /tokenize that have messages, as chats have them.
 OF_CHATS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_TOKENIZE = Form(
-    TOKENIZE,
-    {"model", "prompt", "add_special_tokens", "return_token_strs", *OF_CHATS, *_OF_LLAMA_SERVER},
-    {"parse_special"},
-    {},
-)
-_DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"}, set(), {})
+_TOKENIZE = Form(TOKENIZE, {"model", "prompt", "add_special_tokens", "return_token_strs", *OF_CHATS, *_OF_LLAMA_SERVER})
+_DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"})
 Counted = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
 # How the body of each API is read.
 READERS: Mapping[str, Callable[..., Job]] = {
@@ -139,6 +134,10 @@ class Library:
         return self._by_name.get(name, self._first) if isinstance(name, str) else self._first
 
 
+class OnlyAside(Exception):
+    """What a body asks for would change a tokenizer that other threads use: a process of its own reads it."""
+
+
 class Texts:
     """Reads bodies for one model. tokenizer, template: those of the model, where they are loaded already."""
 
@@ -149,7 +148,7 @@ class Texts:
         template: Callable[[], ChatTemplate] | None = None,
     ) -> None:
         self.options, self.name, self._served = options, options.names[0], (*options.names, *options.others)
-        self.tokenizer = tokenizer or Tokenizer.load(options.folder)
+        self.tokenizer, self._is_shared = tokenizer or Tokenizer.load(options.folder), tokenizer is not None
         self._load_template = template or self._own_template
         longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
         self._most_chars = _MARGIN * longest * options.max_seq_len
@@ -236,8 +235,7 @@ class Texts:
 
     def show(self, body: Any) -> Counted:
         """The model that a body of /api/show names."""
-        ollama.read_show(body, self._served)
-        return {"model": self.name}, ()
+        return {"model": self.name}, ollama.read_show(body, self._served)
 
     def tokenize(self, body: Any) -> Counted:
         """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them.
@@ -249,7 +247,11 @@ class Texts:
             return self._tokenize_content(given), ()
         if ("prompt" in given) == ("messages" in given):
             raise Refused("the body must have a prompt or messages: give one of them", "prompt")
+        if others := given.keys() & _OF_LLAMA_SERVER:
+            raise Refused(f"{min(others)} belongs to content, and the body has none: drop it", min(others))
         if "messages" in given:
+            if flag(given, "add_special_tokens"):
+                raise Refused("add_special_tokens=True is not possible: the chat template has them; leave it out")
             chat = {name: given[name] for name in OF_CHATS if name in given}
             ids = self.encode(spoken(openai.read_body(openai.CHAT, chat, self.name), lambda: self._template))[0]
         else:
@@ -270,10 +272,19 @@ class Texts:
         if not isinstance(given["content"], str):
             raise Refused(f"content={shown(given['content'])} is not possible: it must be a text", "content")
         self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["content"],)))
-        ids = self.tokenizer.encode(given["content"], flag(given, "add_special"))
+        ids = self._ids(given["content"], flag(given, "add_special"), flag(given, "parse_special", True))
         if flag(given, "with_pieces"):
             return {"tokens": [{"id": i, "piece": self.tokenizer.own_text(i)} for i in ids]}
         return {"tokens": ids}
+
+    def _ids(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        """parse_special: whether the name of a special token is that token. Raises OnlyAside."""
+        special = (self.tokenizer.id_to_token[i] for i in self.tokenizer.special_ids)
+        if parse_special or not any(name in text for name in special):
+            return self.tokenizer.encode(text, add_special)
+        if self._is_shared:
+            raise OnlyAside
+        return self.tokenizer.encode_names(text, add_special)
 
     def detokenize(self, body: Any) -> Counted:
         """The text of {"tokens": ids}."""

@@ -71,6 +71,14 @@ class Tokenizer:
             raise BadOption(f"the text {shown(text)} is not valid UTF-8 at character {error.start}: mend it") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text in which the name of a special token is a text. No other thread may use the tokenizer then."""
+        self._backend.encode_special_tokens = True
+        try:
+            return self.encode(text, add_special_tokens)
+        finally:
+            self._backend.encode_special_tokens = False
+
     def inner(self, ids: Seq[int]) -> range:
         """The places of ids without those at both ends that `encode` would add to a text, where they are there."""
         before, behind = self._around

@@ -1,0 +1,300 @@
+"""What a body says is honoured, refused, or told to be ignored; what is taken without effect has none on any answer.
+
+A body becomes a Job, which is all that an answer is made of: two bodies with one Job have one answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun.serve import llama_server, messages, ollama, openai, responses
+from forerun.serve.bodies import PARAMS, Form, Job, Refused
+from forerun.serve.openapi import BODIES
+from forerun.serve.texts import _TOKENIZE, READERS, OnlyAside, TextOptions, Texts
+from forerun.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.once("no engine runs: bodies alone")
+SHIPPED = Path(forerun.__file__).parent / "data" / "target"
+DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
+FORMS: dict[str, Form] = {
+    **openai.FORMS,
+    responses.RESPONSES: responses.FORM,
+    messages.MESSAGES: messages.FORM,
+    llama_server.COMPLETION: llama_server.FORM,
+    ollama.CHAT: ollama.FORMS[ollama.CHAT],
+    ollama.GENERATE: ollama.FORMS[ollama.GENERATE],
+}
+ASKED: Any = [{"role": "user", "content": "hi"}]
+FUNCTION: Any = {"name": "f", "parameters": {"type": "object"}}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+BASES: dict[str, dict[str, Any]] = {
+    openai.CHAT: {"messages": ASKED},
+    openai.COMPLETIONS: {"prompt": "a"},
+    responses.RESPONSES: {"input": ASKED},
+    messages.MESSAGES: {"messages": ASKED, "max_tokens": 9},
+    llama_server.COMPLETION: {"prompt": "a"},
+    ollama.CHAT: {"messages": ASKED},
+    ollama.GENERATE: {"prompt": "a"},
+}
+ANY = (True, 1, "x", ["x"], {"x": 1})
+# A value of each field that makes another Job. Some are heard beside others only: then these come first.
+Example = Any | tuple[dict[str, Any], Any]
+GREEDY = {"temperature": 0}
+OF_PARAMS: dict[str, Example] = {
+    "acceptance": "ratio",
+    "bad_words": ["x"],
+    "cache_salt": "x",
+    "choice": ["a", "b"],
+    "decoder_prompt": "x",
+    "draft": "none",
+    "draft_beams": ({**GREEDY, "num_beams": 2, "stream": False}, 3),
+    "early_stopping": ({**GREEDY, "num_beams": 2, "stream": False}, True),
+    "forced_eos_token_id": 3,
+    "frequency_penalty": 0.5,
+    "grammar": 'start: "a"',
+    "ignore_eos": True,
+    "json_object": True,
+    "json_schema": {"type": "object"},
+    "json_whitespace": "compact",
+    "length_penalty": ({**GREEDY, "num_beams": 2, "stream": False}, 0.5),
+    "logit_bias": {"3": 1},
+    "min_p": 0.25,
+    "min_tokens": 1,
+    "num_beams": ({**GREEDY, "stream": False}, 2),
+    "prediction": "x",
+    "presence_penalty": 0.5,
+    "priority": 1,
+    "regex": "a",
+    "repetition_penalty": 1.25,
+    "seed": 3,
+    "spec_length": 3,
+    "speculation": {"report": True},
+    "stop_token_ids": [3],
+    "temperature": 0.25,
+    "top_k": 3,
+    "top_p": 0.25,
+    "model": "other",
+    "stream": True,
+    "stop": ["x"],
+    "max_tokens": 3,
+    "n": 2,
+}
+WITH_TOOL = {"tools": [TOOL]}
+OF_OPENAI: dict[str, Example] = {
+    **{f"guided_{name}": value for name, value in (("choice", ["a"]), ("grammar", 'start: "a"'), ("regex", "a"))},
+    "guided_json": {"type": "object"},
+    "max_completion_tokens": 3,
+    "logprobs": True,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "stream_options": ({"stream": True}, {"include_usage": True}),
+}
+OWN: dict[str, dict[str, Example]] = {
+    openai.CHAT: {
+        **OF_OPENAI,
+        "messages": [{"role": "user", "content": "x"}],
+        "add_generation_prompt": False,
+        "chat_template_kwargs": {"x": 1},
+        "continue_final_message": ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, True),
+        "max_thinking_tokens": 3,
+        "parallel_tool_calls": (WITH_TOOL, False),
+        "reasoning_effort": "low",
+        "tool_choice": (WITH_TOOL, "required"),
+        "tools": [TOOL],
+        "top_logprobs": ({"logprobs": True}, 2),
+    },
+    openai.COMPLETIONS: {**OF_OPENAI, "logprobs": 1, "best_of": None, "echo": True, "prompt": "x", "suffix": "x"},
+    responses.RESPONSES: {
+        "chat_template_kwargs": {"x": 1},
+        "include": [responses.LOGPROBS],
+        "input": "x",
+        "instructions": "x",
+        "max_output_tokens": 3,
+        "max_thinking_tokens": 3,
+        "max_tool_calls": 3,
+        "parallel_tool_calls": ({"tools": [{"type": "function", **FUNCTION}]}, False),
+        "previous_response_id": "resp_x",
+        "reasoning": {"effort": "low"},
+        "store": False,
+        "text": {"format": {"type": "json_object"}},
+        "tool_choice": ({"tools": [{"type": "function", **FUNCTION}]}, "required"),
+        "tools": [{"type": "function", **FUNCTION}],
+        "top_logprobs": ({"include": [responses.LOGPROBS]}, 2),
+    },
+    messages.MESSAGES: {
+        "chat_template_kwargs": {"x": 1},
+        "context_management": {"edits": [{"type": "x"}]},
+        "messages": [{"role": "user", "content": "x"}],
+        "output_config": {"effort": "low"},
+        "stop_sequences": ["x"],
+        "system": "x",
+        "thinking": {"type": "disabled"},
+        "tool_choice": ({"tools": [{"name": "f", "input_schema": {}}]}, {"type": "any"}),
+        "tools": [{"name": "f", "input_schema": {}}],
+    },
+    llama_server.COMPLETION: {
+        "n_predict": 3,
+        "penalize_nl": None,
+        "prompt": "x",
+        "repeat_penalty": 1.25,
+        "response_fields": ["content"],
+    },
+    ollama.CHAT: {
+        "chat_template_kwargs": {"x": 1},
+        "format": "json",
+        "messages": [{"role": "user", "content": "x"}],
+        "options": {"top_k": 3},
+        "stream": False,
+        "think": True,
+        "tools": [TOOL],
+    },
+    ollama.GENERATE: {
+        "chat_template_kwargs": {"x": 1},
+        "format": "json",
+        "options": {"top_k": 3},
+        "prompt": "x",
+        "raw": True,
+        "stream": False,
+        "suffix": "x",
+        "system": "x",
+        "think": True,
+    },
+}
+
+
+def read(url: str, body: dict[str, Any], *, ignore: bool = False) -> Job:
+    return READERS[url](body, body.get("model", "small"), {}, (), ignore_unsupported=ignore)
+
+
+@pytest.mark.parametrize("url", FORMS)
+def test_every_field_that_is_honoured_makes_a_difference(url: str) -> None:
+    for name in {*PARAMS, *FORMS[url].own, "speculation"}:
+        example = {**OF_PARAMS, **OWN[url]}[name]
+        beside, value = example if isinstance(example, tuple) else ({}, example)
+        base = {**BASES[url], **beside}
+        # What is refused where it would make one stands below.
+        assert example is None or read(url, {**base, name: value}) != read(url, base), name
+
+
+@pytest.mark.parametrize("url", FORMS)
+def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
+    form, base = FORMS[url], read(url, BASES[url])
+    told = BODIES[url]["properties"]
+    for name, why in form.inert.items():
+        assert len(why.split()) > 2
+        assert why in told[name]["description"]
+        for value in ANY:
+            job = read(url, {**BASES[url], name: value})
+            assert dataclasses.replace(job, given=base.given) == base, name
+    for name, (allowed, _) in form.neutral.items():
+        for value in () if callable(allowed) else allowed:
+            assert read(url, {**BASES[url], name: value}) == base, name
+    for name in form.noted:
+        noted = read(url, {**BASES[url], name: True})
+        assert noted == dataclasses.replace(base, ignored=(name,))
+        assert read(url, {**BASES[url], name: False}) == base
+
+
+def test_the_page_names_every_field_without_effect() -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    names = {name for form in FORMS.values() for name in (*form.inert, *form.noted)}
+    assert not [name for name in sorted(names) if f"`{name}`" not in page]
+
+
+def test_options_of_a_runner_change_nothing() -> None:
+    base = read(ollama.CHAT, BASES[ollama.CHAT])
+    for name in ollama.RUNNER:
+        assert read(ollama.CHAT, {**BASES[ollama.CHAT], "options": {name: 1}}) == base
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (llama_server.COMPLETION, {"penalize_nl": False, "repeat_penalty": 1.2}, "penalize_nl"),
+        (ollama.CHAT, {"options": {"penalize_newline": False, "repeat_penalty": 1.2}}, "options.penalize_newline"),
+        (ollama.CHAT, {"options": {"embedding_only": True}}, "options.embedding_only"),
+        (openai.COMPLETIONS, {"best_of": 3}, "best_of"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused_or_told(url: str, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused, match=r"is not possible") as refused:
+        read(url, {**BASES[url], **body})
+    assert refused.value.param == param
+    assert read(url, {**BASES[url], **body}, ignore=True).ignored == (param,)
+
+
+def test_what_is_asked_of_a_response_and_not_made_is_told() -> None:
+    body = {**BASES[responses.RESPONSES], "text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}}
+    assert read(responses.RESPONSES, body).ignored == ("text.verbosity", "reasoning.summary")
+    assert ollama.read_show({"model": "a", "verbose": True, "system": ""}, ("a",)) == ("verbose",)
+
+
+# ----------------------------------------------------------------------------------------------------------- /tokenize
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts(TextOptions(SHIPPED, ("small",), 2048, 4))
+
+
+def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
+    examples: dict[str, tuple[dict[str, Any], Any]] = {
+        "parse_special": ({"content": "<|endoftext|>hi"}, False),
+        "with_pieces": ({"content": "hi"}, True),
+        "return_token_strs": ({"prompt": "hi"}, True),
+        "content": ({}, "hi"),
+        "prompt": ({}, "hi"),
+        "messages": ({}, ASKED),
+        "continue_final_message": ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, True),
+    }
+    for name, (base, value) in examples.items():
+        with_it = texts.tokenize({**base, name: value})
+        assert not base or with_it != texts.tokenize(base), name
+    # These need another tokenizer or template than the small model's: tests/serve/test_echo.py, test_serve_tools.py.
+    elsewhere = {"add_special", "add_special_tokens", "tools", "chat_template_kwargs", "add_generation_prompt", "model"}
+    assert _TOKENIZE.own == examples.keys() | elsewhere
+    for wrong in ({"prompt": "hi", "parse_special": False}, {"messages": ASKED, "with_pieces": True}):
+        with pytest.raises(Refused, match="belongs to content"):
+            texts.tokenize(wrong)
+    with pytest.raises(Refused, match="the chat template has them"):
+        texts.tokenize({"messages": ASKED, "add_special_tokens": True})
+
+
+def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) -> None:
+    text = "a<|endoftext|>b"
+    tokenizer = texts.tokenizer
+
+    def ids(**fields: Any) -> list[int]:
+        made: list[int] = texts.tokenize({"content": text, **fields})[0]["tokens"]
+        return made
+
+    special = tokenizer.encode("<|endoftext|>", False)[0]
+    assert special in ids()
+    assert special in ids(parse_special=True)
+    assert special not in ids(parse_special=False)
+    assert tokenizer.decode(ids(parse_special=False)) == text
+    assert special in ids(), "the next one is read as before"
+    shared = Texts(texts.options, Tokenizer.load(SHIPPED))
+    with pytest.raises(OnlyAside):
+        shared.tokenize({"content": text, "parse_special": False})
+    plain = {"content": "plain", "parse_special": False}
+    assert shared.tokenize(plain) == texts.tokenize({"content": "plain"})
+
+
+def test_fields_of_an_answer_are_chosen() -> None:
+    made = {"content": "x", "stop": True, "timings": {"cache_n": 3}}
+    for fields, expected in (
+        (["content", "nothing"], {"content": "x"}),
+        (["timings/cache_n", "stop/x"], {"cache_n": 3}),
+        ([], made),
+    ):
+        job = read(llama_server.COMPLETION, {"prompt": "a", "response_fields": fields})
+        assert llama_server._chosen(job, made) == expected
+    with pytest.raises(Refused, match="it must be a list"):
+        read(llama_server.COMPLETION, {"prompt": "a", "response_fields": json.dumps(made)})
