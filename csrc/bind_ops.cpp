@@ -23,6 +23,7 @@
 #include "cpu.h"
 #include "matrix.h"
 #include "memory.h"
+#include "spec.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,11 +74,23 @@ void rms_norm(Backend& b, Address x, Address weight, int num_rows, int width, fl
     });
 }
 
-void silu_mul(Backend& b, Address gate, Address up, int num_rows, int width, Address out) {
+// bias: 0 = none.
+void layer_norm(Backend& b, Address x, Address weight, Address bias, int num_rows, int width, float eps, Address out) {
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_rows, [&](int i) {
             const size_t o = static_cast<size_t>(i) * width;
-            b.kernels.act_mul(Act::silu, at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
+            b.kernels.layer_norm(at<const float>(x) + o, at<const float>(weight), at<const float>(bias), width, eps, at<float>(out) + o);
+        });
+    });
+}
+
+// act(gate) * up.
+void gated(Backend& b, const std::string& name, Address gate, Address up, int num_rows, int width, Address out) {
+    const Act act = act_of(name);
+    b.team.run(false, [&](int thread) {
+        b.team.tiles(thread, num_rows, [&](int i) {
+            const size_t o = static_cast<size_t>(i) * width;
+            b.kernels.act_mul(act, at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
         });
     });
 }
@@ -95,16 +108,18 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
     });
 }
 
-// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even.
+// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even. sees_all: rows
+// see the whole of their run, and not only what comes before them.
 void attention(Backend& b, int type, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
-               int window, int block_tokens, int num_runs, const Numbers& numbers, Address out) {
+               int window, int block_tokens, int num_runs, const Numbers& numbers, Address out, bool sees_all) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
     if (static_cast<Type>(type) == Type::int8 && dim > MOST_KEY_DIM) throw std::invalid_argument("heads are too large for bytes");
     const size_t stride = static_cast<size_t>(num_heads) * dim;
     const Attention a{static_cast<Type>(type), at<const float>(q), stride, at<const void>(keys),
-                      at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {}};
+                      at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {},
+                      sees_all ? Sees::all : Sees::past};
     const Runs expanded(numbers, num_runs, block_tokens);
     const std::vector<Run>& runs = expanded.runs;
     int longest = 0;
@@ -234,9 +249,11 @@ void bind_ops(nb::module_& m) {
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())
         .def("rms_norm", &rms_norm, Free())
-        .def("silu_mul", &silu_mul, Free())
+        .def("layer_norm", &layer_norm, Free())
+        .def("gated", &gated, Free())
         .def("rope", &rope, Free())
-        .def("attention", &attention, Free())
+        .def("attention", &attention, Free(), "type"_a, "q"_a, "keys"_a, "values"_a, "num_heads"_a, "num_kv_heads"_a, "dim"_a,
+             "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a)
         .def("join", &join, Free(), "norms"_a, "eps"_a, "w"_a, "parts"_a, "width"_a, "num_rows"_a, "out"_a,
              "Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].\n\nparts: addresses of float32 "
              "[num_rows, width] each. norms: of each part's weights, 0 = the part as it is.");

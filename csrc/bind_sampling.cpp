@@ -48,6 +48,16 @@ struct Sampler {
         return is_distribution ? forerun::distribution_of(std::move(probs)) : nb::none();
     }
 
+    double mass(Floats weights) const {
+        nb::gil_scoped_release released;
+        return forerun::mass_of(kernels, weights.data(), weights.size());
+    }
+
+    double mass_of_logits(Floats row) const {
+        nb::gil_scoped_release released;
+        return forerun::mass_of_logits(kernels, row.data(), row.size());
+    }
+
     Found place(Floats weights, uint64_t uniform) const {
         nb::gil_scoped_release released;
         return or_none(forerun::place_of(kernels, weights.data(), weights.size(), uniform));
@@ -78,6 +88,9 @@ void bind_sampling(nb::module_& m) {
         .def("probs", &Sampler::probs, nb::arg("row"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("log_min_p"),
              nb::arg("top_p"), nb::arg("most_listed"),
              "(ids or None, probabilities); None where logits are no numbers.")
+        .def("mass", &Sampler::mass, nb::arg("weights"), "The sum of weights >= 0; 0 where one is no finite number.")
+        .def("mass_of_logits", &Sampler::mass_of_logits, nb::arg("row"),
+             "The sum of e^(logit - the largest); 0 where logits are no numbers.")
         .def("place", &Sampler::place, nb::arg("weights"), nb::arg("uniform"),
              "Where the cumulative sum is above uniform * 2^-53 of all; None where there is no mass.")
         .def("race", &Sampler::race, nb::arg("weights"), nb::arg("ids").none(), nb::arg("seed"), nb::arg("position"),

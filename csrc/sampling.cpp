@@ -275,6 +275,21 @@ int64_t argmax(const SamplingKernels& kernels, const float* row, int64_t n) {
     return std::find(row + block * SCAN_BLOCK, row + n, scan.largest) - row;
 }
 
+double mass_of(const SamplingKernels& kernels, const float* weights, int64_t n) {
+    const Scan scan = kernels.scan(weights, n, at_least(workspace().block_largest, blocks_of(n)));
+    if (!scan.ordered || !(scan.largest > 0) || !std::isfinite(scan.largest)) return 0;
+    const double ticks_per_one = ticks_per_one_of(n, scan.largest);
+    return static_cast<double>(kernels.ticks(weights, n, ticks_per_one)) / ticks_per_one;
+}
+
+double mass_of_logits(const SamplingKernels& kernels, const float* row, int64_t n) {
+    const Context c = {kernels, workspace(), ticks_per_one_of(n, 1.0f), n};
+    const Scan scan = kernels.scan(row, n, at_least(c.space.block_largest, blocks_of(n)));
+    if (!scan.ordered || !std::isfinite(scan.largest)) return 0;
+    const uint64_t ticks = weigh(c, row, {scan.largest, 1.0f}, nullptr, at_least(c.space.weights, n));
+    return static_cast<double>(ticks) / c.ticks_per_one;
+}
+
 bool make_probs(const SamplingKernels& kernels, const float* row, int64_t n, const Filters& filters, Probs& probs) {
     const Context c = {kernels, workspace(), ticks_per_one_of(n, 1.0f), n};
     const Scan scan = kernels.scan(row, n, at_least(c.space.block_largest, blocks_of(n)));

@@ -121,11 +121,6 @@ float real(nb::handle object, const char* name, float otherwise = 0.0f) {
 bool yes(nb::handle object, const char* name) { return nb::cast<bool>(object.attr(name)); }
 string text(nb::handle object, const char* name) { return nb::cast<string>(object.attr(name)); }
 
-Act act_of(const string& name) {
-    if (name == GATED_ACT) return Act::clamped_silu;
-    return name == "silu" ? Act::silu : name == "gelu" ? Act::gelu : name == "gelu_tanh" ? Act::gelu_tanh : Act::relu;
-}
-
 Sees sees_of(const string& name) { return name == "past" ? Sees::past : name == "all" ? Sees::all : Sees::source; }
 
 class Reader {
@@ -332,6 +327,11 @@ class Reader {
 };
 
 }  // namespace
+
+Act act_of(const string& name) {
+    if (name == GATED_ACT) return Act::clamped_silu;
+    return name == "silu" ? Act::silu : name == "gelu" ? Act::gelu : name == "gelu_tanh" ? Act::gelu_tanh : Act::relu;
+}
 
 optional<string> refusal(nb::handle spec) { return refusal_of(spec); }
 

@@ -20,6 +20,9 @@ struct WeightPlaces {
     std::unordered_map<std::string, uintptr_t> tables;        // rows in the model's type
 };
 
+// The activation of a name in blocks.py.
+Act act_of(const std::string& name);
+
 // Why these kernels do not compute a model, in a sentence without an end; none where they do.
 std::optional<std::string> refusal(nanobind::handle spec);
 

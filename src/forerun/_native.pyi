@@ -118,23 +118,24 @@ class Backend:
     def add_linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
     def gated_linear(self, arg0: Packed, arg1: Packed, arg2: int, arg3: int, arg4: int, /) -> None: ...
     def rms_norm(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: float, arg5: int, /) -> None: ...
-    def silu_mul(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
+    def layer_norm(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, arg6: int, /) -> None: ...
+    def gated(self, arg0: str, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, /) -> None: ...
     def rope(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, /) -> None: ...
     def attention(
         self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: int,
-        arg6: int,
-        arg7: int,
-        arg8: int,
-        arg9: int,
-        arg10: Sequence[int],
-        arg11: int,
-        /,
+        type: int,
+        q: int,
+        keys: int,
+        values: int,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        window: int,
+        block_tokens: int,
+        num_runs: int,
+        numbers: Sequence[int],
+        out: int,
+        sees_all: bool,
     ) -> None: ...
     def join(
         self, norms: Sequence[int], eps: float, w: Packed, parts: Sequence[int], width: int, num_rows: int, out: int
@@ -341,6 +342,16 @@ class Sampler:
         most_listed: int,
     ) -> object:
         """(ids or None, probabilities); None where logits are no numbers."""
+
+    def mass(
+        self, weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> float:
+        """The sum of weights >= 0; 0 where one is no finite number."""
+
+    def mass_of_logits(
+        self, row: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> float:
+        """The sum of e^(logit - the largest); 0 where logits are no numbers."""
 
     def place(
         self,

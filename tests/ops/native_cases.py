@@ -22,7 +22,7 @@ from forerun.kv.cache import BlockCache, Pool
 from forerun.models.runner import Run, pack
 from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
 from forerun.types import CacheView, RaggedBatch, ancestor_words
 
@@ -125,11 +125,11 @@ class AttentionCase:
     keys: Tensor
     values: Tensor
 
-    def attend(self, ops: ReferenceOps, window: int | None = None) -> Tensor:
+    def attend(self, ops: ReferenceOps, window: int | None = None, scoring: Scoring = PLAIN) -> Tensor:
         """[T, heads, head_dim]; the pools stay as they are."""
         pool = Pool(self.keys.clone(), self.values.clone())
         with torch.inference_mode():
-            return ops.attention(self.q, self.k, self.v, pool=pool, view=self.view, window=window)
+            return ops.attention(self.q, self.k, self.v, pool=pool, view=self.view, window=window, scoring=scoring)
 
     def alone(self, b: int, i: int) -> AttentionCase:
         """Return row i of run b as plain decoding computes it: one new token behind the rows that it sees."""

@@ -6,15 +6,18 @@ rounded to bfloat16 first; the products of two such numbers are exact in float32
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.blocks import Act
 from forerun.errors import InternalError
 from forerun.ops.packed import packs
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.reference import ACTIVATIONS, ReferenceOps
 from ops.native_cases import (
     BFLOAT16,
     DTYPES,
@@ -295,6 +298,30 @@ def test_silu_mul(isa: str, width: int) -> None:
     special = torch.tensor([INF, -INF, NAN, 1.0, 0.0])
     gate, up = special.repeat_interleave(5)[None], special.repeat(5)[None]
     assert close(ops_of(isa).silu_mul(gate, up), ReferenceOps().silu_mul(gate, up), 1e-6)
+
+
+@pytest.mark.parametrize("act", get_args(Act))
+@pytest.mark.parametrize("width", [1, 16, 67])
+def test_activations_by_themselves_and_as_gates(isa: str, act: Act, width: int) -> None:
+    gate, up, ops = normal(1, 9, width) * 8, normal(2, 9, width) * 8, ops_of(isa)
+    for found, expected in (
+        (ops.gated(act, gate, up), ReferenceOps().gated(act, gate.double(), up.double())),
+        (
+            ops.activated(act, gate),
+            ACTIVATIONS[act](gate.double().clamp(max=7) if act == "clamped_silu" else gate.double()),
+        ),
+    ):
+        assert close(found, expected, 1e-6 * expected.abs() + 2e-6)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 52, 130])
+def test_layer_norm(isa: str, width: int) -> None:
+    x, weight, bias, ops = normal(1, 9, width) * 3 + 1, normal(2, width), normal(3, width), ops_of(isa)
+    for parts in ((weight, bias), (weight, None), (None, None)):
+        wide = [None if part is None else part.double() for part in parts]
+        expected = ReferenceOps().layer_norm(x.double(), wide[0], wide[1], 1e-5)
+        assert close(ops.layer_norm(x, *parts, 1e-5), expected, 1e-5)
+    assert ops.layer_norm(x.view(3, 3, width), weight, bias, 1e-5).shape == (3, 3, width)
 
 
 @pytest.mark.parametrize("dim", [2, 8, 20, 32, 64, 80, 128])

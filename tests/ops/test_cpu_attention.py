@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.ops.reference import ReferenceOps
+from forerun.kv.pool import Pool
+from forerun.ops.reference import ReferenceOps, Scoring
 from ops.native_cases import (
     BFLOAT16,
     DTYPES,
@@ -85,6 +86,22 @@ def test_ragged_runs_and_trees(isa: str, dtype: torch.dtype, heads: tuple[int, i
     """Every head size, 1 to 8 query heads for each key head; rows of the pools that no run owns are NaN."""
     case = attention_case(1, RAGGED, heads, dtype)
     assert agrees(case, isa)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 20), (8, 1, 64)])
+def test_rows_that_see_their_whole_run(isa: str, scale: float | None, heads: tuple[int, int, int]) -> None:
+    """What a block drafter asks for: rows of a block see what is before it and all of it, in one batch of several."""
+    scoring = Scoring(scale, sees_all=True)
+    case = attention_case(4, [chain(0, 4), chain(3, 4), chain(61, 4), chain(64, 1), chain(130, 16)], heads, FLOAT32)
+    found = case.attend(ops_of(isa), scoring=scoring)
+    expected = case.wide().attend(ReferenceOps(row_by_row=True), scoring=scoring)
+    assert close(found, expected, TOLERANCE)
+    assert not close(found, case.attend(ops_of(isa), scoring=Scoring(scale)), 1e-2)
+    keys, values = case.keys.clone(), case.values.clone()
+    keys[case.view.write_rows], values[case.view.write_rows] = case.k, case.v
+    written = {"pool": Pool(keys, values), "view": case.view, "window": None, "scoring": scoring}
+    assert torch.equal(ops_of(isa).attention(case.q, None, None, **written), found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,6 +45,7 @@ PROMPTS = [
     "def fib(n):\n    return fib(n - 1) + fib(n - 2)\n\ndef fib(",
     "xyzxyzxyzxyz",
 ]
+SHIPPED, SMOLLM2, FLOATS, TYPES = "shipped", "smollm2", "8-bit floats", "many types"  # models that are no small ones
 Params = Mapping[str, Any]
 PARAMS: list[Params] = [
     {"temperature": 0.0, "seed": 5, "logprobs": 2},
@@ -93,10 +94,10 @@ BY_TORCH = {"float32": DENSE["float32"], "row by row": {"dtype": "float32", "ops
 
 @dataclass(frozen=True)
 class Case:
-    """An engine and the five requests that it serves."""
+    """An engine and the five requests that it serves. model: which pair; drafter: with places for its paths."""
 
     name: str
-    target: Path
+    model: str
     drafter: str
     options: Mapping[str, Any]
     num_tokens: int = 20
@@ -113,8 +114,18 @@ class Folders:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def pair(self, kind: str) -> tuple[Path, Path]:
-        """A small model, and one that mostly agrees with it."""
+    def pair(self, model: str) -> tuple[Path, Path]:
+        """A target and its draft model: of a small model one that mostly agrees with it."""
+        if model == SHIPPED:
+            return DATA / "target", DATA / "draft"
+        if model in small_models.RAW:
+            return self._small(model)
+        makes = {FLOATS: self._floats, TYPES: self._gguf, SMOLLM2: smollm2_file}
+        target = makes[model]()
+        assert target is not None
+        return target, target
+
+    def _small(self, kind: str) -> tuple[Path, Path]:
         name = kind.replace(", ", "-").replace(" ", "-")
         target, draft = self._root / name, self._root / f"{name}-draft"
         if not target.exists():
@@ -127,7 +138,7 @@ class Folders:
         made = self._root / "heads"
         if not made.exists():
             made.mkdir()
-            engine = LLM(str(self.pair("llama")[0]), draft="none", dtype="float32").engine
+            engine = LLM(str(self._small("llama")[0]), draft="none", dtype="float32").engine
             tokenizer = engine.tokenizer
             assert tokenizer is not None
             target = Target(engine.runner.model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
@@ -135,85 +146,77 @@ class Folders:
                 NEEDS[name](target, made)
         return made
 
-    def floats(self) -> Path:
-        """A small llama in 8-bit floats."""
+    def _floats(self) -> Path:
         made = self._root / "floats"
         return made if made.exists() else small_models.write_floats(made)
 
-    def gguf(self) -> Path:
-        """A small llama in a GGUF file of many types."""
+    def _gguf(self) -> Path:
         made = self._root / "many-types.gguf"
         return made if made.exists() else small_models.write_gguf(made)
 
 
-def cases(folders: Folders) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Yield everything that is recorded."""
     is_native = native.isa() != "reference"
     for family in small_models.LIKE_LLAMA:
-        yield from _of_a_family(folders, family, {**DENSE, **ROUNDED} if is_native else BY_TORCH)
+        yield from _of_a_family(family, {**DENSE, **ROUNDED} if is_native else BY_TORCH)
     for kind in [*small_models.OTHERS, *small_models.ENCODERS]:
-        target, draft = folders.pair(kind)
         for way, options in (DENSE if is_native else BY_TORCH).items():
             for name in FEW:
                 if name != "recycle" or kind in small_models.OTHERS:
-                    yield Case(f"{kind}, {way}, {name}", target, DRAFTERS[name].format(draft=draft), options)
-    yield from _of_rules_and_pacing(folders, DENSE["float32"])
+                    yield Case(f"{kind}, {way}, {name}", kind, DRAFTERS[name], options)
+    yield from _of_rules_and_pacing(DENSE["float32"])
     if is_native:
-        yield from _of_other_memory(folders)
+        yield from _of_other_memory()
         yield from _of_whole_models()
 
 
-def _of_a_family(folders: Folders, family: str, ways: Mapping[str, Mapping[str, Any]]) -> Iterator[Case]:
-    target, draft = folders.pair(family)
+def _of_a_family(family: str, ways: Mapping[str, Mapping[str, Any]]) -> Iterator[Case]:
     for way, options in ways.items():
-        for name, spec in DRAFTERS.items():
+        for name, drafter in DRAFTERS.items():
             if name in WITH_HEADS and family != "llama":
                 continue
             if name in ("dflash", "eagle", "self") and way.startswith("int"):
                 continue  # their rows are shorter than a group, or rounded already
-            drafter = spec.format(draft=draft, heads=folders.heads() if name in WITH_HEADS else "")
-            yield Case(f"{family}, {way}, {name}", target, drafter, options)
+            yield Case(f"{family}, {way}, {name}", family, drafter, options)
 
 
-def _of_rules_and_pacing(folders: Folders, options: Mapping[str, Any]) -> Iterator[Case]:
-    target, draft = folders.pair("qwen2")
-    for name, spec, rules in (("chains", MODEL, CHAINS), ("trees", TREE, TREES)):
+def _of_rules_and_pacing(options: Mapping[str, Any]) -> Iterator[Case]:
+    for name, drafter, rules in (("chains", MODEL, CHAINS), ("trees", TREE, TREES)):
         params = [{"temperature": (1.0, 0.7)[i % 2], "seed": i, "acceptance": rule} for i, rule in enumerate(rules)]
-        yield Case(f"rules of {name}", target, spec.format(draft=draft), options, params=params)
+        yield Case(f"rules of {name}", "qwen2", drafter, options, params=params)
     greedy = [{"temperature": 0.0, "acceptance": f"lenience:l={l}"} for l in (0.3, 0.5, 0.7, 0.9, 1.0)]  # noqa: E741
-    yield Case("lenience, greedy", target, MODEL.format(draft=draft), options, params=greedy)
-    yield Case("beams", target, MODEL.format(draft=draft), options, params=BEAMS)
+    yield Case("lenience, greedy", "qwen2", MODEL, options, params=greedy)
+    yield Case("beams", "qwen2", MODEL, options, params=BEAMS)
     for policy in PACING:
-        more = {**options, "pacing": policy}
-        yield Case(f"pacing, {policy}", target, MODEL.format(draft=draft), more)
+        yield Case(f"pacing, {policy}", "qwen2", MODEL, {**options, "pacing": policy})
 
 
-def _of_other_memory(folders: Folders) -> Iterator[Case]:
+def _of_other_memory() -> Iterator[Case]:
     """Caches of 8 bits, experts of fewer, and files of other numbers."""
     for kind in ("llama", "qwen2", "sinks", "t5"):
-        target, draft = folders.pair(kind)
         for name in ("none", "model"):
             for way, options in DENSE.items():
-                drafter = DRAFTERS[name].format(draft=draft)
-                yield Case(f"{kind}, {way}, int8 cache, {name}", target, drafter, {**options, "kv_cache_dtype": "int8"})
+                more = {**options, "kv_cache_dtype": "int8"}
+                yield Case(f"{kind}, {way}, int8 cache, {name}", kind, DRAFTERS[name], more)
     for kind in ("experts", "t5"):
         for way, options in ROUNDED.items():
-            yield Case(f"{kind}, {way}, suffix", folders.pair(kind)[0], "suffix", options)
-    for way, options in DENSE.items():
-        yield Case(f"8-bit floats, {way}, suffix", folders.floats(), "suffix", options)
-        yield Case(f"many types, {way}, suffix", folders.gguf(), "suffix", options)
+            yield Case(f"{kind}, {way}, suffix", kind, "suffix", options)
+    for model in (FLOATS, TYPES):
+        for way, options in DENSE.items():
+            yield Case(f"{model}, {way}, suffix", model, "suffix", options)
 
 
 def _of_whole_models() -> Iterator[Case]:
-    target, draft = DATA / "target", DATA / "draft"
-    for way in ("bfloat16", "float32"):
-        for name in ("none", "suffix tree", "recycle", "model", "tree", "early_exit", "lookahead"):
-            spec = DRAFTERS[name].replace("layers=1", "layers=3").format(draft=draft)
-            yield Case(f"shipped, {way}, {name}", target, spec, DENSE[way], 10)
-    if (smollm2 := smollm2_file()) is not None:
-        for name in ("none", "suffix tree", "model", "tree", "early_exit", "lookahead", "eagle"):
-            spec = "eagle:path=smollm2" if name == "eagle" else DRAFTERS[name].replace("layers=1", "layers=3")
-            yield Case(f"smollm2, {name}", smollm2, spec.format(draft=smollm2), {}, 10)
+    names = ("none", "suffix tree", "recycle", "model", "tree", "early_exit", "lookahead")
+    for name in names:
+        drafter = DRAFTERS[name].replace("layers=1", "layers=3")
+        for way in ("bfloat16", "float32"):
+            yield Case(f"{SHIPPED}, {way}, {name}", SHIPPED, drafter, DENSE[way], 10)
+        if smollm2_file() is not None:
+            yield Case(f"{SMOLLM2}, {name}", SMOLLM2, drafter, {}, 10)
+    if smollm2_file() is not None:
+        yield Case(f"{SMOLLM2}, eagle", SMOLLM2, "eagle:path=smollm2", {}, 10)
 
 
 def smollm2_file() -> Path | None:
@@ -223,12 +226,12 @@ def smollm2_file() -> Path | None:
     return files[0] if files else None
 
 
-def run(case: Case) -> dict[str, str]:
+def run(case: Case, folders: Folders) -> dict[str, str]:
     """Serve the five requests in one batch, and return a digest of each kind of result."""
-    llm = LLM(
-        str(case.target),
-        **{"draft": case.drafter, "spec_length": 4, "max_batch_size": 5, "max_seq_len": 256, **case.options},
-    )
+    target, draft = folders.pair(case.model)
+    drafter = case.drafter.format(draft=draft, heads=folders.heads() if case.has_head and "{" in case.drafter else "")
+    sizes = {"spec_length": 4, "max_batch_size": 5, "max_seq_len": 256}
+    llm = LLM(str(target), draft=drafter, **{**sizes, **case.options})
     reports: list[StepReport] = []
     llm.listen(reports.append, detail=True)
     engine = llm.engine
@@ -290,11 +293,12 @@ def main() -> int:
     found: dict[str, dict[str, str]] = {}
     num_different = 0
     with tempfile.TemporaryDirectory() as root:
-        for case in cases(Folders(Path(root))):
+        folders = Folders(Path(root))
+        for case in cases():
             if given.only not in case.name:
                 continue
             try:
-                found[case.name] = run(case)
+                found[case.name] = run(case, folders)
             except Exception as error:
                 found[case.name] = {"error": f"{type(error).__name__}: {error}"}
             before = known.get(case.name, {})

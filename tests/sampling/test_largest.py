@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from forerun.sampling import largest
+from tiny import numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -35,3 +37,22 @@ def test_the_last_columns_count() -> None:
 
 def test_the_lowest_id_on_ties() -> None:
     assert largest.best(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])) == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_ids", [5, 64 * 20 + 3])
+def test_ties_go_to_the_lowest_ids(num_ids: int, dtype: torch.dtype) -> None:
+    """Where a handful of values are many times in a row, also across the end of what is asked for."""
+    logits = torch.from_numpy(np.floor(numbers(7, 3, num_ids) * 2)).to(dtype)
+    for num in (1, 3, 5):
+        wanted = [sorted(range(num_ids), key=lambda i: (-row[i], i))[:num] for row in logits.tolist()]
+        assert largest.top(logits, num)[0].tolist() == wanted
+        assert largest.best(logits) == [ids[0] for ids in wanted]
+
+
+def test_rows_of_no_numbers_have_ids_all_the_same() -> None:
+    logits = torch.full((2, 64 * 20), torch.nan)
+    logits[1, 5] = 1.0
+    ids, values = largest.top(logits, 4)
+    assert ids.shape == values.shape == (2, 4)
+    assert ids[1, 0] == 5

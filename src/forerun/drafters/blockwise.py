@@ -40,7 +40,7 @@ class FeedForward:
     def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
         """See medusa.TreeHeads: all outputs at once, for none looks at a path."""
         x = finite(hidden, self._dtype)
-        added = self._output(torch.nn.functional.relu(self._hidden(x)))
+        added = self._output(self._hidden.ops.activated("relu", self._hidden(x)))
         outputs = x.unsqueeze(1) + torch.unflatten(added, -1, (self.num_heads, x.shape[-1]))
         logits = self._head(outputs[:, :num_heads].flatten(0, 1))
         found = torch.unflatten(likeliest(logits, self._ids, num), 0, (len(x), num_heads)).tolist()

@@ -27,6 +27,7 @@ from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
 from forerun.sampling import takes_the_best
+from forerun.sampling.largest import best
 from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
 
 MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
@@ -173,7 +174,7 @@ class _Guess:
         if depth >= len(self.logits) or not bool(self.logits[depth].max().isfinite()):
             return None
         if takes_the_best(seq.params, seq.bad_word_ids):
-            return Probs.of_point(int(self.ids[self.logits[depth].argmax()]))
+            return Probs.of_point(int(self.ids[best(self.logits[depth : depth + 1])[0]]))
         found = next_of(self.whole(depth), seq, drafted)
         return None if found is None else found[0]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Spec, weight_shapes
@@ -17,12 +17,14 @@ from forerun.drafters import head_files
 from forerun.drafters.head_matrices import Product, joined_product
 from forerun.errors import UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
+from forerun.kv.pool import Pool
 from forerun.models.configs import size
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
+from forerun.ops.reference import Scoring
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import Normed, Parts, Rotation, TorchBlock, normed
-from forerun.types import Model
+from forerun.types import CacheView, Model, RaggedBatch
 
 OWN_KEYS = {  # of config.json, beside those of a decoder
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
@@ -183,21 +185,19 @@ class DFlashModel:
         anchors = self._target.embed([token for token, _ in last.values()]).to(self._dtype)
         masks = self._mask.expand(len(last), size - 1, -1)
         x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
-        rotation = self._rotation([start + i for _, start in last.values() for i in range(size)])
+        starts = [start for _, start in last.values()]
+        rotation = self._rotation([start + i for start in starts for i in range(size)])
         places = [cache.rows(slot, 0, start) for slot, (_, start) in last.items()]
+        view = self._ops.plan(_whole_blocks(starts, size, self.device))
         for i, block in enumerate(self._blocks):
             attention = block.attention
             assert attention is not None
             y = normed(block.pre_attention, self._ops, x)
             q = attention.queries(self._ops, attention.project(self._ops, y, "q_proj")["q_proj"], rotation)
-            k, v = self._keys(block, y, rotation)
-            found = []
-            for b, rows in enumerate(places):
-                own = slice(b * size, (b + 1) * size)
-                old_keys, old_values = cache.pools[i].read(rows)
-                keys, values = _behind(old_keys, k[own]), _behind(old_values, v[own])
-                found.append(_attend(q[own], keys, values, attention.spec.scale))
-            x = block.attended(self._ops, x, attention.o.apply(self._ops, torch.cat(found).flatten(1))[0])
+            pool = _with_blocks(cache.pools[i], places, *self._keys(block, y, rotation))
+            scoring = Scoring(attention.spec.scale, sees_all=True)
+            seen = self._ops.attention(q, None, None, pool=pool, view=view, window=None, scoring=scoring)
+            x = block.attended(self._ops, x, attention.o.apply(self._ops, seen.flatten(1))[0])
             x = block.fed_forward(self._ops, x, x)
         return torch.unflatten(self._normed("norm", x), 0, (-1, size))[:, 1:]
 
@@ -219,12 +219,23 @@ class DFlashModel:
         return normed(self._norms[name], self._ops, rows)
 
 
-def _behind(old: Tensor, own: Tensor) -> Tensor:
-    """Old rows [m, heads, D], then own rows [n, heads, D], in the type of the latter."""
-    return torch.cat((old.to(own.dtype), own))
+def _whole_blocks(starts: Seq[int], size: int, device: torch.device) -> CacheView:
+    """Return a view in which the rows of a block see its context, of so many rows, and the block, side by side."""
+    ends = list(itertools.accumulate(start + size for start in starts))
+    rows = torch.arange(ends[-1], device=device)
+    reads = [rows[end - start - size : end] for start, end in zip(starts, ends, strict=True)]
+    positions = [start + i for start in starts for i in range(size)]
+    run_starts, slots = list(range(0, len(positions) + 1, size)), list(range(len(starts)))
+    batch = RaggedBatch([0] * len(positions), positions, run_starts, slots, list(starts))
+    return CacheView(batch, torch.cat([read[-size:] for read in reads]), reads)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """q [n, heads, D] over all keys and values [m, kv_heads, D] -> [n, heads, D]; each row sees each key."""
-    q, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (q, keys, values))
-    return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+def _with_blocks(pool: Pool, places: Seq[Tensor], k: Tensor, v: Tensor) -> Pool:
+    """Return the context of each block in a pool, and behind it the block's own rows, in the type of these."""
+    keys, values, size = list[Tensor](), list[Tensor](), len(k) // len(places)
+    for b, rows in enumerate(places):
+        own = slice(b * size, (b + 1) * size)
+        old_keys, old_values = pool.read(rows)
+        keys += (old_keys.to(k.dtype), k[own])
+        values += (old_values.to(v.dtype), v[own])
+    return Pool(torch.cat(keys), torch.cat(values))

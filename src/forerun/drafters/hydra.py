@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
@@ -90,7 +89,7 @@ class HydraHeads:
     def _logits(self, head: int, x: Tensor) -> Tensor:
         """x [R, (head + 2) H] -> logits of its ids [R, n]."""
         inner, around = self._first[head]
-        return self._heads[head](through(self._blocks[head], around(x) + F.silu(inner(x))))
+        return self._heads[head](through(self._blocks[head], around(x) + inner.ops.activated("silu", inner(x))))
 
 
 def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, hea
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
+from forerun.sampling.largest import top
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
 
@@ -111,13 +112,13 @@ def finite(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def through(blocks: Seq[Product], x: Tensor) -> Tensor:
     """x [R, H] behind residual blocks."""
     for block in blocks:
-        x = x + torch.nn.functional.silu(block(x))
+        x = x + block.ops.activated("silu", block(x))
     return x
 
 
 def likeliest(logits: Tensor, ids: Tensor, num: int) -> Tensor:
-    """logits [R, n] of these ids [n] -> at most `num` of the ids, best first [R, num]."""
-    return ids[logits.topk(min(num, logits.shape[-1]), dim=-1).indices.cpu()]
+    """logits [R, n] of these ids [n], ascending -> at most `num` of the ids, best first, lowest on ties [R, num]."""
+    return ids[top(logits, num)[0].cpu()]
 
 
 def linear(weights: Mapping[str, Tensor], name: str, target: Model) -> Product:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.blocks import Spec
+from forerun.blocks import Act, Spec
 from forerun.errors import CapacityError, InternalError
 from forerun.kv.pool import KV_DTYPES as KV_DTYPES, Pool, type_number
 from forerun.ops.cpu_memory import NativeSizes
@@ -265,12 +265,31 @@ class CpuOps(ReferenceOps):
         self.backend.join(places[0], eps, weight.handle, places[1], width, len(out), out.data_ptr())
         return out
 
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Compute the layer norm over the last dimension, in float32 (Ba et al. 2016, eq. 4)."""
+        shape, width = x.shape, x.shape[-1]
+        x = _rows(x.reshape(-1, width), width)
+        own = torch.ones(width) if weight is None else weight.detach().float().contiguous()
+        added = None if bias is None else bias.detach().float().contiguous()
+        out = torch.empty_like(x)
+        places = x.data_ptr(), own.data_ptr(), address(added)
+        self.backend.layer_norm(*places, len(x), width, eps, out.data_ptr())
+        return out.view(shape)
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) * up, [T, F]."""
+        return self.gated("silu", gate, up)
+
+    def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute act(gate) * up, [T, F]; see ReferenceOps for clamped_silu."""
         gate, up = _rows(gate, gate.shape[-1]), _rows(up, gate.shape[-1])
         out = torch.empty_like(gate)
-        self.backend.silu_mul(gate.data_ptr(), up.data_ptr(), len(gate), gate.shape[-1], out.data_ptr())
+        self.backend.gated(act, gate.data_ptr(), up.data_ptr(), len(gate), gate.shape[-1], out.data_ptr())
         return out
+
+    def activated(self, act: Act, x: Tensor) -> Tensor:
+        """Compute an activation of every number, [T, F]: times 1, which changes no bit."""
+        return self.gated(act, x, torch.full_like(x, 0.0 if act == "clamped_silu" else 1.0))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; cos, sin [T, 1, D] as for the reference."""
@@ -294,14 +313,13 @@ class CpuOps(ReferenceOps):
         """Write k, v [T, kv_heads, D] into a layer's pool and attend with q -> [T, heads, D], as the reference does."""
         assert pool is not None
         assert view is not None
-        assert k is not None
-        assert v is not None
-        if scoring != PLAIN:
+        if replace(scoring, scale=None, sees_all=False) != PLAIN:
             raise InternalError(f"native attention has no scores like {scoring}")
         if pool.keys.dtype == torch.int8 and pool.refined:
             raise InternalError("native attention by itself reads no second codes of keys")
-        pool.write(view.write_rows, k, v)
-        q = (q.float() * _scale(q.shape[-1])).contiguous()
+        if k is not None and v is not None:
+            pool.write(view.write_rows, k, v)
+        q = (q.float() * (_scale(q.shape[-1]) if scoring.scale is None else scoring.scale)).contiguous()
         out = torch.empty_like(q)
         numbers = run_numbers(view.batch, [rows.tolist() for rows in view.read_rows])
         self.backend.attention(
@@ -317,6 +335,7 @@ class CpuOps(ReferenceOps):
             len(view.batch.slots),
             numbers,
             out.data_ptr(),
+            scoring.sees_all,
         )
         return out
 
