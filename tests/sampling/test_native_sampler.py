@@ -74,6 +74,37 @@ def test_exp_is_within_one_unit_in_the_last_place_and_monotone():
     assert arithmetic.exp(ends).tolist() == [1.0, 1.0, float(np.float32(np.exp(-87.0))), 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 50_257])
+def test_masses_are_the_same_in_numpy_and_in_every_instruction_set(isa, size):
+    native = sampler(isa)
+    for kind in KINDS:
+        logits = row(kind, size, size)
+        weights = arithmetic.exp(logits - logits.max()) * np.float32(0.37)
+        wanted = weights.astype(np.float64).sum()
+        assert arithmetic._mass(weights) == native.mass(weights) == pytest.approx(wanted, rel=1e-9)
+        whole = native.mass_of_logits(logits)
+        assert arithmetic._mass_of_logits(logits) == whole == pytest.approx(wanted / np.float32(0.37), rel=1e-6)
+    for none in ([0.0], [math.nan, 1.0], [math.inf, 1.0], []):
+        assert arithmetic._mass(np.array(none, np.float32)) == native.mass(np.array(none, np.float32)) == 0
+    for none in ([-math.inf], [math.nan, 1.0], [math.inf, 1.0]):
+        logits = np.array(none, np.float32)
+        assert arithmetic._mass_of_logits(logits) == native.mass_of_logits(logits) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_entropies_and_chances_are_those_of_a_softmax(dtype):
+    for kind in KINDS:
+        logits = row(kind, 700, 3).astype(dtype)
+        scores = logits.astype(np.longdouble)
+        p = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        wanted = float(-(p[p > 0] * np.log(p[p > 0])).sum())
+        assert arithmetic.entropy_of_logits(logits) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert arithmetic.entropy(p.astype(dtype)) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        for place in (0, int(logits.argmax())):
+            assert arithmetic.chance(logits, place) == pytest.approx(float(p[place]), rel=1e-6, abs=1e-38)
+
+
 def test_log_is_within_one_unit_in_the_last_place():
     generator = np.random.default_rng(0)
     x = np.concatenate([generator.random(50_000), 1 - generator.random(20_000) * 1e-9, [1.0, 2.0**-33, 1 - 2.0**-33]])

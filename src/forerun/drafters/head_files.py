@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -30,6 +31,7 @@ from forerun.models import hub, named
 from forerun.models.outline import Beside
 from forerun.ops.quantised import Scheme
 from forerun.ops.quantising import scheme_of
+from forerun.sampling.arithmetic import mass
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 from forerun.types import Model
@@ -268,10 +270,15 @@ def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tup
 
 
 def _check_probe(path: str, had: Tensor, own: Tensor) -> None:
-    if had.shape != own.shape or float((had - own).norm()) > MOST_UNLIKE * float(had.norm()):
+    if had.shape != own.shape or _size(had - own) > MOST_UNLIKE**2 * _size(had):
         raise BadOption(
             f"{shown(path)} was trained for a target with other weights than this one: train a head for this target"
         )
+
+
+def _size(numbers: Tensor) -> float:
+    """Return the square of the norm."""
+    return mass(np.square(numbers.numpy()).ravel())
 
 
 def _pickles(folder: Path) -> list[Path]:

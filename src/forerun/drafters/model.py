@@ -32,7 +32,8 @@ from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
-from forerun.sampling import History, filters_of, likeliest, only_filters, probs, takes_the_best
+from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
+from forerun.sampling.pipeline import host_row
 from forerun.sampling.random import PhiloxCoins
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import (
@@ -185,7 +186,7 @@ def _confidence(token: int, draft_probs: Probs, logits: Tensor | None) -> float:
     """The probability of a drawn token: of a point mass, which says nothing, by softmax(logits) [V]."""
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
-    return float((logits[token] - logits.logsumexp(-1)).exp())
+    return arithmetic.chance(host_row(logits), token)
 
 
 def next_of(

@@ -9,6 +9,7 @@ import torch
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.chains import draw_chains
+from forerun.sampling.arithmetic import mass
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 
@@ -31,4 +32,4 @@ def build(options: Options, target: Target) -> Drafter:
     """A drafter over the ids of the target that have a token."""
     weights = torch.ones(target.num_ids, dtype=torch.float64)
     weights[list(target.holes)] = 0
-    return RandomDrafter(Probs(dense=weights / weights.sum()))
+    return RandomDrafter(Probs(dense=weights / mass(weights.numpy())))

@@ -29,7 +29,7 @@ from forerun.drafters.compound import Compound, made, of_model
 from forerun.drafters.model import Feeds, ModelDrafter
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
-from forerun.sampling import History, probs
+from forerun.sampling import History, arithmetic, probs
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
@@ -279,10 +279,10 @@ def without(draft_probs: Probs, token: int) -> Probs | None:
     """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
     weights = draft_probs.weights.clone()
     weights[token if draft_probs.ids is None else int(torch.searchsorted(draft_probs.ids, token))] = 0
-    mass = weights.sum(dtype=torch.float64)
-    if not bool(mass > 0):
+    mass = arithmetic.mass(weights.numpy())
+    if not mass > 0:
         return None
-    weights = (weights / mass).to(weights.dtype)
+    weights = weights / mass
     return Probs(dense=weights) if draft_probs.ids is None else Probs(ids=draft_probs.ids, listed=weights)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from forerun.errors import BadOption
+from forerun.sampling.arithmetic import mass
 from forerun.sampling.grammar import Bits
 from forerun.types import Draft, Extra, Probs, Sequence
 
@@ -113,7 +114,7 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
     left = weights * allowed
     if bool((left == weights).all()):
         return bits, probs
-    total = left.sum()
+    total = mass(left.numpy())
     if not total > 0:
         return bits, None
     left /= total
@@ -134,10 +135,10 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
         places = torch.tensor([i for i in ids if i < len(weights)], dtype=torch.int64, device=weights.device)
     else:
         places = torch.isin(probs.ids, torch.tensor(ids, device=probs.ids.device)).nonzero()[:, 0]
-    if not len(places) or float(weights[places].sum()) < LEAST:
+    if not len(places) or mass(weights[places].numpy()) < LEAST:
         return probs
     left = weights.index_fill(0, places, 0.0)
-    total = left.sum()
+    total = mass(left.numpy())
     if not total > 0:
         return None
     left /= total

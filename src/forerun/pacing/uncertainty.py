@@ -10,27 +10,26 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from forerun.sampling import arithmetic
 from forerun.types import Probs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.sampling.pipeline import Row
+
 
 def entropy_nats(draft_probs: Probs, logits: Tensor | None) -> float:
     """Return H = -sum p ln p of softmax(logits) [V], or of draft_probs where there are no logits."""
     if logits is not None:
-        p = logits.double().softmax(-1)
-    elif draft_probs.point is not None:
-        return 0.0
-    else:
-        p = draft_probs.weights.double()
-    return float(-(p * p.clamp_min(1e-300).log()).sum())
+        return arithmetic.entropy_of_logits(_row(logits))
+    return 0.0 if draft_probs.point is not None else arithmetic.entropy(draft_probs.weights.numpy())
 
 
 def normalized_entropy(draft_probs: Probs, logits: Tensor | None) -> float:
     """Return the entropy over that of a uniform distribution on the ids that are possible, in [0, 1]."""
     if logits is not None:
-        num_ids = int((logits > -math.inf).sum())
+        num_ids = int((_row(logits) > -math.inf).sum())
     else:
         num_ids = 1 if draft_probs.point is not None else len(draft_probs.weights)
     return entropy_nats(draft_probs, logits) / math.log(max(2, num_ids))
@@ -38,4 +37,10 @@ def normalized_entropy(draft_probs: Probs, logits: Tensor | None) -> float:
 
 def confidence(token: int, draft_probs: Probs, logits: Tensor | None) -> float:
     """Return the probability of a drawn token by softmax(logits) [V], or by draft_probs where there are none."""
-    return float(logits.double().softmax(-1)[token]) if logits is not None else draft_probs.at(token)
+    return arithmetic.chance(_row(logits), token) if logits is not None else draft_probs.at(token)
+
+
+def _row(logits: Tensor) -> Row:
+    from forerun.sampling.pipeline import host_row
+
+    return host_row(logits)

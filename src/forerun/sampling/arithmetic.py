@@ -159,3 +159,57 @@ def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
     """
     scale = 2.0 ** (tick_bits(num_values) - math.frexp(largest)[1])
     return np.rint(np.multiply(weights, scale, dtype=np.float64)).astype(np.int64)
+
+
+def mass(weights: Row) -> float:
+    """The sum of weights >= 0; 0 where one is no finite number. float64: numpy's own, as in `exp`."""
+    native = native_sampler() if weights.dtype == np.float32 else None
+    return _mass(weights) if native is None else float(native.mass(np.ascontiguousarray(weights)))
+
+
+def mass_of_logits(row: Row) -> float:
+    """The sum of e^(logit - the largest); 0 where the largest is no number."""
+    native = native_sampler() if row.dtype == np.float32 else None
+    return _mass_of_logits(row) if native is None else float(native.mass_of_logits(np.ascontiguousarray(row)))
+
+
+def _mass(weights: Row) -> float:
+    largest = float(weights.max(initial=0.0))
+    if not 0 < largest < math.inf:
+        return 0.0
+    return float(weights.sum()) if weights.dtype != np.float32 else _sum_of_ticks(weights, largest)
+
+
+def _mass_of_logits(row: Row) -> float:
+    if not np.isfinite(top := row.max()):
+        return 0.0
+    weights = exp(row - top)
+    return float(weights.sum()) if weights.dtype != np.float32 else _sum_of_ticks(weights, 1.0)
+
+
+def _sum_of_ticks(weights: Row, largest: float) -> float:
+    unit = 2.0 ** (math.frexp(largest)[1] - tick_bits(len(weights)))
+    return float(ticks(weights, len(weights), largest).sum()) * unit
+
+
+def chance(row: Row, place: int) -> float:
+    """The probability of a place by softmax(row)."""
+    return float(exp(row[place : place + 1] - row.max())[0]) / mass_of_logits(row)
+
+
+def entropy_of_logits(row: Row) -> float:
+    """-sum p ln p of p = softmax(row), in nats.
+
+    It is the log of the mass, and how far the logits are below the largest on average.
+    """
+    depths = row.max() - row
+    weights = exp(-depths)
+    products = np.multiply(weights, depths, out=np.zeros_like(weights), where=weights > 0)
+    whole = mass_of_logits(row)
+    return float(log(whole)) + mass(products) / whole
+
+
+def entropy(weights: Row) -> float:
+    """-sum p ln p of probabilities, in nats."""
+    possible = weights[weights > 0].astype(np.float64)
+    return -float((possible * log(possible)).sum())

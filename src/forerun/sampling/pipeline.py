@@ -141,7 +141,7 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History(), 
         return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
     if (only := _only(params, history)) is not None and only < logits.shape[-1]:
         return Probs(point=only, soft=Probs.of_point(only) if soft else None)
-    row = _host(logits)
+    row = host_row(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
     native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
     if params.greedy:
@@ -158,8 +158,8 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History(), 
     return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
-def _host(logits: Tensor) -> Row:
-    """The row as numpy, shared where it is on the host already; bfloat16 and float16 are widened."""
+def host_row(logits: Tensor) -> Row:
+    """Logits [V] as numpy, shared where they are on the host already; bfloat16 and float16 are widened."""
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     row: Row = np.ascontiguousarray(wide.detach().cpu().numpy())
     return row
@@ -394,7 +394,7 @@ def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int
     """
     if (forced := history.forced(params)) is not None:
         return [forced], [0.0]
-    row = _host(logits)
+    row = host_row(logits)
     log_mass = _log_mass(row)
     if history.grammar is not None or _adjusts(params, history.bad_word_ids):
         scores: Row = row.astype(np.float64) - log_mass
@@ -414,7 +414,7 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
 
     logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """
-    row = _host(logits)
+    row = host_row(logits)
     log_mass = _log_mass(row)
     ids = _largest(row, min(num_top, len(row))) if num_top else np.empty(0, dtype=np.int64)
     best = sorted(ids.tolist(), key=lambda i: (-row[i], i))
@@ -423,7 +423,6 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
 
 def _log_mass(row: Row) -> float:
     """The natural log of the sum of e^logit. Raises InternalError where the logits are no numbers."""
-    top = row.max()
-    if not np.isfinite(top):
+    if not (whole := arithmetic.mass_of_logits(row)):
         raise _no_probs(row)
-    return float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
+    return float(row.max()) + float(arithmetic.log(whole))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.sampling import arithmetic
 from forerun.types import Probs
 
 
@@ -36,10 +37,8 @@ def normalised(p: Probs, rest: Tensor) -> tuple[Probs, float]:
     rest [n]: weights of the ids of p, which is no point; it is changed in place.
     """
     rest = rest.clamp_(min=0)
-    mass = rest.sum(dtype=torch.float64)
-    if not bool(mass > 0):
-        return p, 0.0
-    return reweighted(p, (rest / mass).to(rest.dtype)), float(mass)
+    mass = arithmetic.mass(rest.numpy())
+    return (reweighted(p, rest / mass), mass) if mass > 0 else (p, 0.0)
 
 
 def reweighted(p: Probs, weights: Tensor) -> Probs:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.sampling.arithmetic import mass
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling, children_of, equal_siblings
 from forerun.verify.arithmetic import acceptance, aligned, normalised, residual
@@ -97,7 +98,7 @@ def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
     target_probs, draft_probs = p.weights.double(), aligned(q, p).double()
 
     def is_enough(rho: float) -> bool:
-        beta = float(torch.minimum(draft_probs, target_probs / rho).sum())
+        beta = mass(torch.minimum(draft_probs, target_probs / rho).numpy())
         return 1 - (1 - beta) ** num_draws <= rho * beta
 
     if is_enough(low):
@@ -114,7 +115,7 @@ def left_by(p: Probs, q: Probs, num_draws: int, rho: float) -> Probs:
         return residual(p, q)
     target_probs = p.weights.double()
     kept = torch.minimum(aligned(q, p).double(), target_probs / rho)
-    beta = min(1.0, float(kept.sum()))
+    beta = min(1.0, mass(kept.numpy()))
     scale = (1 - (1 - beta) ** num_draws) / beta if beta > 0 else 0.0
     rest, _ = normalised(p, target_probs - kept * scale)
     return rest

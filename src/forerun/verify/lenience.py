@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forerun.errors import BadOption, shown
+from forerun.sampling.arithmetic import mass
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling
 from forerun.verify.arithmetic import acceptance, aligned, residual, reweighted
@@ -76,7 +77,7 @@ def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
     if anew and p.point is None:
         kept = torch.minimum(aligned(q, lenient).double(), lenient.weights)
         own = p.weights.double()
-        return float((kept + (1 - kept.sum()) * own - own).abs().sum()) / 2
+        return mass((kept + (1 - mass(kept.numpy())) * own - own).abs().numpy()) / 2
     return max(0.0, _accepted_share(q, lenient) - _accepted_share(q, _caps(p, 1.0)))
 
 
@@ -97,4 +98,4 @@ def _accepted_share(q: Probs, caps: Probs) -> float:
     """Return alpha = sum_x min(q(x), cap(x))."""
     if caps.point is not None:
         return q.at(caps.point)
-    return float(torch.minimum(aligned(q, caps).double(), caps.weights).sum())
+    return mass(torch.minimum(aligned(q, caps).double(), caps.weights).numpy())

@@ -17,8 +17,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-
+from forerun.sampling.arithmetic import entropy
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling, children_of
 
@@ -65,5 +64,4 @@ def threshold(p: Probs, options: Options) -> float:
     """Return min(epsilon, delta exp(-H(p))), H in nats."""
     if p.point is not None:
         return min(options.epsilon, options.delta)
-    entropy = float(torch.special.entr(p.weights.double()).sum())
-    return min(options.epsilon, options.delta * math.exp(-entropy))
+    return min(options.epsilon, options.delta * math.exp(-entropy(p.weights.numpy())))
