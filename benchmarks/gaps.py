@@ -31,7 +31,7 @@ from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
 from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.tables import table
-from forerun.bench.widen import load_widened, with_positions
+from forerun.bench.widen import load_widened, measured_target, with_positions
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
@@ -83,7 +83,9 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     texts = [text for _, text in latency.read_prompts(1_000_000, plan.prompt_file)]
     console = make_console()
     sizes = _Sizes.of(config, plan)
-    checkpoint = _with_positions(load_widened(config, plan.shape, console), sizes.max_seq_len, console)
+    checkpoint = _with_positions(
+        load_widened(measured_target(config, plan.shape), plan.shape, console), sizes.max_seq_len, console
+    )
     llms = _build(checkpoint, config, plan, sizes, console)
     spare_what_is_loaded()
     prompts = _Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])

@@ -215,9 +215,9 @@ def codes(out: dict[str, Any]) -> None:
 
 def pair(out: dict[str, Any]) -> None:
     """The shipped pair, its target widened: speculation over plain decoding, one request and 64 at once."""
-    from forerun.bench.widen import load_widened
+    from forerun.bench.widen import load_widened, measured_target
     from forerun.config import EngineConfig
-    from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+    from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
     from forerun.text.terminal import make_console
 
     lines = (SHIPPED_TARGET.parent / "prompts.jsonl").read_text().splitlines()
@@ -225,7 +225,7 @@ def pair(out: dict[str, Any]) -> None:
     found = out["pair"] = {}
     config = EngineConfig(target=str(SHIPPED_TARGET), device="cuda", max_seq_len=512)
     for shape in ("llama-3.2-1b", "llama-3.2-3b"):
-        checkpoint = load_widened(config, shape, make_console())
+        checkpoint = load_widened(measured_target(config, shape), shape, make_console())
         for draft, more in (
             ("none", {}),
             (f"model:path={SHIPPED_DRAFT}", {"pacing": "fixed", "spec_length": 5}),
@@ -335,7 +335,7 @@ def many(name: str, runner: Runner, cache: BlockCache, out: dict[str, Any]) -> N
 
 def parity(out: dict[str, Any]) -> None:
     """Logits of the shipped model against the torch backend on the same card, in float32."""
-    from forerun.engine.factory import SHIPPED_TARGET
+    from forerun.engine.opened import SHIPPED_TARGET
     from forerun.models.loading import load_checkpoint
 
     found = out["parity"] = {}
@@ -359,7 +359,7 @@ def parity(out: dict[str, Any]) -> None:
 def engine(out: dict[str, Any]) -> None:
     """Speculation against plain decoding, token by token, with every drafter that can be built without files."""
     from forerun import drafters
-    from forerun.engine.factory import SHIPPED_TARGET
+    from forerun.engine.opened import SHIPPED_TARGET
     from forerun.registry import names
 
     lines = (Path(drafters.__file__).parents[1] / "data" / "prompts.jsonl").read_text().splitlines()

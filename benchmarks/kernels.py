@@ -43,11 +43,11 @@ from forerun.blocks import Plain, Rope, Spec
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, Quantization
-from forerun.engine.factory import SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.errors import BadOption, shown
 from forerun.models.gguf.blocks import TYPES, TensorType
-from forerun.models.loading import DTYPES, read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.loading import DTYPES
+from forerun.models.opened import spec_of
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu_model import CpuModel
@@ -137,7 +137,7 @@ def config_named(name: str) -> Spec:
         return RANDOM_1B
     if name != "demo":
         raise BadOption(unknown("shape", name, SHAPES))
-    shipped = read_config(read_raw_config(SHIPPED_TARGET))
+    shipped = spec_of(SHIPPED_TARGET)
     return wide_config(shipped, shape_named("demo", shipped))
 
 

@@ -124,13 +124,9 @@ def of_places(config: EngineConfig, folder: Path | None, drafts: Seq[str], tasks
 
 def names_encoder(config: EngineConfig) -> bool:
     """Whether the target that is named is an encoder-decoder. Raises UserError for one that is not there."""
-    from forerun.engine.factory import is_shipped, target_files  # torch comes with it, and formulas need none
-    from forerun.models.loading import read_raw_config
-    from forerun.models.opened import read_config
+    from forerun.engine.opened import Opened  # torch comes with it, and formulas need none
 
-    if config.target is None or is_shipped(config.target):
-        return False
-    return read_config(read_raw_config(target_files(config))).encoder is not None
+    return config.target is not None and Opened.of(config).spec.encoder is not None
 
 
 def _in_order(tasks: Mapping[str, Task]) -> tuple[Task, ...]:

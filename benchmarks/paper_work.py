@@ -15,7 +15,7 @@ from benchmarks.paper_tasks import NoPair, Places, Task, names_encoder, of_place
 from forerun import native
 from forerun.bench.widen import draft_options, num_parameters
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, load_target
+from forerun.engine.opened import Opened, is_shipped
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -101,7 +101,7 @@ class Work:
 
     def _loaded(self, target: str, specs: Seq[str]) -> Pair:
         paths = {spec: draft_options(spec)[0] for spec in specs}  # refuses what is no draft model
-        checkpoint = load_target(replace(self.config, target=target))
+        checkpoint = Opened.of(replace(self.config, target=target)).load()
         model = checkpoint.model
         by_spec = {
             spec: load_checkpoint(

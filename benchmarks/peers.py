@@ -51,12 +51,12 @@ from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import AUTO, EngineConfig
 from forerun.drafters import WITHOUT_MODEL
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
-from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint, read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint
+from forerun.models.opened import spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
 from forerun.registry import option
@@ -241,11 +241,11 @@ def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Pa
     """
     source = locate(config.target) if config.target is not None else SHIPPED_TARGET
     shape = shape or ("llama-3.2-1b" if config.target is None else "none")
-    if read_config(read_raw_config(source)).encoder is not None:
+    if spec_of(source).encoder is not None:
         raise BadOption(f"{source} is an encoder-decoder: `python -m benchmarks.peers_t5` compares those")
     path = (source if shape == "none" else widened(source, shape, work)).resolve()
     say(f"loading {path.name} ...")
-    return path, load_target(replace(config, target=str(path)))
+    return path, Opened.of(replace(config, target=str(path))).load()
 
 
 def widened(source: Path, shape: str, work: Path) -> Path:
@@ -253,11 +253,11 @@ def widened(source: Path, shape: str, work: Path) -> Path:
 
     Raises BadOption where the folder has another model, CapacityError where the disk has no room.
     """
-    config = read_config(read_raw_config(source))
+    config = spec_of(source)
     wide = shape_named(shape, config)
     folder = work / shape
     if folder.is_dir() and any(folder.iterdir()):
-        if read_config(read_raw_config(folder)) != wide_config(config, wide):
+        if spec_of(folder) != wide_config(config, wide):
             raise BadOption(f"{folder} is not {source.name} widened to {shape}: name another --folder, or delete it")
         return folder
     return written(folder, wide_config(config, wide), lambda new: write_widened(source, new, wide))
@@ -283,7 +283,7 @@ def unpacked(source: Path, work: Path) -> Path:
             tokenizer_folder=checkpoint.folder,
         )
 
-    return folder if folder.is_dir() else written(folder, read_config(read_raw_config(source)), write)
+    return folder if folder.is_dir() else written(folder, spec_of(source), write)
 
 
 def written(folder: Path, config: Spec, write: Callable[[Path], object]) -> Path:

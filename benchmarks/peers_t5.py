@@ -29,7 +29,7 @@ from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
-from forerun.engine.factory import load_target
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.models.hub import locate
 from forerun.models.loading import Checkpoint
@@ -114,7 +114,7 @@ def run(config: EngineConfig, plan: AnswersPlan) -> dict[str, Any]:
     draft = locate(draft_options((named or places.drafts)[0])[0]).resolve()
     num_threads = set_num_threads(plan.num_threads)
     config = replace(config, target=places.target, draft="auto")
-    checkpoint = load_target(config)
+    checkpoint = Opened.of(config).load()
     model = checkpoint.model
     own = OneByOne(checkpoint, config, draft, plan.spec_lengths, model.precision)
     many = AtOnce(checkpoint, config, draft, plan.spec_lengths, plan.batch_size)

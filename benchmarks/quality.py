@@ -34,8 +34,8 @@ from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, EngineConfig, Quantization
-from forerun.engine.factory import is_shipped, load_target
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened, is_shipped
 from forerun.errors import BadOption, NotFound, shown
 from forerun.kv.cache import BlockCache
 from forerun.models import named
@@ -100,7 +100,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
     _check(plan)
     with ExitStack() as stack:
         say("loading ...")
-        given, folder = load_target(config), target_path(config)
+        given, folder = Opened.of(config).load(), target_path(config)
         is_quantised = any(stored.scheme is not None for stored in open_source(folder).tensors.values())
         if AS_IT_IS in map(_weights_of, plan.variants) and not is_quantised:
             raise BadOption(f"--variant {AS_IT_IS} is not possible: {folder} is not quantised; name another variant")
@@ -185,7 +185,7 @@ def target_path(config: EngineConfig) -> Path:
 
 def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:
     """Write what the file's quantised weights stand for, in float32, so that it can be rounded in other ways."""
-    dense = load_target(replace(config, dtype="float32", ops="reference"))
+    dense = Opened.of(replace(config, dtype="float32", ops="reference")).load()
     save_checkpoint(folder, dense.model.config, dense.tensors, torch.float32, end_ids=given.end_ids)
 
 

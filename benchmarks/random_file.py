@@ -21,7 +21,7 @@ import numpy as np
 import typer
 
 from benchmarks.start import start
-from forerun.engine.factory import SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.registry import unknown
 

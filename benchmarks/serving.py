@@ -40,9 +40,9 @@ from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
-from forerun.engine.factory import target_of
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.models.hub import locate
+from forerun.models.named import default
 from forerun.registry import option
 from forerun.text.terminal import make_console
 
@@ -190,7 +190,7 @@ def _servers(
         port = free_port()
         try:
             if name in PEERS:
-                command = peer_command(name, config, Path(locate(target_of(config))), port)
+                command = peer_command(name, config, Path(locate(config.target or default())), port)
             else:
                 command = forerun_command(of_variant(name, config), port)
             console.print(f"starting {name} ...")

@@ -25,8 +25,8 @@ import httpx
 
 from benchmarks.serving_client import Server, find_model
 from forerun.config import COMMAND_VARIABLES, DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.factory import target_of
 from forerun.errors import BadOption, InternalError, NotFound, UserError
+from forerun.models.named import default
 
 PLAIN, FIXED, AUTO = VARIANTS = ("plain", "fixed", "auto")
 LLAMA, VLLM = PEERS = ("llama-server", "vllm")
@@ -46,7 +46,7 @@ def of_variant(variant: str, config: EngineConfig) -> EngineConfig:
 
 def forerun_command(config: EngineConfig, port: int) -> list[str]:
     """The command line of a server with these options."""
-    command = [sys.executable, "-m", "forerun", "serve", target_of(config)]
+    command = [sys.executable, "-m", "forerun", "serve", config.target or default()]
     command += ["--port", str(port), "--log-level", "warning"]
     for option in fields(config):
         value = getattr(config, option.name)

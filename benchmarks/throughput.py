@@ -46,7 +46,7 @@ from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
 from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.tables import table
-from forerun.bench.widen import load_widened
+from forerun.bench.widen import load_widened, measured_target
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
@@ -108,7 +108,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
     _refuse(config)
     texts = _read_prompts(plan)
     console = make_console()
-    checkpoint = load_widened(config, plan.shape, console)
+    checkpoint = load_widened(measured_target(config, plan.shape), plan.shape, console)
     prompts = [checkpoint.text_tokenizer.encode(text) for text in texts]
     llms = _build(checkpoint, config, plan, prompts)
     spare_what_is_loaded()

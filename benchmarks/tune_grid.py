@@ -21,7 +21,7 @@ from forerun.bench.tables import Column, table
 from forerun.bench.tune import one_round, prediction_of, tuned
 from forerun.bench.tune_engine import TuningEngine, candidates_of
 from forerun.bench.tune_results import AUTO, PLAIN, Contender, Found, Way, measured_of, print_found
-from forerun.bench.widen import load_widened
+from forerun.bench.widen import load_widened, measured_target
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
@@ -45,9 +45,10 @@ class GridPlan(Plan):
 
 def run(config: EngineConfig, plan: GridPlan) -> dict[str, Any]:
     """Tune, measure the grid, print both, and return them for JSON."""
-    console = make_console()
-    candidates = candidates_of(config, plan.tune)
-    checkpoint = load_widened(config, plan.tune.shape, console)
+    console, opened = make_console(), measured_target(config, plan.tune.shape)
+    config = opened.config
+    candidates = candidates_of(opened, plan.tune)
+    checkpoint = load_widened(opened, plan.tune.shape, console)
     bench = TuningEngine.of(checkpoint, config, plan.tune, candidates, console)
     found = tuned(bench, console)
     print_found(found, console)

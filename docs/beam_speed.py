@@ -15,7 +15,7 @@ import time
 
 from forerun import LLM, RequestOutput, SamplingParams
 from forerun.bench.methods import PROMPTS
-from forerun.bench.widen import load_widened
+from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
 from forerun.text.terminal import make_console
 
@@ -35,7 +35,7 @@ def main(target: str, draft: str, shape: str = "none", dtype: str = "auto") -> N
     """Measure, and print a table."""
     console = make_console()
     config = EngineConfig.make(target=None if target == "shipped" else target, max_seq_len=1024, dtype=dtype)
-    llm = LLM(load_widened(config, shape, console), draft=draft, max_seq_len=1024, dtype=dtype)
+    llm = LLM(load_widened(measured_target(config, shape), shape, console), draft=draft, max_seq_len=1024, dtype=dtype)
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     texts = [line["messages"][-1]["content"] for line in lines[:: len(lines) // NUM_PROMPTS]][:NUM_PROMPTS]
     prompts = [llm.tokenizer.encode(text) for text in texts]

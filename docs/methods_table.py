@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from forerun.drafters import Target
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.registry import names

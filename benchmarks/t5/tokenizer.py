@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, processors
 from benchmarks.t5.config import PairConfig
 from benchmarks.t5.examples import Example
 from forerun.errors import BadOption
-from forerun.models.loading import small_files
+from forerun.models.opened import OpenedCheckpoint
 from forerun.train.tokenizer import copy_tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
 PAD, END = "<pad>", "</s>"  # a decoder begins with the first, a text ends with the second
@@ -29,7 +29,7 @@ def make_tokenizer(config: PairConfig, learned: Seq[Seq[Example]]) -> Tokenizer:
     """Return the given tokenizer, else the teacher's, else a newly trained one; its files go to out/tokenizer."""
     folder = config.out / "tokenizer"
     if config.tokenizer is None and config.teacher is not None:
-        copy_tokenizer(small_files(config.teacher), folder)
+        copy_tokenizer(OpenedCheckpoint.of(config.teacher).folder, folder)
         return checked(load_tokenizer(folder), config)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)

@@ -21,8 +21,8 @@ from benchmarks.t5.passes import PairOps, run_pairs
 from benchmarks.t5.tokenizer import END_ID, make_tokenizer
 from forerun.blocks import difference
 from forerun.errors import BadOption, shown
-from forerun.models.loading import load_checkpoint, read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.train import loop, losses
@@ -156,7 +156,7 @@ def first_weights(config: PairConfig) -> dict[str, Tensor]:
     """Return random weights, or those of config.init_from. Raises BadOption for those of another shape."""
     if config.init_from is None:
         return drawn_weights(config.shape.spec(), config.seed, deviations(config.shape).__getitem__)
-    if (other := difference(config.shape.spec(), read_config(read_raw_config(config.init_from)))) is not None:
+    if (other := difference(config.shape.spec(), spec_of(config.init_from))) is not None:
         raise BadOption(f"{shown(str(config.init_from))} has {other}, and the model does not: give the same sizes")
     return read_weights(config.init_from)
 

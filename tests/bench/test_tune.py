@@ -37,6 +37,7 @@ from forerun.bench.tune_results import (
 from forerun.cli.main import app
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.types import RoundDetail, SamplingParams, StepReport
 from tiny import write_tiny
@@ -412,9 +413,10 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_measured(tiny: Pa
 
 
 def test_candidates_of_a_model_without_a_draft_are_those_that_need_no_file(tiny: Path) -> None:
-    found = candidates_of(EngineConfig(target=str(tiny)), TunePlan())
+    opened = Opened.of(EngineConfig(target=str(tiny)))
+    found = candidates_of(opened, TunePlan())
     assert found[:3] == ["suffix:shape=tree", "suffix", "lookup"]
-    assert candidates_of(EngineConfig(target="shipped"), TunePlan())[:2] == ["model", "tree"]
-    assert candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none", "lookup"), only=True)) == ["lookup"]
+    assert candidates_of(Opened.of(EngineConfig(target="shipped")), TunePlan())[:2] == ["model", "tree"]
+    assert candidates_of(opened, TunePlan(drafts=("none", "lookup"), only=True)) == ["lookup"]
     with pytest.raises(BadOption, match="no drafter is left"):
-        candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none",), only=True))
+        candidates_of(opened, TunePlan(drafts=("none",), only=True))

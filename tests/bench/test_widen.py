@@ -21,10 +21,10 @@ from forerun.bench.widen import (
     write_widened_head,
 )
 from forerun.blocks import Plain, resized, weight_shapes
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.loading import load_checkpoint, read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config, spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import WideShape, wide_config, widen
 from forerun.ops.torch import TorchModel
@@ -183,7 +183,7 @@ def test_presets() -> None:
 @pytest.mark.parametrize("folder", [SHIPPED_TARGET, SHIPPED_DRAFT])
 @pytest.mark.parametrize(("name", "count"), [("llama-3.2-1b", 1_235_814_400), ("llama-3.2-3b", 3_212_749_824)])
 def test_presets_have_the_size_of_the_published_models(folder: Path, name: str, count: int) -> None:
-    config = read_config(read_raw_config(folder))
+    config = spec_of(folder)
     assert num_parameters(wide_config(config, shape_named(name, config))) == count
 
 
@@ -212,7 +212,7 @@ def test_written_folder_keeps_its_type_and_is_not_overwritten(tmp_path: Path) ->
 def test_a_widened_head_drafts_the_same_tokens_for_the_widened_target(tmp_path: Path) -> None:
     """A random one, in float32; a head does not know ids that widening adds, and is refused with them."""
     small = write_tiny(tmp_path / "small")
-    c = Plain.of(read_config(read_raw_config(small)))
+    c = Plain.of(spec_of(small))
     shape = WideShape(2 * c.hidden_size, c.num_layers, 2 * c.num_heads, 2 * c.num_kv_heads, 2 * c.ffn_size)
     write_widened(small, tmp_path / "wide", shape)
     head, rounds = head_of(LLM(str(small), draft="none", dtype="float32"), tmp_path), list[list[RoundDetail]]()
@@ -288,7 +288,7 @@ def test_in_memory_the_tokenizer_grows_too(tmp_path: Path) -> None:
 def test_padding_rows_stay_without_a_token(tmp_path: Path) -> None:
     """Matrices of 300 rows over 257 tokens: rows 257 to 299 were never drawn, and must not be after growing."""
     folder = write_tiny(tmp_path / "small")
-    config = dataclasses.replace(read_config(read_raw_config(folder)), vocab_size=300)
+    config = dataclasses.replace(spec_of(folder), vocab_size=300)
     save_checkpoint(folder, config, random_weights(config), torch.float32, end_ids=[0], tokenizer_folder=folder)
     wide = widen_checkpoint(load_checkpoint(folder, with_tokenizer=True), GROWN)
     assert wide.tokenizer is not None
@@ -298,6 +298,6 @@ def test_padding_rows_stay_without_a_token(tmp_path: Path) -> None:
 def test_every_familys_shape_has_words() -> None:
     """A benchmark says them, so that one that knows Llama's like alone would refuse all other models."""
     said = "hidden 512, 6 layers, ffn 1536, 8/2 heads of 64, 4096 ids"
-    assert describe(read_config(read_raw_config(SHIPPED_TARGET))) == said
+    assert describe(spec_of(SHIPPED_TARGET)) == said
     assert describe(read_config(GEMMA)) == "hidden 32, 2 layers, ffn 48, 4/1 heads of 8, 99 ids"
     assert describe(read_config(MIXED)) == "hidden 32, 2 layers, ffn 48, 2 of 8 experts of 16, 4/1 heads of 8, 99 ids"

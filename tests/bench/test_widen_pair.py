@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from forerun import LLM, SamplingParams
 from forerun.bench.widen import widen_checkpoint
-from forerun.engine.factory import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.named import DATA
 from forerun.models.widening import WideShape
 
 # Heads twice as wide, groups of 4 and 3 split into groups of 3 and 2, a new layer, new ids.

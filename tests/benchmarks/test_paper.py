@@ -172,10 +172,10 @@ def test_files(tmp_path):
 def measured():
     """Every measured table on the shipped pair, from few tokens, with tables counted from the prompts."""
     from benchmarks import paper_alpha
-    from forerun.engine.factory import SHIPPED_DRAFT, load_target
+    from forerun.engine.opened import SHIPPED_DRAFT, Opened
     from forerun.models.loading import load_checkpoint
 
-    target = load_target(EngineConfig.make(target="shipped"))
+    target = Opened.of(EngineConfig.make(target="shipped")).load()
     draft = load_checkpoint(SHIPPED_DRAFT, dtype=target.model.weight_dtype, ops=target.model.ops, with_tokenizer=True)
     drafts = paper_alpha.named_by_size({"model": draft})
     return paper_alpha.measure(target, drafts, None, 300, seed=1), target, draft

@@ -25,7 +25,7 @@ from forerun import ops
 from forerun.bench import widen
 from forerun.blocks import weight_shapes
 from forerun.config import EngineConfig
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.models.widening import WideShape
@@ -320,7 +320,7 @@ def test_forwards_beside_a_real_peer(
 
 def test_a_pass_sees_the_tokens_before_it() -> None:
     """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
-    checkpoint = load_target(EngineConfig(target="shipped", dtype="float32"))
+    checkpoint = Opened.of(EngineConfig(target="shipped", dtype="float32")).load()
     text = text_of(checkpoint, 60)
     own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
     whole = own.forward(text[:1], text[1:], 0).best
@@ -352,7 +352,7 @@ class Dying:
 @pytest.mark.parametrize("num_passes", [0, 12])
 def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
     """At once, or in the middle: what is left is measured, and the reason is kept."""
-    checkpoint = load_target(EngineConfig(target="shipped", dtype="bfloat16"))
+    checkpoint = Opened.of(EngineConfig(target="shipped", dtype="bfloat16")).load()
     own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
     left_out: dict[str, str] = {}
     text = text_of(checkpoint, 40)
@@ -363,7 +363,7 @@ def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
 
 @pytest.mark.parity
 def test_a_real_peer_fails_goes_on_and_dies(tmp_path: Path) -> None:
-    text = text_of(load_target(EngineConfig(target="shipped", dtype="bfloat16")), 40)
+    text = text_of(Opened.of(EngineConfig(target="shipped", dtype="bfloat16")).load(), 40)
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
     peer = PeerProcess("transformers", Path(sys.executable), asked)
     try:

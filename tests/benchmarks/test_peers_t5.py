@@ -17,8 +17,7 @@ from engine.test_encoder_decoders import write_t5
 from forerun.bench.widen import describe
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.models.loading import read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.opened import spec_of
 
 
 @pytest.fixture(scope="module")
@@ -105,5 +104,5 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_layers_of_both_parts_are_described(folder: Path) -> None:
-    spec = read_config(read_raw_config(folder / "draft-a"))
+    spec = spec_of(folder / "draft-a")
     assert describe(spec) == "t5, hidden 32, 1 encoder and 1 decoder layers, 257 ids"

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.random_file import SHAPES, write
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption
-from forerun.models.loading import read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.opened import spec_of
 from ops.native_cases import needs_native
 
 SMALL = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 32, "chosen": 4, "ffn": 64}
@@ -32,7 +31,7 @@ def test_a_small_file_runs_and_unlike_tokens_choose_unlike_experts(tmp_path: Pat
 def test_the_published_sizes_are_those_of_the_models(tmp_path: Path) -> None:
     """A whole layer takes too long to write: what a small file keeps of them is read, the rest compared."""
     write(tmp_path / "a.gguf", replace(SHAPES["gpt-oss-20b"], **SMALL), 4, "Q8_0", "MXFP4")
-    spec = read_config(read_raw_config(tmp_path / "a.gguf"))
+    spec = spec_of(tmp_path / "a.gguf")
     assert [block.attention.window for block in spec.blocks if block.attention] == [128, None, 128, None]
     assert all(block.attention.sinks for block in spec.blocks if block.attention)
     wide = SHAPES["qwen3-30b-a3b"]

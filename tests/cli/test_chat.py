@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
 from forerun.cli.conversations import Conversations
 from forerun.cli.page import page
 from forerun.config import EngineConfig
-from forerun.engine.factory import usual_fields
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.types import StepReport
 from tiny import write_tiny
@@ -300,7 +300,10 @@ def test_help_says_how_a_conversation_is_drawn(cli: Any) -> None:
 def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -> None:
     def fields(**values: Any) -> dict[str, Any]:
         (folder / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
-        return usual_fields(EngineConfig(target=str(folder)))
+        return usual_fields()
+
+    def usual_fields(**options: Any) -> Mapping[str, Any]:
+        return Opened.of(EngineConfig(target=str(folder), **options)).usual_fields
 
     folder = tmp_path / "model"
     shutil.copytree(talker, folder)
@@ -308,10 +311,10 @@ def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -
     assert fields(repetition_penalty=1.1) == {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     assert fields(temperature=0.6, top_k=20) == {"temperature": 0.6, "top_k": 20}
     assert fields(do_sample=False) == {"temperature": 0.0}
-    assert usual_fields(EngineConfig(target=str(folder), generation_config="none")) == {}
+    assert usual_fields(generation_config="none") == {}
     assert fields(temperature=0.6, typical_p=0.9) == {"temperature": 0.7, "top_p": 0.9}  # the others are logged
     with pytest.raises(UnsupportedModel, match=r"typical_p=0\.9"):
-        usual_fields(EngineConfig(target=str(folder), generation_config="model"))
+        usual_fields(generation_config="model")
     llm = LLM(folder, draft="none")
     assert llm.default_params == SamplingParams(temperature=0.7, top_p=0.9)
     assert llm.params(max_tokens=3, top_p=1.0) == SamplingParams(temperature=0.7, max_tokens=3)

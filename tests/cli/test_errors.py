@@ -177,7 +177,7 @@ def test_any_file_that_cannot_be_used_is_one_sentence(cli: Any, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "weights")
 
-    monkeypatch.setattr("forerun.cli.main._open", refuse)
+    monkeypatch.setattr("forerun.cli.main._loaded", refuse)
     done = cli(*LLAMA)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: 'weights': Permission denied")

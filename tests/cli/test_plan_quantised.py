@@ -15,7 +15,8 @@ from cli.test_plan import needs_native, planned
 from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, Outlines, plan_of, with_room
+from forerun.engine.factory import Outlines, with_room
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption, CapacityError
 from forerun.models.opened import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
@@ -28,6 +29,10 @@ pytestmark = needs_native
 WIDE = Plain("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256).spec
 # What llama.cpp's mixtures have: other types for v and down in some layers, and for the head.
 MIXED = {"v_proj": "Q8_0", "0.mlp.down_proj": "Q5_1", "lm_head": "F16", "embed_tokens": "Q8_0", "1.mlp.up_proj": "BF16"}
+
+
+def outlines_of(config: EngineConfig) -> Outlines:
+    return Outlines.of(Opened.of(config))
 
 
 def weight_bytes(llm: LLM, *, draft: bool = False) -> int:
@@ -159,19 +164,19 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
     """Between the two plans there is memory for int4 and none for bfloat16."""
     dense = EngineConfig.make(target="shipped", draft="none", max_seq_len=64, max_batch_size=1, ops="native")
     rounded = dataclasses.replace(dense, quantization="int4")
-    needed, least = (plan_of(c, Outlines.of(c), "cpu", None).total_bytes for c in (dense, rounded))
+    needed, least = (outlines_of(c).plan(None).total_bytes for c in (dense, rounded))
     assert least < needed - 10**7
     monkeypatch.setattr("forerun.engine.factory.available_bytes", lambda device: (needed + least) // 2)
-    with_room(Outlines.of(rounded))
+    with_room(outlines_of(rounded))
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
-        with_room(Outlines.of(dense))
+        with_room(outlines_of(dense))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
     """Under float32 as well: the rounded weights are packed beside the dense ones, with a cache in bfloat16."""
     config = EngineConfig(target="shipped", draft="self", dtype=dtype, max_seq_len=64)
-    llm, plan = LLM.from_config(config), plan_of(config, Outlines.of(config), "cpu", None)
+    llm, plan = LLM.from_config(config), outlines_of(config).plan(None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
     assert plan.bytes_of("draft weights") == weight_bytes(llm, draft=True)
@@ -181,12 +186,12 @@ def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
 
 def test_layers_that_draft_are_counted_without_weights():
     config = EngineConfig(target="shipped", draft="early_exit:layers=2", max_seq_len=64)
-    found = Outlines.of(config)
-    plan, num_layers = plan_of(config, found, "cpu", None), found.target.config.num_layers
+    found = outlines_of(config)
+    plan, num_layers = found.plan(None), found.opened.num_layers
     assert plan.bytes_of("draft weights") == 0
     assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
 
 
 def test_a_target_that_is_quantised_cannot_be_rounded_again():
     with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
-        _ = Outlines.of(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16")).models
+        _ = outlines_of(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16")).models

@@ -18,6 +18,7 @@ from forerun.drafters.mixed import MixedDrafter
 from forerun.drafters.switch import SwitchDrafter
 from forerun.engine import factory
 from forerun.engine.engine import Engine
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption
 from forerun.registry import parse_list, parse_spec, unwrapped
 from forerun.sampling.random import PhiloxCoins
@@ -58,29 +59,30 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
     with pytest.raises(BadOption, match=words):
         drafters.resolve(spec)
     with pytest.raises(BadOption, match=words):
-        factory.refuse_early(EngineConfig.make(extra_drafts=f"lookup;{spec}"))
+        Opened.of(EngineConfig.make(extra_drafts=f"lookup;{spec}"))
 
 
 def test_models_inside_are_planned_for() -> None:
-    found = factory.Outlines.of(EngineConfig.make(target="shipped", draft="mixed:of=lookup+(cascade:inner=model)"))
+    config = EngineConfig.make(target="shipped", draft="mixed:of=lookup+(cascade:inner=model)")
+    found = factory.Outlines.of(Opened.of(config))
     assert list(found.models) == ["target", "draft", "draft, model 2"]
 
 
 def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     spec = "mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self"
     config = EngineConfig.make(target="shipped", draft=spec, dtype="float32")
-    found = factory.Outlines.of(config)
+    found = factory.Outlines.of(Opened.of(config))
     assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
 
 
 def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> None:
     """Whatever the path is written like, and however they draw; other weights of the same file are others."""
-    path = str(factory.SHIPPED_DRAFT)
+    path = str(SHIPPED_DRAFT)
     same = f"several:of=model+(model:path={path}/.,draft_temperature=0.5)+(self:quantization=int4)"
     options = {"target": "shipped", "max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
     config = EngineConfig.make(draft=same, extra_drafts=f"cascade;self;model:path={path},quantization=int8", **options)
-    plan = factory.plan_of(config, factory.Outlines.of(config), "cpu", None)
+    plan = factory.Outlines.of(Opened.of(config)).plan(None)
     llm = LLM.from_config(config)
     members = llm.engine.drafter.members
     first, second, rounded = (
@@ -143,7 +145,7 @@ def test_lookup_guesses_behind_drafted_tokens_and_keeps_nothing_of_them() -> Non
 
 
 def test_the_passes_of_each_model_are_measured() -> None:
-    shipped = str(factory.SHIPPED_DRAFT)
+    shipped = str(SHIPPED_DRAFT)
     engine = LLM("shipped", draft=f"several:of=model+(model:path={shipped},quantization=int8)", max_seq_len=64).engine
     runners = engine.costs.runners["several"]
     assert len({id(runner) for runner in runners}) == 2

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig
 from forerun.drafters import medusa
-from forerun.engine.factory import load_target
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.runner import Run
 from forerun.ops.torch import TorchModel
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(folder: Path) -> TorchModel:
-    return load_target(EngineConfig(target=str(folder), ops="reference", dtype="float32")).model
+    return Opened.of(EngineConfig(target=str(folder), ops="reference", dtype="float32")).load().model
 
 
 def rows_of(target: TorchModel, ids: list[int], layers: list[int]) -> tuple[Tensor, list[Tensor]]:

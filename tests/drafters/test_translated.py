@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, t
 from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.cli.main import main
-from forerun.config import EngineConfig
 from forerun.drafters import Target, translated
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, target_files
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, VocabularyMismatch
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.saving import save_checkpoint
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.text.tokenizer import Tokenizer
@@ -337,7 +337,7 @@ def test_a_vocabulary_of_words_and_bytes_on_either_side(tmp_path):
 @needs_smollm2
 def test_a_model_that_knows_nothing_of_the_targets_vocabulary(tmp_path):
     """Random weights over the 49,152 tokens of SmolLM2 draft for the shipped target: wrong, and harmless."""
-    files = target_files(EngineConfig(target="smollm2"))
+    files = OpenedCheckpoint.of("smollm2").folder
     config = Plain("llama", 49152, 32, 1, 4, 2, 8, 48, 1e-5, 512, tied=True).spec
     generator = torch.Generator().manual_seed(3)
     weights = {n: torch.randn(s, generator=generator) * 0.1 for n, s in weight_shapes(config).items()}

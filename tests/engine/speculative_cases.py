@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.engine.factory import SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.types import StepReport
 
 Make = Callable[..., LLM]  # an engine on the pair, with these options

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.config import EngineConfig
 from forerun.drafters import BY_MODEL, WITHOUT_MODEL, Target, artifacts, head_files
-from forerun.engine.factory import SHIPPED_TARGET, auto_draft, auto_of
+from forerun.engine.opened import SHIPPED_TARGET, auto_draft
 from forerun.errors import BadOption
 from forerun.models import named
-from forerun.models.loading import Checkpoint, load_checkpoint
-from forerun.models.opened import OpenedCheckpoint
+from forerun.models.loading import load_checkpoint
 from methods import random_eagle
 from tiny import write_tiny
 
@@ -93,16 +91,11 @@ def test_what_cannot_serve_is_replaced_where_nobody_chose_it(
         LLM("tiny-one", draft=head)
 
 
-def test_a_loaded_target_is_what_its_name_or_else_its_folder_says(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    """A GGUF file's small files lie in a folder of the cache, so that the name alone tells."""
-    loaded = load_checkpoint(folder)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_loaded_target_is_what_it_was_opened_as(monkeypatch: pytest.MonkeyPatch, folder: Path, by_name: bool) -> None:
+    """The caller names it when it is loaded; what the environment names is another target."""
     name_it(monkeypatch, folder, "lookup")
-
-    def lying(folder: Path) -> Checkpoint:
-        return replace(loaded, opened=OpenedCheckpoint(folder, folder, loaded.config, loaded.opened.spec))
-
-    assert auto_of(lying(Path("somewhere/else")), EngineConfig(target="tiny-one")) == "lookup"
-    assert auto_of(lying(Path("somewhere/else")), EngineConfig()) == WITHOUT_MODEL
-    assert auto_of(lying(SHIPPED_TARGET), EngineConfig()) == BY_MODEL
+    loaded = load_checkpoint("tiny-one" if by_name else folder)
+    monkeypatch.setenv("FORERUN_TARGET", "shipped")
+    assert LLM(loaded).opened.auto == "lookup"
+    assert LLM(load_checkpoint(SHIPPED_TARGET, dtype="float32")).opened.auto == BY_MODEL

@@ -12,8 +12,9 @@ import torch
 
 from forerun import drafters, registry
 from forerun.config import EngineConfig
-from forerun.engine import factory
+from forerun.engine.opened import Opened, torch_device
 from forerun.errors import BadOption, NotFound
+from forerun.models.opened import OpenedCheckpoint
 from forerun.registry import by_value, peer_values
 from forerun.types import SamplingParams
 
@@ -343,11 +344,13 @@ def test_what_is_off_here_cannot_be_switched_on():
 def test_the_device_is_the_processor_unless_another_is_named(monkeypatch):
     """Models have not been run on CUDA devices yet, so that none is chosen for anybody."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert factory.torch_device("auto").type == factory.device_of(EngineConfig()) == "cpu"
-    assert factory.torch_device("cuda").type == factory.device_of(EngineConfig(device="cuda")) == "cuda"
+    files = OpenedCheckpoint.in_memory(None)
+    auto, cuda = (Opened(EngineConfig(device=device), files) for device in ("auto", "cuda"))
+    assert torch_device("auto").type == auto.device == "cpu"
+    assert torch_device("cuda").type == cuda.device == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadOption, match="torch sees no CUDA device"):
-        factory.torch_device("cuda")
+        torch_device("cuda")
 
 
 def test_a_name_of_another_engine_is_answered_with_ours():

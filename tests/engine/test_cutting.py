@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.engine import cutting, factory
+from forerun.engine import cutting
 from forerun.engine.llm import LLM
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.types import Draft, Extra, Probs, SamplingParams
 
 pytestmark = pytest.mark.once("about drafts that the tests make")
@@ -56,7 +57,7 @@ def test_distributions_are_those_without_the_ids():
 def folder(tmp_path_factory) -> Path:
     """The shipped model with a chat template, which begins messages with a token that counts as special here."""
     made = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(factory.SHIPPED_TARGET, made)
+    shutil.copytree(SHIPPED_TARGET, made)
     (made / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     tokenizer = json.loads((made / "tokenizer.json").read_text(encoding="utf-8"))
     entry = {**tokenizer["added_tokens"][0], "id": tokenizer["model"]["vocab"][MARK], "content": MARK}

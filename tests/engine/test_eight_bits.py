@@ -16,7 +16,7 @@ from forerun.blocks import CacheShape
 from forerun.certify.pair import Plain
 from forerun.cli.main import app
 from forerun.drafters import Target
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.ops import kept_dtype
 from ops.native_cases import runs_native

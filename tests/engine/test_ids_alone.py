@@ -12,7 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.bench import latency
 from forerun.cli.main import app
 from forerun.config import EngineConfig
-from forerun.engine.factory import refuse_without_text
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
@@ -62,7 +62,7 @@ def test_texts_are_refused_with_a_way_out(target: Path) -> None:
         lambda: next(iter(llm.stream("a text"))),
         lambda: llm.tokenizer,
         lambda: load_checkpoint(target, with_tokenizer=True).text_tokenizer,
-        lambda: refuse_without_text(EngineConfig.make(target=target)),
+        lambda: Opened.of(EngineConfig.make(target=target)).text_tokenizer(),
     ):
         with pytest.raises(NotFound, match=NO_TEXT):
             ask()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from forerun import LLM, BadOption, CapacityError, SamplingParams
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 from forerun.types import Sequence

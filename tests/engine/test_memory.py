@@ -29,6 +29,7 @@ from forerun.blocks import Block, Spec, resized
 from forerun.config import EngineConfig
 from forerun.drafters import Needs, lookup, model
 from forerun.engine.factory import Outlines
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
@@ -224,7 +225,7 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
 
 def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def num_taps(draft: str, extra: str | None = None) -> int:
-        return Outlines.of(EngineConfig(draft=draft, extra_drafts=extra)).num_taps
+        return Outlines.of(Opened.of(EngineConfig(draft=draft, extra_drafts=extra))).num_taps
 
     monkeypatch.setattr(model, "needs", lambda options, target: Needs((0, target.num_layers)))
     monkeypatch.setattr(lookup, "needs", lambda options, target: Needs((0, 1)), raising=False)
@@ -365,9 +366,8 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 CHILD = """
 import ctypes, gc, json, os, sys
 from forerun import LLM, SamplingParams
-from forerun.engine.factory import Outlines, plan_of
-from forerun.models.loading import small_files
-from forerun.text.tokenizer import Tokenizer
+from forerun.engine.factory import Outlines
+from forerun.models.opened import OpenedCheckpoint
 
 def status(key):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
@@ -388,14 +388,14 @@ def measure(max_seq_len, small, **options):
     code = {name: options[name] for name in ("ops", "dtype")}
     _ = run(150, target=small, draft=small, **code)  # touches code that would count as memory of the model
     without = trimmed()
-    tokenizer = Tokenizer.load(small_files(options["target"]))
+    tokenizer = OpenedCheckpoint.of(options["target"]).tokenizer
     before = trimmed()
     before += before - without  # the engine's own tokenizer, which the plan does not count
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
     llm, num_drafted = run(max_seq_len - 40, max_seq_len=max_seq_len, prefill_chunk_tokens=256, **options)
     peak = status("VmHWM") - before
-    plan = plan_of(llm.config, Outlines.of(llm.config), "cpu", None)
+    plan = Outlines.of(llm.opened).plan(None)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}
 

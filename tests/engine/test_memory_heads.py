@@ -17,7 +17,8 @@ from forerun import LLM
 from forerun.blocks import resized
 from forerun.config import EngineConfig
 from forerun.drafters import artifacts, dflash_model, eagle_model, head_files, hydra
-from forerun.engine.factory import Outlines, device_of, plan_of
+from forerun.engine.factory import Outlines
+from forerun.engine.opened import Opened
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import config_to_dict, write_json
@@ -128,7 +129,7 @@ def real_bytes(llm: LLM) -> int:
 
 
 def planned(config: EngineConfig) -> dict[str, int]:
-    return bytes_by_name(plan_of(config, Outlines.of(config), device_of(config), None))
+    return bytes_by_name(Outlines.of(Opened.of(config)).plan(None))
 
 
 def weights_of(parts: Mapping[str, int], method: str) -> int:

@@ -16,7 +16,7 @@ import torch
 from engine.speculative_cases import PROMPTS, continuous_batching, e2e, greedy_parity
 from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
 from forerun.config import EngineConfig
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs

@@ -10,6 +10,7 @@ from forerun import LLM, BadOption, EngineConfig
 from forerun.drafters import Known, wanted
 from forerun.engine import factory
 from forerun.engine.factory import usable_drafts
+from forerun.engine.opened import Opened
 from forerun.registry import names
 
 pytestmark = pytest.mark.once("about what can be built, not about drafts")
@@ -19,7 +20,7 @@ CONFIG = EngineConfig(target="shipped", max_batch_size=2, max_seq_len=256)
 
 def test_all_of_them_can_be_had() -> None:
     """Of the shipped model: an engine starts with all; each of the others is named already, or refused."""
-    found = usable_drafts(CONFIG)
+    found = usable_drafts(Opened.of(CONFIG))
     llm = LLM.from_config(replace(CONFIG, extra_drafts=";".join(found)))
     assert set(llm.drafters) == {"model", *found}
     refused = set(names("forerun.drafters")) - {"model", *found}
@@ -30,9 +31,9 @@ def test_all_of_them_can_be_had() -> None:
 
 
 def test_without_memory_they_have_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = usable_drafts(CONFIG)
+    everything = usable_drafts(Opened.of(CONFIG))
     monkeypatch.setattr(factory, "available_bytes", lambda device: 1)
-    left = usable_drafts(CONFIG)
+    left = usable_drafts(Opened.of(CONFIG))
     assert {"lookup", "suffix", "recycle"} <= set(left) < set(everything)
     shape = Known(num_layers=4, vocab_size=100, hidden_size=16)
     assert not any(own.needs.has_model for method in left for own in wanted(method, shape))

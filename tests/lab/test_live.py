@@ -16,6 +16,7 @@ import pytest
 from forerun import LLM, SamplingParams, verify
 from forerun.config import EngineConfig
 from forerun.engine.factory import usable_drafts
+from forerun.engine.opened import Opened
 from forerun.engine.request import Request
 from forerun.lab import live
 from forerun.lab.watching import COUNTS, PER_POSITION, RATES, coins_of
@@ -193,7 +194,7 @@ def test_the_menu_is_what_the_engine_has(llm: LLM, url: str) -> None:
 def test_the_command_offers_every_drafter_that_can_be_had() -> None:
     with serving(command="lab") as running:
         offered = [one["name"] for one in running.http.get("/lab/api/live").json()["drafters"]]
-        assert set(offered) == {"model", *usable_drafts(EngineConfig(target="shipped"))}
+        assert set(offered) == {"model", *usable_drafts(Opened.of(EngineConfig(target="shipped")))}
         assert offered[0] == "model"
         assert running.terminate() == 0
 

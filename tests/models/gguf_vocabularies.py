@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.factory import DATA
 from forerun.models.gguf.cuttings import CUTTINGS
+from forerun.models.named import DATA
 from forerun.text.tokenizer import BYTES
 
 RECORDED = Path(__file__).with_name("gguf_tokens.npz")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,35 +110,43 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
 
 MOVES = """
 import sys
-from forerun.engine import llm
+from forerun import LLM
+from forerun.engine.opened import Opened
 from forerun.models import hub
 hub.LISTING_KEPT_S = 0.0
-load = llm.load_target
-def load_when_told(config, **options):
+load = Opened.load
+def load_when_told(opened):
     print("small files are read", flush=True)
     sys.stdin.readline()
-    return load(config, **options)
-llm.load_target = load_when_told
-opened = llm.LLM("org/target", draft="none")
-print(opened.checkpoint.folder.name, opened.tokenizer.folder.name, opened.tokenizer.id_to_token[0])
+    return load(opened)
+Opened.load = load_when_told
+llm = LLM("org/target", draft="none")
+print(llm.checkpoint.folder.name, llm.tokenizer.folder.name, llm.tokenizer.id_to_token[0])
+Opened.load = load
+texts = [one.generate([[5, 6]], one.params(temperature=0)) for one in (llm, LLM(sys.argv[1], draft="none"))]
+print(texts[0][0].token_ids == texts[1][0].token_ids)
 """
 
 
-def test_a_branch_that_moves_gives_one_commit_or_the_other(
-    hub: HubServer, client: Client, tiny: dict[str, bytes], stranger: dict[str, bytes]
+def test_a_branch_that_moves_gives_the_weights_of_the_small_files(
+    hub: HubServer, client: Client, tiny: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Not the tokenizer of one with the weights of the other."""
-    hub.publish("org/target", tiny)
+    """Not the tokenizer of one commit with the weights of another."""
+    for name, data in tiny.items():
+        (tmp_path / name).write_bytes(data)
+    moved = write_tiny(tmp_path / "moved", seed=1, end_token="</s>")
+    commit = hub.publish("org/target", tiny)
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", MOVES]
+    command = [sys.executable, "-c", MOVES, str(tmp_path)]
     with processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
         assert run.stdout is not None
         assert run.stdin is not None
         assert run.stdout.readline() == "small files are read\n"
-        commit = hub.publish("org/target", stranger)
+        hub.publish("org/target", {path.name: path.read_bytes() for path in moved.iterdir()})
         run.stdin.write("\n")
         run.stdin.flush()
-        assert run.stdout.readline().split() == [commit, commit, "</s>"]
+        assert run.stdout.readline().split() == [commit, commit, "<|end|>"]
+        assert run.stdout.readline() == "True\n"
 
 
 LATE = """

@@ -10,13 +10,12 @@ import huggingface_hub
 import pytest
 
 from forerun import drafters
-from forerun.engine.factory import SHIPPED_TARGET, is_shipped
+from forerun.engine.opened import SHIPPED_TARGET, is_shipped
 from forerun.errors import BadOption, NotFound
 from forerun.models import named
 from forerun.models.families import model_types
 from forerun.models.hub import is_hub_id, locate
-from forerun.models.loading import read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.opened import spec_of
 from forerun.registry import names
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +117,7 @@ def test_the_list_says_what_is_true() -> None:
         assert model.smaller is None or model.smaller in named.named_models()
         assert model.folder or model.repository
     shipped = named.named_models()["shipped"]
-    assert shipped.parameters == read_config(read_raw_config(SHIPPED_TARGET)).num_weights
+    assert shipped.parameters == spec_of(SHIPPED_TARGET).num_weights
 
 
 @pytest.mark.usefixtures("without_wheel")

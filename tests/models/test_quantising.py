@@ -15,7 +15,7 @@ from forerun import LLM, SamplingParams, ops
 from forerun.blocks import Plain, resized, weight_shapes
 from forerun.cli.main import main
 from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint

@@ -22,8 +22,9 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
-from forerun.engine.factory import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.named import DATA
 from forerun.models.runner import Run, Runner, Scores
 from forerun.ops.reference import ReferenceOps
 from forerun.sampling import probs

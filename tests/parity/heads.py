@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun.config import EngineConfig
-from forerun.engine.factory import load_target
+from forerun.engine.opened import Opened
 from forerun.train import head as training
 from forerun.train.config import HeadConfig
 from train.written import write, writer_of
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"steps": 12, "tokens_per_step": 512, "seq_len_tokens": 
 def learned(root: Path) -> dict[str, Mapping[str, Any]]:
     """By method, the options that name a head of the shipped target in this folder."""
     write(writer_of("shipped"), root / "samples", 6000)
-    checkpoint = load_target(EngineConfig(target="shipped"))
+    checkpoint = Opened.of(EngineConfig(target="shipped")).load()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "FIT_TOKENS", 8192)
         for method, options in METHODS.items():

@@ -16,7 +16,7 @@ import torch
 
 from forerun import native
 from forerun.bench.widen import SHAPES, widen_checkpoint
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps

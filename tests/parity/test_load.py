@@ -12,7 +12,7 @@ import pytest
 
 from engine.load import caches, check, engine_with, mixed
 from forerun import LLM, SamplingParams
-from forerun.engine.factory import SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_TARGET
 from ops.native_cases import needs_native
 from support import random_decoder
 

@@ -15,7 +15,7 @@ import pytest
 
 from forerun import LLM, SamplingParams, drafters, registry
 from forerun.certify.ties import best_two, measured_tau
-from forerun.engine.factory import DATA
+from forerun.models.named import DATA
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from parity.bitwise import Models

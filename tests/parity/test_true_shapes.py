@@ -10,9 +10,9 @@ import pytest
 from engine.speculative_cases import continuous_batching, e2e, greedy_parity
 from forerun import LLM
 from forerun.bench.widen import shape_named, write_widened
-from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
-from forerun.models.opened import read_config
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.opened import spec_of
 
 pytestmark = pytest.mark.parity
 
@@ -22,7 +22,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
     folder = tmp_path_factory.mktemp("true shapes")
     loaded = []
     for source, shape in ((SHIPPED_TARGET, "llama-3.2-3b"), (SHIPPED_DRAFT, "llama-3.2-1b")):
-        config = read_config(read_raw_config(source))
+        config = spec_of(source)
         write_widened(source, folder / shape, shape_named(shape, config))
         loaded.append(load_checkpoint(folder / shape, dtype="bfloat16", with_tokenizer=True))
         for file in (folder / shape).glob("*.safetensors"):

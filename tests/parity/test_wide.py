@@ -19,8 +19,9 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.bench.widen import SHAPES, num_parameters, write_widened
-from forerun.engine.factory import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
+from forerun.models.named import DATA
 from forerun.models.runner import Run
 from forerun.sampling import probs
 

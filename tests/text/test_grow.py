@@ -12,8 +12,9 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import models, pre_tokenizers
 
-from forerun.engine.factory import DATA, SHIPPED_TARGET
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.errors import UnsupportedModel
+from forerun.models.named import DATA
 from forerun.text.grow import grow
 from forerun.text.tokenizer import Tokenizer
 

@@ -11,9 +11,8 @@ from drafters.requests import drafted, request
 from forerun import drafters
 from forerun.cli.main import main
 from forerun.cli.train import app
-from forerun.config import EngineConfig
 from forerun.drafters import Target
-from forerun.engine.factory import target_files
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.text.tokenizer import Tokenizer
 from house.enumeration import TARGET
 
@@ -31,7 +30,7 @@ def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     out = tmp_path / "store"
     done = CliRunner().invoke(app, [*STORE, str(tmp_path / "text.py"), "--out", str(out), "--quiet"])
     assert done.exit_code == 0, done.output
-    tokenizer = Tokenizer.load(target_files(EngineConfig.make(target="shipped")))
+    tokenizer = Tokenizer.load(SHIPPED_TARGET)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert done.output.startswith(f"{len(ids) + 1} tokens, ")
     assert " s\n" in done.output

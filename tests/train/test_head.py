@@ -21,7 +21,7 @@ from forerun.blocks import resized
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.drafters import head_files
-from forerun.engine.factory import load_target
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.opened import read_config
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Checkpoint:
-    return load_target(EngineConfig(target=str(folder), ops="reference"))
+    return Opened.of(EngineConfig(target=str(folder), ops="reference")).load()
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def test_heads_that_a_run_cannot_go_on_from(
         change["init_from"] = str(published)
     if change["init_from"] == "other weights":
         change["init_from"] = str(trained)
-        checkpoint = load_target(EngineConfig(target=str(write_tiny(tmp_path / "other", seed=1)), ops="reference"))
+        checkpoint = Opened.of(EngineConfig(target=str(write_tiny(tmp_path / "other", seed=1)), ops="reference")).load()
     with pytest.raises((BadOption, NotFound), match=said):
         training.prepare(tiny(**change, features=tmp_path / "features"), checkpoint)
     assert not (tmp_path / "features").exists(), "refused before hidden states are stored"
@@ -444,7 +444,9 @@ def test_wrong_files_are_refused(
 
 
 def test_samples_of_another_target_are_refused(tiny: Make, tmp_path: Path) -> None:
-    other = load_target(EngineConfig(target=str(write_tiny(tmp_path / "other", end_token="<|stop|>")), ops="reference"))
+    other = Opened.of(
+        EngineConfig(target=str(write_tiny(tmp_path / "other", end_token="<|stop|>")), ops="reference")
+    ).load()
     with pytest.raises(BadOption, match="another tokenizer"):
         training.prepare(tiny(), other)
 
@@ -528,7 +530,7 @@ def test_what_a_user_should_know_of_the_samples_is_said(
     assert said == []
     num = len(read_samples(config.samples).samples)
     assert stored == [(i, num) for i in range(1, num + 1)]
-    other = load_target(EngineConfig(target=str(folder), ops="reference"))
+    other = Opened.of(EngineConfig(target=str(folder), ops="reference")).load()
     other.model.weights[f"model.layers.{other.model.config.num_layers // 2}.self_attn.v_proj.weight"][0, 0] += 1
     training.prepare(tiny(), other, warn=said.append)
     assert len(said) == 1

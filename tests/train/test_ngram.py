@@ -66,7 +66,7 @@ def test_the_drafters_read_the_file_and_change_no_output(fitted: Path, draft: st
 def test_a_broken_file_is_refused_before_any_weight_is_read(
     fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.engine.llm.load_target", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("forerun.engine.opened.Opened.load", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "cut").write_bytes(fitted.read_bytes()[:-10])
     with pytest.raises(UnsupportedModel, match="cut"):
         LLM("shipped", draft=f"bigram:path={tmp_path / 'cut'}")

@@ -29,10 +29,18 @@ from forerun.bench.results import (
     print_tables,
     record_of,
 )
-from forerun.bench.widen import PROMPTS, describe, draft_options, load_widened, load_widened_draft, num_parameters
+from forerun.bench.widen import (
+    PROMPTS,
+    describe,
+    draft_options,
+    load_widened,
+    load_widened_draft,
+    measured_target,
+    num_parameters,
+)
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.factory import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.llm import LLM
+from forerun.engine.opened import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.prompts import Prompt
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
@@ -93,7 +101,7 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     if plan.draft_shape != "none":
         for name in _models(config, plan):
             draft_options(name)
-    checkpoint = load_widened(config, plan.shape, console)
+    checkpoint = load_widened(measured_target(config, plan.shape), plan.shape, console)
     llms = engines(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
@@ -189,8 +197,8 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     """A draft model without options of its own is loaded here, for all lengths; anything else stays as it is named."""
     if isinstance(draft, Checkpoint):
         return draft
-    shipped, model = is_shipped(target.folder), target.model
-    method, options = drafters.resolve(draft, auto_draft(target.folder))
+    shipped, model = is_shipped(target.opened.path), target.model
+    method, options = drafters.resolve(draft, auto_draft(target.opened.asked))
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft

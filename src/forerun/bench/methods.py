@@ -24,11 +24,11 @@ from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of
-from forerun.bench.widen import load_widened
+from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
+from forerun.engine.opened import is_shipped
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
@@ -93,7 +93,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
         verify.find(acceptance)
     for spec in plan.pacings:
         pacing.make(spec, config.spec_length)
-    checkpoint = load_widened(config, plan.shape, console)
+    checkpoint = load_widened(measured_target(config, plan.shape), plan.shape, console)
     llms, ways, left_out = _build(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
@@ -221,7 +221,7 @@ def _same(ways: Seq[Way]) -> str:
 def _title(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
     """The model and the machine, in two lines."""
     model, widened = checkpoint.model, "" if shape == "none" else f" widened to {shape}"
-    name = "shipped model" if is_shipped(checkpoint.folder) else checkpoint.name
+    name = "shipped model" if is_shipped(checkpoint.opened.path) else checkpoint.name
     processor, threads = native.processor_name() or platform.machine(), _counted(model.ops.num_threads, "thread")
     return (
         f"{name}{widened}, {model.precision}: speed-up over plain decoding\n{processor}, {threads}, memory at "

@@ -40,7 +40,6 @@ from forerun.bench.tune_results import (
 )
 from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped
 from forerun.text.terminal import make_console
 
 PROBE_SHARE = 0.35  # of the time, for step 1
@@ -60,15 +59,16 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
     Raises UserError for what cannot be measured, InternalError where a drafter fails.
     """
     console = make_console()
-    config = measured_target(config, plan.shape)
+    opened = measured_target(config, plan.shape)
+    config = opened.config
     check_picture(plan.picture)
-    candidates = candidates_of(config, plan)
-    checkpoint = load_widened(config, plan.shape, console)
+    candidates = candidates_of(opened, plan)
+    checkpoint = load_widened(opened, plan.shape, console)
     bench = TuningEngine.of(checkpoint, config, plan, candidates, console)
     found = tuned(bench, console)
     print_found(found, console)
     if plan.picture is not None:
-        draw(found, plan.picture, "shipped model" if is_shipped(checkpoint.folder) else checkpoint.name)
+        draw(found, plan.picture, "shipped model" if opened.is_shipped else checkpoint.name)
         console.print(f"{plan.picture}: speed-up by draft length, predicted and measured")
     options = config_of(found.chosen, config, plan.concurrency)
     if plan.out is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 
-from forerun import drafters, pacing
+from forerun import pacing
 from forerun.bench.latency import read_prompts, run_together
 from forerun.bench.methods import chats, conversation_ids, read_work
 from forerun.bench.plans import MethodsPlan, Prompt, TunePlan
@@ -16,8 +16,9 @@ from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import PLAIN, Way
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import auto_draft, auto_of, is_shipped, refuse_early
+from forerun.engine.factory import Outlines, refuse_early
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened, is_shipped
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
@@ -35,24 +36,27 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes that 
 CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for these
 
 
-def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
+def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
     """The specs of the drafters that are considered. Raises UserError for one that was named and cannot serve."""
     if plan.only and not plan.drafts:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
+
+    def alone(spec: str) -> Outlines:
+        return refuse_early(opened.under(replace(opened.config, draft=spec, extra_drafts=None)))
+
     given = list[str]()
     for spec in plan.drafts:
-        method, options = drafters.resolve(spec, auto_draft(config.target))
-        refuse_early(replace(config, draft=spec, extra_drafts=None))
+        method, options = opened.resolve(spec)
+        alone(spec)
         given.append(spec)
         if method == "model" and options.path is not None and options == type(options)(path=options.path):
             given.append(f"tree:of=(model:path={options.path})")
-    usual = () if plan.only else SHIPPED if is_shipped(config.target) else USUAL
+    usual = () if plan.only else SHIPPED if opened.is_shipped else USUAL
     found = dict.fromkeys(spec for spec in given if spec != PLAIN)
-    refuse_early(replace(config, draft=PLAIN, extra_drafts=None))
+    alone(PLAIN)
     for spec in usual:
         try:
-            alone = replace(config, draft=spec, extra_drafts=None)
-            _ = refuse_early(alone).models
+            _ = alone(spec).models
         except UserError:
             continue
         found[spec] = None
@@ -159,10 +163,8 @@ class TuningEngine:
 
     def runs_model(self, spec: str) -> bool:
         """Whether a drafter runs a model of its own, or one of those that it is made of does."""
-        shape = self.llm.checkpoint.model.config
-        known = drafters.Known(shape.num_layers, shape.vocab_size, shape.hidden_size)
-        wanted = drafters.wanted(spec, known, auto_of(self.llm.checkpoint, self.llm.config))
-        return any(own.needs.has_model for own in wanted)
+        opened = self.llm.opened
+        return Outlines.of(opened.under(replace(opened.config, draft=spec, extra_drafts=None))).has_models
 
 
 def _short(params: SamplingParams) -> SamplingParams:
@@ -197,7 +199,7 @@ def _own_prompts(config: EngineConfig) -> list[Prompt]:
 
 def _ids(llm: LLM, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        if is_shipped(llm.checkpoint.folder) or not chats(llm):
+        if llm.opened.is_shipped or not chats(llm):
             return llm.tokenizer.encode(prompt)
         return llm.apply_chat_template([{"role": "user", "content": prompt}])
     if prompt and isinstance(prompt[0], dict):

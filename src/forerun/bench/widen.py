@@ -25,10 +25,11 @@ from forerun.blocks import Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
-from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops, target_of
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, shown
 from forerun.models import named
-from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes, read_raw_config
+from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import Source, Stored
@@ -48,7 +49,7 @@ SHAPES = {
     "llama-3.2-1b": WideShape(2048, 16, 32, 8, 8192, head_dim=64, vocab_size=128256),
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }
-PROMPTS = DATA / "prompts.jsonl"
+PROMPTS = named.DATA / "prompts.jsonl"
 SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two of them are in memory beside the model
 
 
@@ -126,15 +127,15 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     target = Path(folder_out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadOption(f"the output folder {target} exists and is not empty: name a new one")
-    dtype = _stored_dtype(folder_in)
-    checkpoint = load_checkpoint(folder_in, dtype=dtype)
+    opened = OpenedCheckpoint.of(folder_in, with_tokenizer=False)
+    checkpoint = load_checkpoint(opened, dtype=opened.stored_dtype)
     tokenizer = _grown_tokenizer(checkpoint, shape)
     config, weights = widen(checkpoint.model.config, checkpoint.tensors, shape)
     save_checkpoint(
         target,
         config,
         weights,
-        dtype,
+        opened.stored_dtype,
         end_ids=checkpoint.end_ids,
         bos_id=checkpoint.config.get("bos_token_id"),
         tokenizer_folder=checkpoint.folder,
@@ -190,13 +191,6 @@ def _grown_tokenizer(checkpoint: Checkpoint, shape: WideShape) -> str | None:
     return grow(file.read_text(encoding="utf-8"), shape.vocab_size, first_id=have)
 
 
-def _stored_dtype(folder: str | Path) -> torch.dtype:
-    """Return the type that config.json names, float32 where it names none."""
-    raw = read_raw_config(folder)
-    dtype = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
 # ------------------------------------------------------------------------------------------ sizes of widened models
 
 
@@ -224,21 +218,19 @@ def describe(spec: Spec) -> str:
     return ", ".join([*said, f"{spec.vocab_size} ids"])
 
 
-def measured_target(config: EngineConfig, shape: str) -> EngineConfig:
-    """Name the model of a measurement: where none is named, the default; or the shipped one, if it is to be widened."""
-    return dataclasses.replace(config, target=target_of(config) if shape == "none" else config.target or named.PAIR)
+def measured_target(config: EngineConfig, shape: str) -> Opened:
+    """Open the model of a measurement: where none is named, the default; or the shipped one, if it is to be widened."""
+    return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 
 
-def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
+def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
     """Load the target in the wanted shape, and print a line that says what it is and how long that took."""
-    start, note = time.perf_counter(), ""
-    config = measured_target(config, shape)
+    start, note, config = time.perf_counter(), "", opened.config
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
-            checkpoint = load_target(config)
+            checkpoint = opened.load()
         else:
-            small = load_unpacked(config)
-            ops = make_ops(config, small.model.config)
+            small, ops = _load_unpacked(opened), opened.operators
             status.update("widening the target ...")
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"
@@ -249,6 +241,16 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
         f"ready in {time.perf_counter() - start:.1f} s"
     )
     return checkpoint
+
+
+def _load_unpacked(opened: Opened) -> Checkpoint:
+    """Load the target with weights that can be read, for a caller that makes another model of them.
+
+    They have the type that `Opened.load` gives them. They are not quantised: the other model will be.
+    """
+    if not opened.operators.packs:
+        return opened.under(dataclasses.replace(opened.config, quantization=None)).load()
+    return load_checkpoint(opened.files, dtype=opened.dtype, with_tokenizer=True, max_seq_len=opened.config.max_seq_len)
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:

@@ -113,12 +113,11 @@ def widen(
 
     from forerun.bench import widen as bench
     from forerun.models.hub import locate
-    from forerun.models.loading import read_raw_config
-    from forerun.models.opened import read_config
+    from forerun.models.opened import spec_of
     from forerun.text.terminal import visible
 
     folder = locate(source)
-    small = read_config(read_raw_config(folder))
+    small = spec_of(folder)
     wide = dataclasses.replace(bench.shape_named(shape, small), **sizes)
     of = None if head is None else bench.head_to_widen(head, wide, small.vocab_size)
     config = bench.write_widened(folder, out, wide)

@@ -19,9 +19,8 @@ from forerun import verify
 from forerun.cli.conversations import Conversations, default_folder
 from forerun.cli.tool_file import ToolFile
 from forerun.cli.words import counted, drafting, drawing, ending, lossy, model_name, note, percent, precision
-from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
@@ -424,26 +423,25 @@ def _one_interrupt() -> Iterator[_Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-def open_models(config: EngineConfig) -> LLM:
-    """Load the LLM of a chat, for one sequence at a time, with a spinner on a terminal's standard error.
+def load_models(opened: Opened) -> LLM:
+    """Load the LLM of a chat, with a spinner on a terminal's standard error.
 
     A checkpoint without a chat template is refused before its weights are fetched.
     """
-    config = dataclasses.replace(config, max_batch_size=1)
-    refuse_without_template(config)
-    fetches = any(name is not None and is_hub_id(name) for name in (config.target, config.draft))
+    _ = opened.chat_template
+    fetches = opened.files.is_of_hub or is_hub_id(opened.config.draft)
     # Downloads have progress bars of their own, and a spinner on the same line would make them scroll.
     with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):
-        llm = LLM.from_config(config)
+        llm = LLM.from_opened(opened)
     spare_what_is_loaded()
     return llm
 
 
-def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:
+def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
     """Return the parameters of an answer, which ends where the model ends it, unless the user set a limit."""
     if is_limited:
         return params
-    return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if is_shipped(config.target) else None)
+    return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if opened.is_shipped else None)
 
 
 def banner(llm: LLM, params: SamplingParams) -> str:
@@ -477,7 +475,7 @@ def run(
     chat.llm.apply_chat_template(opening, **({} if tools is None else {"tools": tools.schemas}))  # refuse before it
     if terminal:
         note(banner(llm, params))
-        if is_shipped(llm.checkpoint.folder):
+        if llm.opened.is_shipped:
             note(SHIPPED_NOTE)
         if tools is not None:
             note(f"The model may call {', '.join(tools.names)}; you are asked before each call.")

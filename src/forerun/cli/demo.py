@@ -24,8 +24,8 @@ from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
 from forerun.cli.words import percent
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened, is_shipped
 from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound, UserError
 from forerun.models.hub import locate
@@ -122,11 +122,12 @@ def run(
     if is_pair:
         config = of_pair(config)
     shape = shape or ("demo" if is_shipped(config.target) else "none")
-    config = measured_target(config, shape)
-    scenes = _work(config) if is_pair and prompt is None else _scenes(config, prompt)
+    opened = measured_target(config, shape)
+    config = opened.config
+    scenes = _work(opened) if is_pair and prompt is None else _scenes(opened, prompt)
     if (shown := find(config.target)) is not None:
         console.print(f"{shown.name}: {shown.about}", style="bold")
-    checkpoint = load_widened(config, shape, console)
+    checkpoint = load_widened(opened, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
     plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
     if is_pair:
@@ -196,20 +197,20 @@ def _how_to_get_pair() -> str:
     )
 
 
-def _work(config: EngineConfig) -> list[Scene]:
+def _work(opened: Opened) -> list[Scene]:
     """The first prompt of one message of each kind that is shown. Raises NotFound for a model that does not chat."""
-    refuse_without_template(config)
+    _ = opened.chat_template
     prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=8))  # more than one: some are talks
     single = {prompt.kind: prompt for prompt in reversed(prompts) if len(prompt.messages) == 1}
     return [Scene(title, single[kind].messages[0]["content"], is_chat=True) for kind, title in PAIR_KINDS.items()]
 
 
-def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
+def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
     """What is shown: of a chat model an edit and a question, of others a text that they continue, or the user's own."""
-    is_chat = not is_shipped(config.target)
+    is_chat = not opened.is_shipped
     try:
         if is_chat:
-            refuse_without_template(config)
+            _ = opened.chat_template
     except NotFound:
         is_chat = False
     if prompt is not None:

@@ -168,10 +168,9 @@ def _card() -> Card | None:
 def computed(name: str) -> Computed:
     """Ask which operators would compute a model on the CPU, by its config.json. Raises UserError where none do."""
     from forerun import ops
-    from forerun.models.loading import read_raw_config
-    from forerun.models.opened import read_config
+    from forerun.models.opened import spec_of
 
-    spec = read_config(read_raw_config(name))
+    spec = spec_of(name)
     backend = ops.resolve("auto", "cpu", spec)
     return Computed(name, backend, dict(ops.faster(backend, "cpu", spec)))
 

@@ -39,12 +39,12 @@ from forerun.cli.signatures import Given
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
-from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, UserError
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.engine.opened import Opened
     from forerun.engine.request import Chunk, RequestOutput
 
 ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
@@ -143,17 +143,18 @@ def generate(
         refuse_a_model(prompts)
     with _without_collections():
         config = flags.engine_config(engine)
-        from forerun.engine.factory import usual_fields
+        from forerun.engine.opened import Opened
 
-        params = flags.sampling_params(sampling, usual_fields(config))
+        opened = Opened.of(config)
+        params = flags.sampling_params(sampling, opened.usual_fields)
         requests = read_requests(prompts or [], prompt_file, params)
         for name in ("logprobs", "prompt_logprobs"):
             if not as_json and any(getattr(params, name) is not None for _, params in requests):
                 raise BadOption(f"{name} are printed with --json only: add it")
         if rounds and any(params.searches for _, params in requests):
             raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
-        requests = _with_messages(requests, config, chat)
-        llm = _open(config)
+        requests = _with_messages(requests, opened, chat)
+        llm = _loaded(opened)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     if as_json:
         _print_json(llm, encoded)
@@ -177,22 +178,20 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bool | None) -> list[flags.Request]:
+def _with_messages(requests: list[flags.Request], opened: Opened, chat: bool | None) -> list[flags.Request]:
     """The requests with texts as messages of a user, where the model answers texts; see CHAT_HELP.
 
     Raises NotFound where a template is needed and there is none, before any weight is fetched.
     """
-    from forerun.engine.factory import answers_texts, refuse_without_template, refuse_without_text, target_files
-
     has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
     if has_texts:
-        refuse_without_text(engine)
+        opened.text_tokenizer()
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
-        refuse_without_template(engine)
-    if not has_texts or chat is False or (chat is None and not answers_texts(target_files(engine), engine)):
+        _ = opened.chat_template
+    if not has_texts or chat is False or (chat is None and not opened.answers_texts):
         return requests
     try:
-        refuse_without_template(engine)
+        _ = opened.chat_template
     except UserError as error:
         raise type(error)(f"{error}, or give --raw: the text is then continued as it is") from error
     return [
@@ -215,11 +214,11 @@ def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
         raise type(error)(f"request {number}: {error}") from error
 
 
-def _open(config: Any) -> LLM:
+def _loaded(opened: Opened) -> LLM:
     from forerun.engine.llm import LLM
     from forerun.memory.machine import spare_what_is_loaded
 
-    llm = LLM.from_config(config)
+    llm = LLM.from_opened(opened)
     spare_what_is_loaded()
     return llm
 
@@ -388,17 +387,18 @@ def chat(
     config = flags.engine_config({**engine, "target": target})
     from forerun.cli import chat as session, conversations
     from forerun.cli.tool_file import ToolFile
-    from forerun.engine.factory import usual_fields
+    from forerun.engine.opened import Opened
 
     if goes_on and config.kv_disk is None:
         raise BadOption("--continue needs --kv-disk: without it no conversation is kept")
     if goes_on and conversations.Conversations(conversations.default_folder()).last() is None:
         raise BadOption(session.NONE_KEPT)
     found = None if tools is None else ToolFile(tools)  # before a model is loaded
-    fields = usual_fields(config)
+    opened = Opened.of(dataclasses.replace(config, max_batch_size=1))
+    fields = opened.usual_fields
     is_limited = "max_tokens" in fields or max_tokens is not None
-    params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, config)
-    llm = session.open_models(config)
+    params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, opened)
+    llm = session.load_models(opened)
     session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=found, goes_on=goes_on)
 
 

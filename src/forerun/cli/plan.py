@@ -22,7 +22,9 @@ from forerun.errors import BadOption, shown
 from forerun.models.named import PAIR
 
 if TYPE_CHECKING:
+    from forerun.blocks import Spec
     from forerun.engine.factory import Outlines
+    from forerun.engine.opened import Opened
     from forerun.memory.plan import MemoryPlan
     from forerun.models.outline import Outline
     from forerun.ops.memory import MemoryPart
@@ -59,21 +61,19 @@ def plan(
     config = flags.engine_config(engine)
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
-    from forerun.engine.factory import refuse_drafters
-
     models = Models.of(config, shape, draft_shape)
-    unchecked = refuse_drafters(models.outlines)
-    config, made = models.plan(config, None if memory is None else parse_bytes(memory))
+    opened, made = models.plan(None if memory is None else parse_bytes(memory))
+    settings = models.settings(opened)
     if as_json:
-        typer.echo(json.dumps({**models.settings(config), **plan_dict(made), "unchecked": unchecked}))
+        typer.echo(json.dumps({**settings, **plan_dict(made), "unchecked": models.unchecked}))
     else:
         from forerun.text.terminal import make_console, visible
 
         width = make_console().width
-        for line in plan_lines(models.settings(config), made, width):
+        for line in plan_lines(settings, made, width):
             typer.echo(visible(line))
-        if unchecked is not None:
-            said = f"Whether draft and target have the same tokens was not checked: {unchecked}."
+        if models.unchecked is not None:
+            said = f"Whether draft and target have the same tokens was not checked: {models.unchecked}."
             typer.echo(visible(folded(said, width)))
     if not made.fits:
         raise typer.Exit(DOES_NOT_FIT)
@@ -81,62 +81,61 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a configuration, and their device, "cpu" or "cuda". outlines: what drafters need of the target."""
+    """The models of a configuration by name, and what their drafters need.
+
+    unchecked: why the tokens of draft and target were not compared; None = they were.
+    """
 
     outlines: Outlines
-    found: Mapping[str, Outline]
-    device: str
+    by_name: Mapping[str, Outline]
+    unchecked: str | None
 
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read the outline of each model of a configuration. Raises UserError for a model that LLM refuses."""
-        from forerun.engine.factory import Outlines, device_of
+        from forerun.engine.factory import planned
 
-        outlines = Outlines.of(config)
-        found = dict(outlines.models)
-        if draft_shape is not None and "draft" not in found:
+        outlines, unchecked = planned(config, lambda spec: _wide_spec(spec, shape, config.max_seq_len))
+        by_name = dict(outlines.models)
+        if draft_shape is not None and "draft" not in by_name:
             raise BadOption(
                 f"draft_shape={shown(draft_shape)} needs a draft model, and draft={shown(config.draft)} has none"
             )
-        if draft_shape is not None and found["draft"].is_made:
+        if draft_shape is not None and by_name["draft"].is_made:
             raise BadOption(
                 f"draft_shape={shown(draft_shape)} is not possible: draft={shown(config.draft)} is made of "
                 "the target, so give shape instead"
             )
-        if shape is not None:  # of which other models may be made
-            outlines = Outlines.of(config, _widened(found["target"], shape, config.max_seq_len))
-            found = dict(outlines.models)
         if draft_shape is not None:
-            found["draft"] = _widened(found["draft"], draft_shape, config.max_seq_len)
-        return cls(outlines, found, device_of(config))
+            draft = by_name["draft"]
+            by_name["draft"] = draft.widened(_wide_spec(draft.config, draft_shape, config.max_seq_len))
+        return cls(outlines, by_name, unchecked)
 
-    def plan(self, config: EngineConfig, available: int | None) -> tuple[EngineConfig, MemoryPlan]:
-        """Return the configuration that an engine would have, and its plan. available: bytes, None = this machine's."""
+    def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
+        """Return the target as an engine would have it, and the plan. available: bytes, None = this machine's."""
         import torch
 
-        from forerun.engine.factory import fitted
         from forerun.memory.machine import available_bytes
 
+        device = self.outlines.opened.device
         if available is None:
-            if self.device == "cuda" and not torch.cuda.is_available():
+            if device == "cuda" and not torch.cuda.is_available():
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
-            available = available_bytes(self.device)
-        return fitted(config, self.outlines, self.device, available, self.found)
+            available = available_bytes(device)
+        return self.outlines.fitted(available, self.by_name)
 
-    def settings(self, config: EngineConfig) -> dict[str, Any]:
+    def settings(self, opened: Opened) -> dict[str, Any]:
         """Return the settings that the plan is for, by name."""
         from forerun import ops
-        from forerun.engine.factory import dtype_of
-        from forerun.memory.plan import room_of
 
-        target, has_drafts = self.found["target"], len(self.found) > 1
+        config, has_drafts = opened.config, len(self.by_name) > 1
         return {
             "max_batch_size": config.max_batch_size,
-            "max_seq_len": room_of(config, target.config).max_seq_len,
+            "max_seq_len": opened.max_seq_len,
             "spec_length": 0 if config.draft == "none" and not has_drafts else config.longest_draft,
-            "dtype": str(dtype_of(config, self.device, target)).removeprefix("torch."),
-            "device": self.device,
-            "ops": ops.resolve(config.ops, self.device, target.config),
+            "dtype": str(opened.dtype).removeprefix("torch."),
+            "device": opened.device,
+            "ops": ops.resolve(config.ops, opened.device, opened.spec),
         }
 
 
@@ -154,13 +153,15 @@ def parse_bytes(text: str) -> int:
     return found
 
 
-def _widened(model: Outline, shape: str, max_seq_len: int | None) -> Outline:
-    """Return the outline of a model widened to a shape, which has no fewer positions than are asked for."""
+def _wide_spec(spec: Spec, shape: str | None, max_seq_len: int | None) -> Spec:
+    """Return the spec of a model widened to a shape, with as many positions as are asked for; None = as it is."""
+    if shape is None:
+        return spec
     from forerun.bench.widen import shape_named
     from forerun.models.widening import wide_config
 
-    wide = wide_config(model.config, shape_named(shape, model.config))
-    return model.widened(dataclasses.replace(wide, max_positions=max(wide.max_positions, max_seq_len or 0)))
+    wide = wide_config(spec, shape_named(shape, spec))
+    return dataclasses.replace(wide, max_positions=max(wide.max_positions, max_seq_len or 0))
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown

@@ -67,12 +67,12 @@ def head(
 ) -> None:
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
-    from forerun.engine.factory import load_target
+    from forerun.engine.opened import Opened
     from forerun.train import head as training, heads as methods, loop
 
     config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
     # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
-    checkpoint = load_target(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+    checkpoint = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu")).load()
     numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: say(text, err=True))
     if config.init_from is not None:
         first = loop.read_log(config.out)[0]
@@ -266,7 +266,7 @@ def skip(
 ) -> None:
     """Search the layers of a target that draft for it best, and write them to a file."""
     from forerun.config import EngineConfig
-    from forerun.engine.factory import load_target
+    from forerun.engine.opened import Opened
     from forerun.train.skip import Scored, fit
     from forerun.train.texts import read_texts
 
@@ -275,7 +275,8 @@ def skip(
 
     config = EngineConfig(target=target, dtype=dtype, ops=ops)
     whole = "\n\n".join(read_texts(text, 10**6))
-    best = fit(load_target(config), whole, out, num_tokens=num_tokens, evaluations=evaluations, seed=seed, say=show)
+    sizes = {"num_tokens": num_tokens, "evaluations": evaluations, "seed": seed}
+    best = fit(Opened.of(config).load(), whole, out, **sizes, say=show)
     say(f"layers {', '.join(map(str, best.layers))} in {out}")
     if best.speedup <= 1:
         say("By this estimate plain decoding is faster than any set that was tried.")

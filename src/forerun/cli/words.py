@@ -79,12 +79,9 @@ def model_name(llm: LLM) -> str:
 
 def drafting(llm: LLM, draft: str | None = None) -> str:
     """What drafts for requests, in words. draft: what a request has chosen; None = the engine's first drafter."""
-    from forerun import drafters
-    from forerun.engine.factory import auto_of
-
     method = draft or llm.engine.drafter.main
     if method == "model" and draft is None:
-        _, options = drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config))
+        _, options = llm.opened.resolve(llm.config.draft)
         return "drafts by a model" if options.path is None else f"drafts by {options.path}"
     if method in ("lookup", "suffix"):
         return f"drafts from the text ({method})"

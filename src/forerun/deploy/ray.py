@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.config import EngineConfig
 from forerun.deploy.affinity import Keys, order
 from forerun.deploy.merging import merged
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.registry import checked
 from forerun.serve.app import make_app
@@ -154,7 +155,7 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
     check(options)
 
     def build() -> FastAPI:
-        services = make_services([(names, loaded(one)) for names, one in named([config], options)], options)
+        services = make_services([(names, loaded(Opened.of(one))) for names, one in named([config], options)], options)
         key = options.api_key or os.environ.get("FORERUN_API_KEY") or None
         origins = origins_of(dataclasses.replace(options, api_key=key, host="0.0.0.0"))  # the proxies': others reach it
         app = make_app(services, api_key=key, origins=origins)

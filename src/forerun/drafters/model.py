@@ -30,7 +30,8 @@ from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
-from forerun.models.loading import Checkpoint, load_checkpoint, small_files
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
 from forerun.sampling.pipeline import host_row
@@ -647,7 +648,7 @@ class ModelDrafter(SearchingDrafter):
 def needs(options: Options, target: Known) -> Needs:
     """Return the draft model. Refuses one whose tokenizer is another than the target's."""
     if options.path is not None and target.tokenizer is not None:
-        own = Tokenizer.load(small_files(options.path, target.ignore_config_keys))
+        own = Tokenizer.load(OpenedCheckpoint.of(options.path, target.ignore_config_keys).folder)
         compare(target.tokenizer, own, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 

@@ -34,7 +34,7 @@ from forerun.drafters.model import (
     rounding,
 )
 from forerun.errors import BadOption, shown
-from forerun.models.loading import small_files
+from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import Runner
 from forerun.sampling import History, probs
 from forerun.text.detokenizer import Detokenizer
@@ -222,7 +222,9 @@ class TranslatedText(Translated):
 def needs(options: Options, target: Known) -> Needs:
     """Return the draft model. Refuses one that shares no token with the target."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
-        shared_ids(target.tokenizer, Tokenizer.load(small_files(options.path, target.ignore_config_keys)))
+        shared_ids(
+            target.tokenizer, Tokenizer.load(OpenedCheckpoint.of(options.path, target.ignore_config_keys).folder)
+        )
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 

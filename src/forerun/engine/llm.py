@@ -8,23 +8,15 @@ import gc
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
-from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import (
-    answers_texts,
-    build,
-    load_target,
-    refuse_early,
-    target_of,
-    usual_fields,
-    with_room,
-)
+from forerun.engine.factory import build, refuse_early, with_room
 from forerun.engine.loop import Loop
+from forerun.engine.opened import Opened
 from forerun.engine.options import LLMOptions, llm_signature
 from forerun.engine.prompts import (
     Message,
@@ -50,7 +42,7 @@ from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolUse, limit_of
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
-_LET_GO = ("engine", "checkpoint", "chat_template", "_loop", "_loaded_draft", "_tokenizer")  # by `close`
+_LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # by `close`
 
 
 def _end(loop: Loop, folder: Folder | None) -> None:
@@ -73,34 +65,28 @@ class LLM:
 
     __signature__ = llm_signature()
 
-    def __init__(self, target: str | Path | Checkpoint | None = None, **given: Unpack[LLMOptions]) -> None:
+    def __init__(self, target: str | Path | Checkpoint | Opened | None = None, **given: Unpack[LLMOptions]) -> None:
         options: dict[str, Any] = dict(given)
-        loaded = target if isinstance(target, Checkpoint) else None
-        self._loaded_draft = options.get("draft") if isinstance(options.get("draft"), Checkpoint) else None
+        draft = options.get("draft")
+        self._loaded_draft = draft if isinstance(draft, Checkpoint) else None
         if self._loaded_draft is not None:
             options["draft"] = "model"
-        named = {} if target is None or loaded is not None else {"target": target}
-        self.config = EngineConfig.make(**named, **options)
-        log = None if self.config.pacing_log is None else PacingLog(self.config.pacing_log)
-        tokenizer: Tokenizer | None = None
-        if loaded is None:
-            self.config = dataclasses.replace(self.config, target=target_of(self.config))
-            found = refuse_early(self.config, self._loaded_draft is not None)
-            tokenizer = found.tokenizer
-            if self._loaded_draft is None:
-                self.config = with_room(found)
+        opened = _open(target, options, self._loaded_draft is not None)
+        log = None if opened.config.pacing_log is None else PacingLog(opened.config.pacing_log)
+        if isinstance(target, Checkpoint):
+            self.checkpoint = target
         else:
-            _check_loaded(loaded, self.config)
-        self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
-        if tokenizer is None or tokenizer.folder != self.checkpoint.folder:  # a branch of the hub may have moved
-            tokenizer = self.checkpoint.tokenizer or Tokenizer.find(self.checkpoint.folder)
-        self._tokenizer = tokenizer
-        self.usual_fields: Mapping[str, Any] = usual_fields(self.config, self.checkpoint.folder)
+            outlines = refuse_early(opened)
+            if self._loaded_draft is None:
+                opened = with_room(outlines)
+            self.checkpoint = opened.load()
+        self.opened, self.config = opened, opened.config
+        self.usual_fields: Mapping[str, Any] = opened.usual_fields
         self.default_params = SamplingParams(**self.usual_fields)
-        self.answers_texts = self.has_text and answers_texts(self.checkpoint.folder, self.config)
+        self.answers_texts = self.has_text and opened.answers_texts
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
-        self.engine = build(self.checkpoint, tokenizer, self.config, self._loaded_draft)
+        self.engine = build(opened, self.checkpoint, self._loaded_draft)
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)
@@ -110,6 +96,11 @@ class LLM:
     def from_config(cls, config: EngineConfig) -> LLM:
         """From a finished configuration."""
         return cls(config.target, **config.options())
+
+    @classmethod
+    def from_opened(cls, opened: Opened) -> LLM:
+        """Of a target that a caller has opened before, as to see whether it has a chat template."""
+        return cls(opened)
 
     def params(self, **fields: Any) -> SamplingParams:
         """What a call without params takes, with these fields changed: `llm.params(max_tokens=32)`.
@@ -188,12 +179,12 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer. Raises NotFound where it has none: such a model takes and gives ids alone."""
-        return needed(self._tokenizer, self.checkpoint.name)
+        return needed(self.opened.tokenizer, self.checkpoint.name)
 
     @property
     def has_text(self) -> bool:
         """Whether the target has a tokenizer. Where it has none, prompts are ids and the text of outputs is empty."""
-        return self._tokenizer is not None
+        return self.opened.tokenizer is not None
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:
@@ -330,10 +321,10 @@ class LLM:
         """
         return self.chat_template.encode(self.tokenizer, messages, **template)
 
-    @cached_property
+    @property
     def chat_template(self) -> ChatTemplate:
         """The template that the configuration names, else the checkpoint's. Raises NotFound where there is none."""
-        return ChatTemplate.load(self.checkpoint.folder, self.config.chat_template)
+        return self.opened.chat_template
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it.
@@ -457,6 +448,20 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
         del readers[request]
     if chunk.token_ids or mark.finish_reason is not None:
         yield chunk
+
+
+def _open(
+    target: str | Path | Checkpoint | Opened | None, options: Mapping[str, Any], has_loaded_draft: bool
+) -> Opened:
+    """The target of an LLM, with its configuration. Raises UserError for options that are not possible."""
+    if isinstance(target, Opened):
+        return target
+    if isinstance(target, Checkpoint):
+        config = EngineConfig.make(**options)
+        _check_loaded(target, config)
+        return Opened.of_loaded(target, config, has_loaded_draft)
+    named = {} if target is None else {"target": target}
+    return Opened.of(EngineConfig.make(**named, **options), has_loaded_draft)
 
 
 def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:

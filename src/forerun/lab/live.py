@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from forerun import verify
 from forerun.drafters import Drafter
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, CapacityError, ForerunError, NotFound, shown
@@ -100,7 +99,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 def choices(llm: LLM) -> dict[str, Any]:
     """What the page offers; found by scanning."""
     rules = [verify.find(name) for name in verify.rules()]
-    is_code, has_chat = is_shipped(llm.checkpoint.folder), _has_chat(llm)
+    is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
         "model": llm.checkpoint.name,
         "precision": str(llm.checkpoint.model.precision),

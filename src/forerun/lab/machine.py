@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import CapacityError
@@ -38,7 +37,7 @@ def make_router(llm: LLM) -> APIRouter:
     @router.get("/machine")
     def machine() -> dict[str, Any]:
         """The times of passes by their rows, the drafters, and what others have measured."""
-        is_pair = is_shipped(llm.checkpoint.folder)
+        is_pair = llm.opened.is_shipped
         return {
             "model": "the shipped model" if is_pair else llm.checkpoint.name,
             "precision": llm.checkpoint.model.precision,

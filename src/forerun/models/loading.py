@@ -202,19 +202,6 @@ def _give_freed_memory_back() -> None:
             trim(0)
 
 
-def small_files(name: str | Path, ignore_config_keys: Collection[str] = ()) -> Path:
-    """The folder of a checkpoint, fetched without its weights; raises UserError for all that its small files show."""
-    return OpenedCheckpoint.of(name, ignore_config_keys).folder
-
-
-def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """config.json of a folder or of a hub id, as if it did not have the keys `ignore`.
-
-    Raises NotFound or UnsupportedModel, saying what would work.
-    """
-    return dict(OpenedCheckpoint.of(name, ignore, config_only=True).raw)
-
-
 # ------------------------------------------------------------------------------------------------------------ weights
 
 

@@ -124,6 +124,12 @@ def find(name: str | Path | None) -> NamedModel | None:
     return named_models().get(name) if isinstance(name, str) else None
 
 
+def place(name: str | Path) -> str:
+    """Return where a checkpoint lies, which two names of it have in common; the name of what is not on this machine."""
+    path = there(name)
+    return str(name) if path is None else os.path.realpath(path)
+
+
 def there(name: str | Path) -> Path | None:
     """The file or folder that a target or a draft means; None where it means something else, or nothing is there."""
     path = os.path.expanduser(name)  # as it is where there is no such user

@@ -69,7 +69,7 @@ class OpenedCheckpoint:
         path = locate(name, config_only=config_only, weights=False)
         source = open_source(path)
         raw = without(source.config, ignore_config_keys)
-        opened = cls(name, path, raw, read_config(raw, path), source)
+        opened = cls(name, path, raw, read_config(raw, path), source, SmallFiles(None) if config_only else None)
         if not config_only:
             _ = opened.end_ids
             if not opened.is_of_hub:  # whose listing was looked through
@@ -147,6 +147,11 @@ class OpenedCheckpoint:
         """Fetch the weights of a model of the hub, of the commit that was opened. Raises as `locate`."""
         if self.is_of_hub:
             fetch_weights(str(self.asked), self.path)
+
+
+def spec_of(name: str | Path) -> Spec:
+    """Read the spec of a folder, a file or a model of the hub, of which nothing but config.json is looked at."""
+    return OpenedCheckpoint.of(name, config_only=True).spec
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forerun.config import EngineConfig
 from forerun.errors import CapacityError, InternalError, UserError, shown
+from forerun.models.named import default
 from forerun.serve.answers import AnswerFile, answer_id, some_of
 from forerun.serve.bodies import Job, Prompt, Refused, model_names
 from forerun.serve.openai import answer_body, error_answer, read_body
@@ -250,14 +251,15 @@ class Runner:
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
     """The model of a configuration, ready for requests."""
-    from forerun.engine.factory import refuse_without_text, target_of
     from forerun.engine.llm import LLM
+    from forerun.engine.opened import Opened
     from forerun.memory.machine import spare_what_is_loaded
 
-    refuse_without_text(config)  # the answers are texts
-    llm = LLM.from_config(config)
+    opened = Opened.of(config)
+    opened.text_tokenizer()  # the answers are texts
+    llm = LLM.from_opened(opened)
     spare_what_is_loaded()
-    return Requests(llm, (*served_names, *model_names(target_of(config)))[0], served_names, llm.usual_fields)
+    return Requests(llm, (*served_names, *model_names(config.target or default()))[0], served_names, llm.usual_fields)
 
 
 @contextmanager
@@ -285,12 +287,12 @@ def _answer(
     place: Place,
 ) -> None:
     """Load the model and answer what is missing."""
-    from forerun.engine.factory import refuse_without_template, target_of
+    from forerun.engine.opened import Opened
 
     if requests.has_chats:
-        refuse_without_template(config)
+        _ = Opened.of(config).chat_template  # refused where there is none
     with place(config, served_names, numbers) as run_there:
-        own_names = model_names(target_of(config))
+        own_names = model_names(config.target or default())
         if not served_names and (others := sorted(requests.models.difference(own_names))):
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             note(

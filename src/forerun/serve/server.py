@@ -27,9 +27,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.config import EngineConfig
-from forerun.engine.factory import refuse_together, refuse_without_text, target_of
+from forerun.engine.factory import refuse_together
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, shown
+from forerun.models.named import default
 from forerun.sampling.grammar import vocabulary
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
@@ -64,9 +66,8 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
                 f"warning: {options.host} can be reached from other machines and there is no API key: anyone there may "
                 "use this server; give --api-key, or FORERUN_API_KEY"
             )
-        if len(models) > 1:
-            refuse_together({names[0]: config for names, config in models})
-        llms = [(names, loaded(config)) for names, config in models]
+        opened = refuse_together({names[0]: config for names, config in models}) if len(models) > 1 else {}
+        llms = [(names, loaded(opened.get(names[0]) or Opened.of(config))) for names, config in models]
         return asyncio.run(_serve(llms, options, listening, pages or {}))
 
 
@@ -80,7 +81,7 @@ def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tu
     made = list[tuple[tuple[str, ...], EngineConfig]]()
     for given in configs:
         name, config = given if isinstance(given, tuple) else (None, given)
-        names = options.served_names or (model_names(target_of(config)) if name is None else (name,))
+        names = options.served_names or (model_names(config.target or default()) if name is None else (name,))
         made.append((names, config))
     count = Counter(names[0] for names, _ in made)
     for name, times in count.items():
@@ -122,16 +123,15 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def loaded(config: EngineConfig) -> LLM:
+def loaded(opened: Opened) -> LLM:
     """The model, warm: what is measured or compiled at the first step is done before the first request."""
     from forerun.memory.machine import spare_what_is_loaded
     from forerun.types import SamplingParams
 
-    refuse_without_text(config)  # the APIs answer with texts
-    llm = LLM.from_config(config)
-    if llm.tokenizer is not None:
-        with suppress(BadOption):  # one that cannot be held to grammars
-            vocabulary(llm.tokenizer)  # a second of one thread, for which no stream has to wait then
+    tokenizer = opened.text_tokenizer()  # the APIs answer with texts
+    llm = LLM.from_opened(opened)
+    with suppress(BadOption):  # one that cannot be held to grammars
+        vocabulary(tokenizer)  # a second of one thread, for which no stream has to wait then
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
     return llm

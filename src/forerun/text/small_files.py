@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.text.json_files import read_json_if_there
 from forerun.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class SmallFiles:
@@ -19,13 +21,18 @@ class SmallFiles:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._read = dict[str, Mapping[str, Any]]()
+        self._read = dict[Path, Any]()
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
-        if name not in self._read:
-            self._read[name] = {} if self.folder is None else read_json_if_there(self.folder / name)
-        return self._read[name]
+        return {} if self.folder is None else self.once(self.folder / name, read_json_if_there)
+
+    def once(self, path: Path, read: Callable[[Path], T]) -> T:
+        """Return what `read` has made of a file when it was first asked for."""
+        if path not in self._read:
+            self._read[path] = read(path)
+        read_before: T = self._read[path]
+        return read_before
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

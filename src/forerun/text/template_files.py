@@ -36,12 +36,12 @@ def find_sources(small: SmallFiles, file: Path | None) -> dict[str, Source]:
     if file is not None:
         if not file.is_file():
             raise NotFound(f"there is no file {file}: name a chat template, a text in the Jinja language")
-        return {DEFAULT: _read(file)}
+        return {DEFAULT: small.once(file, _read)}
     folder = small.folder
     if folder is None or not folder.is_dir():
         raise NotFound(f"there is no folder {folder}: name a checkpoint folder")
-    found = {DEFAULT: _read(folder / FILE)} if (folder / FILE).is_file() else {}
-    found |= {path.stem: _read(path) for path in sorted((folder / MORE).glob("*.jinja"))}
+    found = {DEFAULT: small.once(folder / FILE, _read)} if (folder / FILE).is_file() else {}
+    found |= {path.stem: small.once(path, _read) for path in sorted((folder / MORE).glob("*.jinja"))}
     found = found or _from_config(small.json(CONFIG), folder / CONFIG)
     if not found:
         raise NotFound(

@@ -12,11 +12,8 @@ from forerun.config import EngineConfig
 from forerun.drafters import artifacts
 from forerun.drafters.continuations import END_OF_TEXT
 from forerun.drafters.stores import KIND
-from forerun.engine.factory import target_files
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
-from forerun.models.loading import read_raw_config
-from forerun.models.opened import read_config
-from forerun.text.tokenizer import Tokenizer
 from forerun.train.texts import read_texts
 
 Ints = npt.NDArray[np.int32]
@@ -37,9 +34,9 @@ def train(
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
-    folder = target_files(EngineConfig.make(**({} if target is None else {"target": target})))
-    tokenizer = Tokenizer.load(folder)
-    num_ids = min(tokenizer.num_ids, read_config(read_raw_config(folder)).vocab_size)
+    opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
+    tokenizer = opened.text_tokenizer()
+    num_ids = min(tokenizer.num_ids, opened.vocab_size)
     ids = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes))
     tokens = joined(ids, num_ids, progress)
     save(tokens, out, artifacts.fingerprint(tokenizer, num_ids))

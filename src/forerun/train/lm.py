@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from forerun.errors import BadOption, shown
-from forerun.models.loading import load_checkpoint, read_raw_config, small_files
-from forerun.models.opened import read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import OpenedCheckpoint, spec_of
 from forerun.ops.torch import TorchModel
 from forerun.train import batches, loop, losses
 from forerun.train.config import TrainConfig
@@ -262,7 +262,7 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
     elif config.teacher is not None:
-        copy_tokenizer(small_files(config.teacher), folder)
+        copy_tokenizer(OpenedCheckpoint.of(config.teacher).folder, folder)
         tokenizer = load_tokenizer(folder)
     else:
         assert corpus is not None
@@ -284,7 +284,7 @@ def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
 
 def num_ids_of(teacher: str) -> int:
     """The number of ids of a target, of its config.json: what its drafts have to have."""
-    return read_config(read_raw_config(teacher)).vocab_size
+    return spec_of(teacher).vocab_size
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:

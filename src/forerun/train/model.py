@@ -13,8 +13,8 @@ from torch import Tensor
 from forerun.blocks import Spec, weight_shapes
 from forerun.errors import BadOption
 from forerun.models.families import family
-from forerun.models.loading import load_checkpoint, read_raw_config
-from forerun.models.opened import read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
@@ -101,7 +101,7 @@ def export(
 
 def read_shape(folder: Path) -> ModelShape:
     """Read the shape of a checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
-    spec = read_config(read_raw_config(folder))
+    spec = spec_of(folder)
     if (names := SIZES.get(spec.model_type)) is not None:
         raw = family(spec.model_type).write(spec)
         sizes = {name: raw[key] for name, key in names.items()}

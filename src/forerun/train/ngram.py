@@ -11,11 +11,8 @@ import numpy.typing as npt
 
 from forerun.config import EngineConfig
 from forerun.drafters import artifacts, tables
-from forerun.engine.factory import target_files
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
-from forerun.models.loading import read_raw_config
-from forerun.models.opened import read_config
-from forerun.text.tokenizer import Tokenizer
 from forerun.train.texts import read_texts
 
 MOST_COUNT = 2**32 - 1  # of a file's counts
@@ -105,9 +102,9 @@ def train(
             raise BadOption(f"{name}={value} is not possible: it must be in 1 .. {most}")
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
-    folder = target_files(EngineConfig.make(**({} if target is None else {"target": target})))
-    tokenizer = Tokenizer.load(folder)
-    num_ids = min(tokenizer.num_ids, read_config(read_raw_config(folder)).vocab_size)
+    opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
+    tokenizer = opened.text_tokenizer()
+    num_ids = min(tokenizer.num_ids, opened.vocab_size)
     fit = fitted(
         (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes)),
         num_ids,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.drafters import artifacts
-from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
+from forerun.engine.opened import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint

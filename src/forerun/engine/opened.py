@@ -1,0 +1,315 @@
+"""A target under a configuration, opened once: whatever an engine must know of it before its weights are read.
+
+Its small files are opened by models/opened.py, as those of draft models are. Here is what only an engine asks of them:
+what `auto` stands for, the device and the type, how requests are answered. Drafters see it as drafters.Known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import drafters, ops, pacing
+from forerun.blocks import Spec
+from forerun.config import EngineConfig
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
+from forerun.kv.disk import Limit
+from forerun.memory.plan import Room, room_of
+from forerun.models import named
+from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
+from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.opened import OpenedCheckpoint
+from forerun.models.outline import Outline
+from forerun.ops.quantised import Scheme
+from forerun.ops.reference import ReferenceOps
+from forerun.text.chat import ChatTemplate
+from forerun.text.template_files import Source, find_sources
+from forerun.text.tokenizer import Tokenizer, needed
+
+LOG = logging.getLogger(__name__)
+SHIPPED_TARGET, SHIPPED_DRAFT = named.DATA / "target", named.DATA / "draft"
+
+
+def is_shipped(target: str | Path | None) -> bool:
+    """Whether a name means the model that ships with the package."""
+    known = named.find(target)
+    return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
+
+
+def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str:
+    """The drafter that `auto` stands for: a draft model, if the caller has loaded one or the shipped target is run.
+
+    Else what data/models.toml names for the target, else the search that needs nothing.
+    """
+    if has_loaded_draft or is_shipped(target):
+        return drafters.BY_MODEL
+    known = named.of(target or named.DEFAULT)
+    return (known and known.auto_for(target or named.DEFAULT)) or drafters.WITHOUT_MODEL
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
+
+    auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/gpu.md).
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
+    return torch.device("cuda" if name == "cuda" else "cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A target under a configuration. See drafters.Known for what drafters ask.
+
+    files: what its small files say. has_loaded_draft: whether the caller has loaded the draft model, which is then what
+    `auto` is. config_only: whether nothing but config.json was looked at, so that no tokenizers are compared. beside:
+    other checkpoints that were opened, by their place. methods: what drafters' specs mean, as far as they were asked.
+    """
+
+    config: EngineConfig
+    files: OpenedCheckpoint
+    has_loaded_draft: bool = False
+    config_only: bool = False
+    beside: dict[str, OpenedCheckpoint] = field(default_factory=dict, repr=False)
+    methods: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
+        """Open the target of a configuration, the default model where it names none.
+
+        Raises UserError for what the options say by themselves, before a file is opened, and then for what the small
+        files show. config_only: see OpenedCheckpoint.
+        """
+        target = config.target or named.default()
+        methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
+        files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only)
+        config = replace(config, target=target)
+        return cls(config, files, has_loaded_draft, config_only, {named.place(target): files}, methods)
+
+    @classmethod
+    def of_loaded(cls, checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> Opened:
+        """Return what is known of a target that the caller has loaded, and may have changed. Raises UserError."""
+        files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
+        methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
+        return cls(config, files, has_loaded_draft, methods=methods)
+
+    def under(self, config: EngineConfig) -> Opened:
+        """Return the same target under another configuration."""
+        return replace(self, config=config)
+
+    def widened(self, spec: Spec) -> Opened:
+        """Return what will be known of the target when it has been widened."""
+        return replace(self, files=self.files.widened(spec))
+
+    # ------------------------------------------------------------------------------------------------ what drafters ask
+
+    @property
+    def spec(self) -> Spec:
+        """What config.json says of the model."""
+        return self.files.spec
+
+    @property
+    def num_layers(self) -> int:
+        """See drafters.Known."""
+        return self.spec.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """See drafters.Known."""
+        return self.spec.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """See drafters.Known."""
+        return self.spec.hidden_size
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where ids are all there is."""
+        return self.files.tokenizer
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See drafters.Known."""
+        return None if self.tokenizer is None else self.tokenizer.fingerprint
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an output."""
+        return self.files.end_ids
+
+    @cached_property
+    def is_shipped(self) -> bool:
+        """Whether it is the model that ships with the package."""
+        return is_shipped(self.files.path)
+
+    @cached_property
+    def auto(self) -> str:
+        """The drafter that `auto` stands for."""
+        return auto_draft(self.files.asked, self.has_loaded_draft)
+
+    @property
+    def shipped_draft(self) -> str | None:
+        """The folder of the draft model that belongs to this target, if one ships with it."""
+        return str(SHIPPED_DRAFT) if self.is_shipped else None
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether its weights will be in memory as the integers of its files."""
+        return any(map(self.packs, self.outline.schemes.values()))
+
+    def resolve(self, spec: str) -> tuple[str, Any]:
+        """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve."""
+        if spec not in self.methods:
+            self.methods[spec] = drafters.resolve(spec, self.auto)
+        return self.methods[spec]
+
+    def open(self, name: str) -> OpenedCheckpoint:
+        """Open another checkpoint, such as a draft model, once however many ask. Raises as OpenedCheckpoint.of."""
+        place = named.place(name)
+        if place not in self.beside:
+            self.beside[place] = OpenedCheckpoint.of(
+                name,
+                self.config.ignored_config_keys,
+                config_only=self.config_only,
+                with_tokenizer=self.tokenizer is not None,
+            )
+        return self.beside[place]
+
+    # ----------------------------------------------------------------------------------------------- how it will be run
+
+    @property
+    def device(self) -> str:
+        """The device as LLM chooses it; "cuda" may be planned for where there is none."""
+        return "cpu" if self.config.device == "auto" else self.config.device
+
+    @cached_property
+    def operators(self) -> ReferenceOps:
+        """The operators that will compute it. Raises UserError where they cannot be had."""
+        return ops.make(self.config.ops, self.device, self.spec)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights, with what config.json says in place of the stored ones."""
+        if self.config.dtype != "auto":
+            return DTYPES[self.config.dtype]
+        return self.operators.auto_dtype(self.device, self.files.stored_dtype)
+
+    @cached_property
+    def packs(self) -> Callable[[Scheme], bool]:
+        """Which quantised matrices will be in memory as the integers of their files."""
+        return packed_schemes(self.operators, self.dtype)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The sizes of its weights, for the memory plan."""
+        return Outline.of(self.files, self.config.quantization)
+
+    @cached_property
+    def room(self) -> Room:
+        """The tokens of its longest sequence and of its cache. Raises BadOption for more than it has positions."""
+        return room_of(self.config, self.spec)
+
+    @property
+    def max_seq_len(self) -> int:
+        """The tokens of the longest sequence."""
+        return self.room.max_seq_len
+
+    @property
+    def kv_cache_tokens(self) -> int | None:
+        """See Room."""
+        return self.room.kv_cache_tokens
+
+    def load(self) -> Checkpoint:
+        """Read its weights, onto its device and in its type, with its tokenizer."""
+        return load_checkpoint(
+            self.files,
+            dtype=self.config.dtype,
+            device=torch_device(self.config.device),
+            ops=self.operators,
+            with_tokenizer=True,
+            quantization=self.config.quantization,
+            max_seq_len=self.config.max_seq_len,
+        )
+
+    # ---------------------------------------------------------------------------------------- how requests are answered
+
+    @cached_property
+    def start_ids(self) -> list[int]:
+        """What the text of an encoder-decoder's decoder begins with; nothing for other models."""
+        return [] if self.spec.encoder is None else start_ids_of(self.files.small, self.files.raw)
+
+    @cached_property
+    def _templates(self) -> Mapping[str, Source]:
+        file = self.config.chat_template
+        return find_sources(self.files.small, None if file is None else Path(file))
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The template that the configuration names, else its own. Raises NotFound where there is none."""
+        return ChatTemplate.of(self.files.small, self._templates, is_own=self.config.chat_template is None)
+
+    @cached_property
+    def answers_texts(self) -> bool:
+        """Whether a text is a message that it answers, as where there is a chat template; else it is continued.
+
+        The template of the shipped model only joins the turns of a conversation to one text.
+        """
+        if self.is_shipped:
+            return False
+        try:
+            _ = self._templates
+        except NotFound:
+            return False
+        return True
+
+    @cached_property
+    def usual_fields(self) -> Mapping[str, Any]:
+        """The sampling parameters where a request says nothing of them; others have SamplingParams' defaults.
+
+        The first of these that there is: its generation_config.json, what data/models.toml has under its name, and
+        named.USUAL where it answers texts. Raises UnsupportedModel under generation_config='model'.
+        """
+        if self.config.generation_config == "none":
+            return {}
+        try:
+            sampling_defaults(self.files.small, self.files.raw)
+            own = sampling_fields(self.files.small, self.files.raw)
+        except UserError as error:
+            if self.config.generation_config == "model":
+                raise UnsupportedModel(str(error)) from error
+            LOG.warning("%s; its sampling values are left out", error)
+            own = {}
+        if own.keys() & named.DRAWING or not self.answers_texts:
+            return own
+        known = named.of(self.files.asked)
+        return {**((known and known.sampling) or named.USUAL), **own}
+
+    def text_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, for who has texts. Raises NotFound where ids are all there is."""
+        return needed(self.tokenizer, str(self.files.folder))
+
+
+def disk_limit(config: EngineConfig) -> Limit | None:
+    """What kv_disk says, None where it says nothing. Raises BadOption where nothing could be kept on disk."""
+    if config.kv_disk is None:
+        return None
+    if config.kv_cache_backend != "paged" or not config.prefix_caching:
+        raise BadOption("kv_disk needs kv_cache_backend='paged' and prefix_caching: what is on disk are shared blocks")
+    if config.device == "cuda":
+        raise BadOption("kv_disk is built for CPUs alone: leave it out, or choose device='cpu'")
+    return Limit.parse(config.kv_disk)
+
+
+def _refuse_options(config: EngineConfig, auto: str) -> dict[str, tuple[str, Any]]:
+    """Raise UserError for what needs no file to be refused. Returns what the drafters' specs mean."""
+    ops.resolve(config.ops, "cuda" if config.device == "cuda" else "cpu")
+    pacing.make(config.pacing_spec, config.spec_length)
+    disk_limit(config)
+    return {spec: drafters.resolve(spec, auto) for spec in (config.draft, *config.extra_draft_specs)}
