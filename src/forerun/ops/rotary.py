@@ -89,7 +89,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
     whole = head_dim if rope.kind == "proportional" else dims
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(whole)
     powers = np.array([rope.theta ** float(exponent) for exponent in exponents], dtype=np.float32)
-    inv_freq = 1 / powers
+    inv_freq: Singles = np.float32(1) / powers
     if rope.kind == "default":
         return inv_freq
     if rope.kind == "linear":
@@ -98,7 +98,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
         rest = np.zeros(head_dim // 2 - dims // 2, dtype=np.float32)
         return np.concatenate((inv_freq, rest)) / np.float32(rope.factor)
     if rope.kind == "longrope":
-        return 1 / (np.array(rope.long_factor if rope.far else rope.short_factor, dtype=np.float32) * powers)
+        factors: Singles = np.array(rope.long_factor if rope.far else rope.short_factor, dtype=np.float32)
+        return np.float32(1) / (factors * powers)
     return _yarn(rope, dims, inv_freq) if rope.kind == "yarn" else _llama3(rope, inv_freq)
 
 
@@ -124,8 +125,9 @@ def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
         first, last = math.floor(first), math.ceil(last)
     low, high = max(first, 0), min(last, dims - 1)
     ramp = (np.arange(dims // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low or 0.001)
-    kept = 1 - ramp.clip(0, 1)
-    return inv_freq / np.float32(rope.factor) * (1 - kept) + inv_freq * kept
+    kept: Singles = np.float32(1) - ramp.clip(0, 1)
+    blended: Singles = inv_freq / np.float32(rope.factor) * (np.float32(1) - kept) + inv_freq * kept
+    return blended
 
 
 def attention_factor(rope: Rope) -> float:
