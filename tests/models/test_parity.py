@@ -375,6 +375,18 @@ def test_drafts_for_layers_of_several_kinds_change_nothing(write_checkpoint: Any
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: str) -> None:
+    """Of gpt-oss, whose gates are bounded at 7: here they are some ten times as large."""
+    weights = weights_of(WHOLE["gpt_oss"])
+    large = {name: w * 30 for name, w in weights.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))}
+    folder, tokens = write_checkpoint(WHOLE["gpt_oss"], weights | large), tokens_of(20, 1)
+    model = load_checkpoint(folder, ops=make_ops(ops, "cpu"), dtype="float32").model
+    runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32))
+    runner.cache.open(0)
+    assert_close(runner.forward([Run(0, tokens)]).logits[0], Pair(folder).expect(tokens))
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
 def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
     """The long one where a text may be longer than those of training, as transformers has it for such a text."""
     raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}

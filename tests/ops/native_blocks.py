@@ -371,6 +371,7 @@ class Reference:
     """The same function in float64, of one sequence of tokens. weights: as `random_weights` has them.
 
     chosen: of each block with experts that has run, those that some row chose. kept: keys and values by block.
+    bound: of clamped_silu.
     """
 
     spec: Spec
@@ -378,6 +379,7 @@ class Reference:
     dtype: torch.dtype
     chosen: list[set[int]] = field(default_factory=list)
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    bound: float = 7
 
     def rows(self, tokens: list[int]) -> Tensor:
         """[T, H + V]."""
@@ -505,8 +507,8 @@ class Reference:
         }
         up = self.product(y, at + "up_proj")
         if mlp.act == "clamped_silu":
-            gate = self.product(y, at + "gate_proj").clamp(max=7)
-            inner = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+            gate = self.product(y, at + "gate_proj").clamp(max=self.bound)
+            inner = (up.clamp(-self.bound, self.bound) + 1) * gate * torch.sigmoid(1.702 * gate)
             return self.product(inner, at + "down_proj")
         inner = acts[mlp.act](self.product(y, at + "gate_proj")) * up if mlp.gated else acts[mlp.act](up)
         return self.product(inner, at + "down_proj")

@@ -144,11 +144,9 @@ def test_gates_are_bounded(isa: str) -> None:
         name: weight * 8 for name, weight in stored.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))
     }
     found = Native(spec, stored, FLOAT32, isa).run({0: tokens_of(1, 9)}, {0: 0})
-    reference = Reference(spec, stored, FLOAT32)
-    exact = reference.rows(tokens_of(1, 9))
+    exact, loose = (Reference(spec, stored, FLOAT32, bound=bound).rows(tokens_of(1, 9)) for bound in (7, 70))
     assert float((found.double() - exact).norm()) <= 1e-5 * float(exact.norm())
-    unbounded = Reference(replace(spec, blocks=(PLAIN,)), stored, FLOAT32).rows(tokens_of(1, 9))
-    assert float((unbounded - exact).norm()) > 0.1 * float(exact.norm())
+    assert float((loose - exact).norm()) > 0.1 * float(exact.norm())
 
 
 @every_isa

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from forerun.blocks import Plain, Rope, weight_shapes
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, pack
 from forerun.ops import load_model, reference
-from forerun.ops.reference import ReferenceOps, run_mask
+from forerun.ops.reference import ACTIVATIONS, ReferenceOps, run_mask
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.types import CacheView, RaggedBatch
 
@@ -128,6 +129,33 @@ def test_row_by_row_is_invariant_in_every_type(dtype: torch.dtype) -> None:
     model, text = make_model(True, dtype), tokens_of(21, 10)
     bench = Bench(model)
     assert torch.equal(bench.run({0: text}), plain(model, text))
+
+
+def test_activations_are_what_they_are_defined_as() -> None:
+    """On both sides of every bound; gpt-oss bounds the gate above and what it multiplies on both sides."""
+    x, up = [i / 4 for i in range(-40, 41)], [math.sin(i) * 12 for i in range(81)]
+
+    def sigmoid(number: float) -> float:
+        return 1 / (1 + math.exp(-number))
+
+    root = math.sqrt(2 / math.pi)
+    expected = {
+        "silu": [a * sigmoid(a) for a in x],
+        "gelu": [a * (1 + math.erf(a / math.sqrt(2))) / 2 for a in x],
+        "gelu_tanh": [a * (1 + math.tanh(root * (a + 0.044715 * a**3))) / 2 for a in x],
+        "relu": [max(a, 0.0) for a in x],
+        "clamped_silu": [a * sigmoid(1.702 * a) for a in x],
+    }
+    assert expected.keys() == ACTIVATIONS.keys()
+    ops, (rows, ups) = ReferenceOps(), torch.tensor([[x], [up]], dtype=torch.float64)
+    for act, numbers in expected.items():
+        assert ops.activated(act, rows)[0].tolist() == pytest.approx(numbers, abs=1e-12)  # type: ignore[arg-type]
+        if act != "clamped_silu":
+            products = [a * b for a, b in zip(numbers, up, strict=True)]
+            assert ops.gated(act, rows, ups)[0].tolist() == pytest.approx(products, abs=1e-12)  # type: ignore[arg-type]
+    gates = [min(a, 7) * sigmoid(1.702 * min(a, 7)) for a in x]
+    bounded = [a * (min(max(b, -7), 7) + 1) for a, b in zip(gates, up, strict=True)]
+    assert ops.gated("clamped_silu", rows, ups)[0].tolist() == pytest.approx(bounded, abs=1e-12)
 
 
 def test_only_row_by_row_promises_invariance() -> None:
