@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,22 @@ def test_logits_in_one_batch(published: tuple[Any, Path], ops: Callable[[], Refe
         wanted = by_transformers(module, source, text)
         assert torch.allclose(torch.cat(found[slot]), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     runner.cache.check_integrity()
+
+
+def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path: Path) -> None:
+    """As transformers 5 saves T5 1.1; what it stores is what it computes with."""
+    torch.manual_seed(1)
+    module = transformers.T5ForConditionalGeneration(transformers.T5Config(**CASES["t5 1.1"][1])).eval()
+    module.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32))
+    module.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+    runner = runner_of(tmp_path)
+    assert runner.sources is not None
+    runner.cache.open(0)
+    runner.sources.open(0, SOURCES[0], None)
+    runner.sources.run([0])
+    found, wanted = runner.forward([Run(0, TEXTS[0])]).logits[0], by_transformers(module, SOURCES[0], TEXTS[0])
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("ops", [row_by_row, NATIVE])

@@ -66,6 +66,10 @@ def test_ties(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
     assert "lm_head.weight" not in load_checkpoint(write_checkpoint(tied, both)).model.weights
     with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings=True and holds a different lm_head\.weight"):
         load_checkpoint(write_checkpoint(tied, weights | {"lm_head.weight": embedding + 1}))
+    by_five = tied | {"transformers_version": "5.23.0"}
+    five = load_checkpoint(write_checkpoint(by_five, weights | {"lm_head.weight": embedding + 1})).model
+    assert torch.equal(five.weights["lm_head.weight"], embedding + 1)
+    assert load_checkpoint(write_checkpoint(by_five, both)).model.config.tied
     with pytest.raises(UnsupportedModel, match=r"no tensor lm_head\.weight.*tie_word_embeddings to true"):
         load_checkpoint(write_checkpoint(llama_raw, weights))
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -144,6 +145,7 @@ def load_checkpoint(
     if (kind := opened.raw.get("model_type")) != config.model_type:
         LOG.warning("%s is a %s, of which the text model runs alone, a %s", opened.asked, kind, config.model_type)
     tokenizer = opened.tokenizer if with_tokenizer else None
+    config = as_stored(source, config)
     shapes = stored_shapes(source, config)
     check_shapes(shapes, weight_shapes(config), str(opened.path), in_one_file=opened.path.is_file())
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
@@ -205,18 +207,27 @@ def _give_freed_memory_back() -> None:
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
+def as_stored(source: Source, config: Spec) -> Spec:
+    """The spec, with a head of its own where one is stored that differs from the embedding to which it is tied.
+
+    transformers 5 writes such files, and goes by the head; transformers 4 goes by the embedding. So any other file
+    means two models: raises UnsupportedModel.
+    """
+    if not config.tied or not {HEAD, EMBEDDING} <= source.tensors.keys() or same(source, HEAD, EMBEDDING):
+        return config
+    version = re.match(r"\d+", str(source.config.get("transformers_version")))
+    if version is not None and int(version[0]) >= 5:
+        return replace(config, tied=False)
+    raise UnsupportedModel(
+        f"{source.folder} sets tie_word_embeddings=True and holds a different {HEAD}: set it to False, or drop that "
+        "tensor"
+    )
+
+
 def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, less an LM head stored beside the embedding it is tied to. Raises where the two differ."""
+    """Name -> shape, less an LM head stored beside the embedding it is tied to."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
-    if config.tied and {HEAD, EMBEDDING} <= shapes.keys():
-        if not same(source, HEAD, EMBEDDING):
-            # transformers 4 used the embedding here, transformers 5 uses the head: the file means two models.
-            raise UnsupportedModel(
-                f"{source.folder} sets tie_word_embeddings=True and holds a different {HEAD}: set it to False, or drop "
-                "that tensor"
-            )
-        del shapes[HEAD]
-    return shapes
+    return {name: shape for name, shape in shapes.items() if name != HEAD or not (config.tied and EMBEDDING in shapes)}
 
 
 def check_shapes(

@@ -19,7 +19,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.families import names_of
 from forerun.models.hub import SMALL
-from forerun.models.loading import check_shapes, stored_shapes
+from forerun.models.loading import as_stored, check_shapes, stored_shapes
 from forerun.models.naming import Names
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.packings import pack
@@ -46,6 +46,7 @@ def quantise_checkpoint(
         )
     opened.fetch_weights()
     source = opened.weights
+    config = as_stored(source, config)
     check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
