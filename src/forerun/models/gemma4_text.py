@@ -216,10 +216,11 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
 def _heads(c: Raw, i: int, kind: str) -> tuple[int, int, int]:
     """Query heads, key-value heads and the size of each, of a layer."""
     given = c.get("per_layer_config")
-    configs.require(given is None or isinstance(given, Mapping), c, "per_layer_config", "a mapping")
+    fits = given is None or (isinstance(given, Mapping) and all(str(key).isdecimal() for key in given))
+    configs.require(fits, c, "per_layer_config", "a mapping of numbers of layers")
     own: Any = {}
     if given is not None:
-        own = given.get(str(i), given.get(i)) or {}
+        own = {int(key): found for key, found in given.items()}.get(i) or {}
         known = isinstance(own, Mapping) and own.keys() <= {"head_dim", "num_key_value_heads"}
         configs.require(known, c, "per_layer_config", "head_dim and num_key_value_heads of layers")
     elif kind == FULL:
