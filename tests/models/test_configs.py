@@ -12,16 +12,17 @@ import torch
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
-from forerun.models import t5gemma
+from forerun.models import gpt_oss, t5gemma
 from forerun.models.configs import SHARED_KEYS
 from forerun.models.families import family, model_types
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations, rotations
 from models.test_encoder_decoders import BART, T5
-from models.test_parity import GPT2, NEOX, SEEING, WHOLE
+from models.test_parity import GPT2, SEEING, WHOLE
 
 Raw = dict[str, Any]
+KINDS: Raw = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 1e3}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -39,7 +40,6 @@ def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> Non
         {"rope_theta": theta, "rope_scaling": {"type": "llama3", **LLAMA3}},
         {"rope_parameters": {"rope_theta": theta, "rope_type": "llama3", **LLAMA3}},
         {"rope_theta": theta, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
-        {"rope_parameters": {"full_attention": {"rope_theta": theta, "rope_type": "llama3", **LLAMA3}}},
     ]
     assert {Plain.of(read_config(llama_raw | spelling)).rope for spelling in spellings} == {rope}
     assert Plain.of(read_config(llama_raw)).rope == Rope(10000.0)
@@ -135,45 +135,42 @@ def test_what_published_files_say_besides_is_inert() -> None:
     assert read_config(WHOLE["gemma3"] | {"cache_implementation": "hybrid"}) == read_config(WHOLE["gemma3"])
 
 
-# Of published files, all that is not a size, an id or a date.
-FILES: list[tuple[str, Raw]] = [
-    ("phi3", {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config",
-              "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM", "AutoTokenizer": "Xenova/gpt-4o"},
-              "embd_pdrop": 0.0, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
-              "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
-              "rope_scaling": {"long_factor": [1, 1.118320672, 32.5], "short_factor": [1, 1, 1], "type": "longrope"},
-              "sliding_window": 262144, "tie_word_embeddings": True}),
-    ("gemma2", {"attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
-                "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": 256, "sliding_window": 4096, "_attn_implementation_autoset": True}),
-    ("granite", {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
-                 "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000000.0, "mlp_bias": False}),
-    ("smollm3", {"layer_types": ["full_attention"] * 2, "max_window_layers": 28, "mlp_bias": False,
-                 "no_rope_layer_interval": 4, "no_rope_layers": [1, 1], "pretraining_tp": 2, "rope_scaling": None,
-                 "sliding_window": None, "use_sliding_window": False}),
-    ("olmo2", {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000}),
-    ("glm4", {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}),
-    ("starcoder2", {"rms_norm_eps": None, "activation_function": "gelu", "hidden_act": "gelu_pytorch_tanh",
-                    "attention_softmax_in_fp32": True, "embedding_dropout": 0.1, "layer_norm_epsilon": 1e-05,
-                    "mlp_type": "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "residual_dropout": 0.1,
-                    "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True,
-                    "scale_attn_weights": True, "sliding_window": 4096, "use_bias": True}),
-    ("gpt_neox", {**NEOX,
-                  "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "hidden_act": "gelu_fast",
-                  "rotary_emb_base": 10000, "rotary_pct": 0.4, "tie_word_embeddings": False,
-                  "use_parallel_residual": True, "classifier_dropout": 0.1, "is_decoder": True}),
-    ("ministral3", {"rope_theta": 1000000.0, "sliding_window": None, "rope_parameters": {"beta_fast": 32.0,
-                    "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
-                    "original_max_position_embeddings": 16384, "rope_type": "yarn", "type": "yarn"}}),
+# What a file says twice, and what the same means said once; a family's usual values contradict nothing.
+LONG: Raw = {"rope_theta": 5e6, "rope_type": "default"}
+TWICE: list[tuple[Raw, Raw, Raw]] = [
+    (WHOLE["mixtral"], {"rope_parameters": LONG}, {"rope_theta": 5e6}),
+    (WHOLE["smollm3"], {"rope_parameters": LONG, "rope_theta": None}, {"rope_theta": 5e6}),
+    (WHOLE["gpt_oss"], {"rope_theta": 1e4, "rope_parameters": None},
+     {"rope_parameters": {**gpt_oss.USUAL_ROPE, "rope_theta": 1e4}}),
+    (WHOLE["gpt_oss"], {"experts_per_token": 2, "initial_context_length": 32}, {}),
+    (WHOLE["gemma2"], {"sliding_window_size": 6}, {}),
+    (WHOLE["gemma3"], {"rope_parameters": KINDS, "rope_scaling": None, "rope_theta": 1e5}, {"rope_scaling": None}),
+    (WHOLE["gpt_neox"], {"rope_theta": 1000, "partial_rotary_factor": 0.4}, {}),
+    (WHOLE["gpt_neox"], {"rotary_emb_base": None, "rotary_pct": None, "rope_theta": 1e3, "rope_parameters":
+     {"rope_theta": 1e3, "partial_rotary_factor": 0.4}}, {}),
+    (WHOLE["starcoder2"], {"layer_norm_epsilon": 1e-4, "rms_norm_eps": 1e-5}, {}),
+    (WHOLE["qwen3_moe"], {"num_local_experts": 5}, {}),
+    (WHOLE["qwen3_moe"], {"num_local_experts": 5, "num_experts": None, "use_qk_norm": True}, {}),
+    (WHOLE["phi3-5"], {"rope_parameters": {**WHOLE["phi3-5"]["rope_parameters"], "type": "su"}}, {}),
+    ({**BART, "model_type": "bart"}, {"num_hidden_layers": 2}, {}),
+    ({**T5, "model_type": "t5"}, {"decoder_layers": 3}, {}),
+    (WHOLE["glm4"], {"partial_rotary_factor": None}, {"partial_rotary_factor": 1.0}),
+    (WHOLE["gemma4-experts"], {"per_layer_config": {"02": {"head_dim": 20, "num_key_value_heads": 1}}}, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "keys"), FILES, ids=[case[0] for case in FILES])
-def test_published_files_are_read(llama_raw: Raw, model_type: str, keys: Raw) -> None:
-    if "model_type" not in keys:
-        del llama_raw["rope_theta"]
-        keys = llama_raw | {"model_type": model_type} | keys
-    assert read_config(keys).model_type == model_type
+@pytest.mark.parametrize(("raw", "twice", "once"), TWICE)
+def test_what_is_said_twice(raw: Raw, twice: Raw, once: Raw) -> None:
+    assert read_config(raw | twice) == read_config(raw | once)
+
+
+def test_what_a_file_leaves_out_is_not_said_to_be_there(llama_raw: Raw) -> None:
+    glm = {key: value for key, value in llama_raw.items() if key != "num_key_value_heads"} | {"model_type": "glm4"}
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(glm)
+    assert str(refused.value) == (
+        "config.json leaves out num_key_value_heads, which is usually 2: here it must be a divisor of 15"
+    )
 
 
 def test_a_null_theta_is_the_usual_one() -> None:
@@ -195,6 +192,31 @@ def side(name: str, **keys: Any) -> Raw:
 
 
 REFUSED: list[tuple[str, Raw, str]] = [
+    ("llama", {"is_causal": False}, "is_causal=False"),
+    ("llama", {"llama.attention.causal": False}, "llama.attention.causal=False"),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}}, "type='yarn'.*must be 'linear'"),
+    ("qwen3", {"use_qk_norm": False}, "use_qk_norm=False.*must be true"),
+    ("qwen3_moe", WHOLE["qwen3_moe"] | {"num_local_experts": 4}, "num_local_experts=4 where num_experts is 5"),
+    ("qwen2_moe", WHOLE["qwen2_moe"] | {"use_sliding_window": True, "layer_types": None}, "layer_types does not say"),
+    ("gemma2", WHOLE["gemma2"] | {"sliding_window_size": 7}, "sliding_window_size=7 where sliding_window is 6, which"),
+    ("gpt_oss", WHOLE["gpt_oss"] | {"experts_per_token": 3}, "experts_per_token=3 where num_experts_per_tok is 2"),
+    ("gpt_oss", WHOLE["gpt_oss"] | {"initial_context_length": 64}, "64 where original_max_position_embeddings is 32"),
+    ("gpt_neox", WHOLE["gpt_neox"] | {"rope_theta": 500}, "rope_theta=500 where rotary_emb_base is 1000"),
+    (
+        "gpt_neox",
+        WHOLE["gpt_neox"] | {"rope_parameters": {"rope_theta": 5}},
+        "rotary_emb_base=1000 where rope_theta of",
+    ),
+    ("starcoder2", WHOLE["starcoder2"] | {"layer_norm_epsilon": 1e-6}, "1e-06 where norm_epsilon is 0.0001"),
+    ("phi3", {"rope_scaling": {"original_max_position_embeddings": 8}}, "must be 4096, as outside of rope_scaling"),
+    ("bart", {**BART, "model_type": "bart", "num_hidden_layers": 3}, "num_hidden_layers=3 where encoder_layers is 2"),
+    ("t5", {**T5, "model_type": "t5", "decoder_layers": 2}, "decoder_layers=2 where num_decoder_layers is 3"),
+    ("gemma3_text", {**WHOLE["gemma3"], "attn_logit_softcapping": 0.5}, "attn_logit_softcapping=0.5.*must be null"),
+    ("gemma3_text", {**WHOLE["gemma3"], "rope_scaling": {"type": "linear", "factor": 2}}, "called rope_type"),
+    ("gemma3_text", {**WHOLE["gemma3-5"], "rope_theta": 7}, "rope_theta=7 where rope_theta of full_attention is"),
+    ("gemma4_text", WHOLE["gemma4"] | {"rope_theta": 1e4}, "rope_theta=10000.0"),
+    ("gemma4_text", WHOLE["gemma4"] | {"per_layer_config": {"last": {}}}, "per_layer_config=.*numbers of layers"),
+    ("ministral3", {"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta=0.1"),
     ("gemma3_text", {**WHOLE["gemma3"], "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5.*must be 1"),
     ("gemma3_text", {**WHOLE["gemma3"], "hidden_act": "silu"}, "hidden_act='silu'"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
@@ -235,7 +257,11 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("mistral3", SEEING["mistral3"] | {"text_config": {"model_type": "qwen3"}}, "model_type='qwen3'.*in text_config"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*must be a number in 0.001"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 3}}, "sets mscale=3"),
-    ("llama", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, "rope_theta=10000.0.*must be 5.0"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 5.0}},
+        "rope_theta=10000.0 where rope_theta of rope_parameters is 5.0",
+    ),
     (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
@@ -243,15 +269,15 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ),
     (
         "qwen3",
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 2e4}}},
-        "differ by layer",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}},
+        "one mapping for all layers",
     ),
     ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*divisor of 15"),
     ("llama", {"head_dim": 7}, "head_dim=7.*even"),
     ("llama", {"head_dim": None, "num_attention_heads": 16, "num_key_value_heads": 4}, "divisor of 60"),
     ("llama", {"vocab_size": None}, "vocab_size=None.*must be an integer in 1 \\.\\. 16777216"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'.*true or false"),
-    ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "does not mix"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "full_attention in layer_types, which.*here 4096"),
     ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
@@ -297,7 +323,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
         (side("decoder", hidden_activation="silu"), "hidden_activation='silu'.*'gelu_pytorch_tanh'"),
         (side("encoder", norm_topk_prob=True), "norm_topk_prob=True"),
         ({**T5GEMMA, "decoder": None}, "decoder=None.*must be a mapping"),
-        ({**BART, "model_type": "marian", "decoder_vocab_size": 96}, "decoder_vocab_size=96.*97, as vocab_size"),
+        ({**BART, "model_type": "marian", "decoder_vocab_size": 96}, "decoder_vocab_size=96 where vocab_size is 97"),
     ],
 )
 def test_encoder_decoders_that_are_others(whole: Raw, message: str) -> None:

@@ -57,9 +57,10 @@ SIZES = {f"{part}_{what}" for part in PARTS for what in ("layers", "ffn_dim", "a
 KEYS = {*SIZES, "model_type", "vocab_size", "d_model", "max_position_embeddings", "activation_function",
         "scale_embedding", "tie_word_embeddings", "is_encoder_decoder", "torch_dtype", "dtype"}  # fmt: skip
 INERT = {"dropout", "activation_dropout", "classifier_dropout", "classif_dropout", "init_std", "encoder_layerdrop",
-         "decoder_layerdrop", "gradient_checkpointing", "num_hidden_layers", "is_decoder", "normalize_before",
+         "decoder_layerdrop", "gradient_checkpointing", "is_decoder", "normalize_before",
          "force_bos_token_to_be_generated", "normalize_embedding", "add_bias_logits", "add_final_layer_norm",
          "static_position_embeddings", "extra_pos_embeddings"}  # fmt: skip
+AGAIN = {"num_hidden_layers": "encoder_layers"}
 EPS = 1e-5
 OFFSET = 2  # rows before that of position 0
 
@@ -67,17 +68,16 @@ OFFSET = 2  # rows before that of position 0
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
-    return spec_of(raw, KEYS, positions, Norm("layer", EPS, bias=True))
+    return spec_of(raw, positions, Norm("layer", EPS, bias=True))
 
 
-def spec_of(raw: Raw, known: set[str], positions: Positions, embed_norm: Norm | None) -> Spec:
-    """Return a model of layers as BART's. known: keys of config.json. Raises UnsupportedModel for any other key."""
-    configs.refuse_unknown(raw, known | INERT)
+def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapping[str, str] | None = None) -> Spec:
+    """Return a model of layers as BART's. again: more keys that repeat others. Raises UnsupportedModel for unknown."""
     norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
     for key, wanted in norms.items():
         configs.require(raw.get(key, wanted) is wanted, raw, key, str(wanted).lower())
-    usual: Raw = {"activation_function": "gelu", "tie_word_embeddings": True}
-    c = {**usual, **{key: value for key, value in raw.items() if value is not None}}
+    usual = {"activation_function": "gelu", "tie_word_embeddings": True}
+    c = configs.understood(raw, KEYS | INERT, usual, {**AGAIN, **(again or {})})
     configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")
     configs.require(configs.flag(c, "tie_word_embeddings"), c, "tie_word_embeddings", "true")
     hidden, norm = size(c, "d_model"), Norm("layer", EPS, bias=True)

@@ -3,7 +3,7 @@
 Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
 it honours; INERT_KEYS, and those that begin with an underscore, are known not to change inference; any other key must
 be absent, null, false or empty, or have the value that means as much (NEUTRAL). Numbers have bounds that no published
-model comes near.
+model comes near. Files may say a thing twice, if they say the same: what a file leaves out contradicts nothing.
 Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
 `rope_parameters` + `layer_types` + `dtype` (transformers 5).
 """
@@ -35,28 +35,32 @@ SHARED_KEYS = _words(
 # generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function.
 INERT_KEYS = _words(
     "architectures transformers_version name_or_path auto_map use_cache cache_implementation initializer_range "
-    "pretraining_tp attention_dropout hidden_dropout embd_pdrop resid_pdrop bos_token_id eos_token_id pad_token_id "
+    "pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop neftune_noise_alpha "
+    "bos_token_id eos_token_id pad_token_id "
     "unk_token_id sep_token_id decoder_start_token_id return_dict return_dict_in_generate output_attentions "
-    "output_hidden_states output_scores torchscript use_bfloat16 id2label label2id problem_type finetuning_task "
-    "task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation "
-    "max_sequence_length model_max_length gradient_checkpointing classifier_dropout embedding_dropout ffn_dropout "
+    "output_hidden_states output_scores output_past torchscript use_bfloat16 id2label label2id problem_type "
+    "finetuning_task task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation "
+    "max_sequence_length model_max_length seq_length tokenizer_model_max_length gradient_checkpointing "
+    "classifier_dropout embedding_dropout ffn_dropout "
     "layerdrop output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
-    "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+    "is_llama_config unsloth_fixed unsloth_version transformers.js_config custom_pipeline custom_pipelines "
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "num_return_sequences remove_invalid_values exponential_decay_length_penalty "
     "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids"
 )
 
+CAUSAL = _words("is_causal causal attention.causal")  # the keys of which false changes the function
 # Values that change nothing, by their keys in config.json, and in GGUF files by what follows the architecture there.
 NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
-    **dict.fromkeys(_words("is_causal causal is_decoder attention.causal"), (True,)),
+    **dict.fromkeys(CAUSAL | {"is_decoder"}, (True,)),
     **dict.fromkeys(
         _words(
             "num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers expert_count "
             "expert_used_count expert_shared_count leading_dense_block_count nextn_predict_layers pooling_type "
             "attention.max_alibi_bias attention.clamp_kqv attention.shared_kv_layers attention.temperature_scale "
             "embedding_length_per_layer_input attn_logit_softcapping final_logit_softcapping "
+            "shared_expert_intermediate_size "
             "rope.scaling.yarn_log_multiplier"
         ),
         (0,),
@@ -90,6 +94,7 @@ UNTRAINED = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": T
 # Of a family for which transformers has a padding id of its own, which may be beyond a small vocabulary.
 UNPADDED = {"pad_token_id": None}
 LAYER_KINDS = ("full_attention", "sliding_attention")
+TURNED = ("rope_theta", "partial_rotary_factor")  # of rotary positions of every kind; may stand outside of them
 ACTS: Mapping[str, Act] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -152,32 +157,83 @@ RANGES = {
 }
 
 
+class Filled(dict[str, Any]):
+    """What config.json says, and the usual values of what it leaves out or has as null; `said` is the former alone.
+
+    Only what is said may contradict something. nullable: keys of which null says that there is none of it.
+    """
+
+    def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
+        said = {key: value for key, value in raw.items() if value is not None or key in nullable}
+        super().__init__({**usual, **said})
+        self.said: Raw = said
+
+    def also(self, **usual: Any) -> Filled:
+        """Return the same with usual values of more keys."""
+        return Filled(self.said, {**usual, **self}, self.said.keys())
+
+
+def understood(
+    raw: Raw,
+    honoured: Collection[str],
+    usual: Raw,
+    again: Mapping[str, str] | None = None,
+    nullable: Collection[str] = (),
+) -> Filled:
+    """Fill in what config.json leaves out. Raises UnsupportedModel for keys that are not honoured, and contradictions.
+
+    usual: what a family's published files leave out. again: keys that say again what another one does -> that one.
+    nullable: see Filled.
+    """
+    again = again or {}
+    refuse_unknown(raw, {*honoured, *again})
+    c = Filled(raw, usual, nullable)
+    for key, other in again.items():
+        agree(c, key, c.get(other), other)
+    return c
+
+
+def agree(c: Filled, key: str, value: object, other: str) -> None:
+    """Raise UnsupportedModel where config.json says under a key something else than counts, by the key `other`."""
+    said = c.said.get(key)
+    if said is not None and value is not None and said != value:
+        raise UnsupportedModel(
+            f"config.json has {key}={shown(said)} where {other} is {shown(value)}, which say the same thing: "
+            f"give them one value, or take {key} out"
+        )
+
+
 def plain_spec(
-    raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, turns_parts: bool = False, **more: Any
+    raw: Raw,
+    *,
+    honoured: Collection[str] = (),
+    defaults: Raw | None = None,
+    again: Mapping[str, str] | None = None,
+    turns_parts: bool = False,
+    **more: Any,
 ) -> Spec:
     """A decoder as Llama's: the sizes and rotary positions of config.json; `more` are the fields of one family.
 
     honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
-    out. turns_parts: whether the family may turn a part of each head. Raises UnsupportedModel, naming the key, for
-    whatever is missing, broken or not honoured.
+    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may turn a part of each head.
+    Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
     """
-    refuse_unknown(raw, SHARED_KEYS | frozenset(honoured))
-    filled = {"rms_norm_eps": 1e-6, **(defaults or {}), **{k: v for k, v in raw.items() if v is not None}}
-    require(is_silu(filled.get("hidden_act", "silu")), filled, "hidden_act", "'silu'")
-    heads, kv_heads, head_dim = head_sizes(filled)
+    c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
+    require(is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
+    heads, kv_heads, head_dim = head_sizes(c)
     return Plain(
         model_type=str(raw.get("model_type")),
-        vocab_size=size(filled, "vocab_size"),
-        hidden_size=size(filled, "hidden_size"),
-        num_layers=size(filled, "num_hidden_layers"),
+        vocab_size=size(c, "vocab_size"),
+        hidden_size=size(c, "hidden_size"),
+        num_layers=size(c, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=size(filled, "intermediate_size"),
-        norm_eps=number(filled, "rms_norm_eps"),
-        max_positions=size(filled, "max_position_embeddings"),
-        rope=rope_of(filled, head_dim if turns_parts else None),
-        tied=flag(filled, "tie_word_embeddings"),
+        ffn_size=size(c, "intermediate_size"),
+        norm_eps=number(c, "rms_norm_eps"),
+        max_positions=size(c, "max_position_embeddings"),
+        rope=rope_of(c, head_dim if turns_parts else None),
+        tied=flag(c, "tie_word_embeddings"),
         **more,
     ).spec
 
@@ -245,16 +301,17 @@ def rope_scaling(rope: Rope) -> dict[str, Any] | None:
     return {"rope_type": rope.kind, **{key: list(v) if key in LISTS else v for key, v in said.items()}}
 
 
-def head_sizes(raw: Raw) -> tuple[int, int, int]:
+def head_sizes(c: Filled) -> tuple[int, int, int]:
     """Query heads, key-value heads and the size of each."""
-    heads = size(raw, "num_attention_heads")
-    hidden = size(raw, "hidden_size")
-    kv_heads = size({"num_key_value_heads": heads, **raw}, "num_key_value_heads")
-    require(heads % kv_heads == 0, {"num_key_value_heads": kv_heads}, "num_key_value_heads", f"a divisor of {heads}")
-    if "head_dim" not in raw:
-        require(hidden % heads == 0, raw, "num_attention_heads", f"a divisor of {hidden} where head_dim is missing")
-    head_dim = size({"head_dim": hidden // heads, **raw}, "head_dim")
-    require(head_dim % 2 == 0, {"head_dim": head_dim}, "head_dim", "even, because rotary positions turn pairs")
+    heads, hidden = size(c, "num_attention_heads"), size(c, "hidden_size")
+    c = c.also(num_key_value_heads=heads)
+    kv_heads = size(c, "num_key_value_heads")
+    require(heads % kv_heads == 0, c, "num_key_value_heads", f"a divisor of {heads}")
+    if "head_dim" not in c:
+        require(hidden % heads == 0, c, "num_attention_heads", f"a divisor of {hidden} where head_dim is missing")
+    c = c.also(head_dim=hidden // heads)
+    head_dim = size(c, "head_dim")
+    require(head_dim % 2 == 0, c, "head_dim", "even, because rotary positions turn pairs")
     return heads, kv_heads, head_dim
 
 
@@ -276,57 +333,51 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
     )
 
 
-def rope_of(raw: Raw, turned_of: int | None = None) -> Rope:
+def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | None = None) -> Rope:
     """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree.
 
-    turned_of: the size of a head, of a family that may turn a part of it.
+    turned_of: the size of a head, of a family that may turn a part of it. names: what the family calls TURNED.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
-    new = _one_for_all(raw.get("rope_parameters") or {})
-    old = raw.get("rope_scaling") or {}
-    base = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    readings = {read_rope({**base, **_set(part)}, raw, turned_of) for part in (new, old) if part}
+    names = names or dict(zip(TURNED, TURNED, strict=True))
+    found = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
+    for key, part in found.items():
+        require(isinstance(part, Mapping), c, key, "null or a mapping")
+        require(not part.keys() & {*LAYER_KINDS}, c, key, "one mapping for all layers")
+    base = {key: c.get(name) for key, name in names.items()}
+    readings = {read_rope({**base, **_set(part)}, c, turned_of) for part in found.values()}
     if len(readings) > 1:
-        raise UnsupportedModel(
-            f"config.json has rope_parameters={shown(new)} and rope_scaling={shown(old)}, which disagree: keep one"
-        )
-    rope = readings.pop() if readings else read_rope(base, raw, turned_of)
-    require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
-    return rope
+        said = " and ".join(f"{key}={shown(part)}" for key, part in found.items())
+        raise UnsupportedModel(f"config.json has {said}, which disagree: keep one")
+    for key, part in found.items():
+        for own, name in names.items():
+            agree(c, name, part.get(own), f"{own} of {key}")
+    return readings.pop() if readings else read_rope(base, c, turned_of)
 
 
-def _one_for_all(parameters: Raw) -> Raw:
-    """`rope_parameters` may be nested by kind of layer; all layers are turned alike here, so entries must be equal."""
-    nested = {k: v for k, v in parameters.items() if k in LAYER_KINDS}
-    if not nested:
-        return parameters
-    entries = list(nested.values())
-    if len(nested) < len(parameters) or any(e != entries[0] for e in entries) or not isinstance(entries[0], Mapping):
-        raise UnsupportedModel(
-            f"config.json sets rope_parameters={shown(parameters)}, which differ by layer: "
-            "forerun needs the same rotary positions in every layer"
-        )
-    return entries[0]
+def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
+    """Rotary positions of layers of each kind, of a family whose kinds have their own. names: of theta, by kind.
 
-
-def rope_parameters(raw: Raw) -> tuple[Raw, Raw]:
-    """What config.json says of rotary positions in layers of full attention and in those with a window.
-
-    `rope_scaling` is of the former, where `rope_parameters` has nothing by kind of layer.
+    `rope_scaling` is of full attention, where `rope_parameters` has nothing by kind of layer.
     """
-    both, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
-    fits = fits and all(kind in LAYER_KINDS and isinstance(part or {}, Mapping) for kind, part in both.items())
-    require(fits, raw, "rope_parameters", f"a mapping for each of {list(LAYER_KINDS)}, without rope_scaling beside it")
-    full, local = (both.get(kind) or {} for kind in LAYER_KINDS)
-    return old or full, local
+    fits = fits and all(kind in names and isinstance(part or {}, Mapping) for kind, part in both.items())
+    require(fits, c, "rope_parameters", f"a mapping for each of {list(names)}, without rope_scaling beside it")
+    # transformers 4 reads a kind that is called type there, and transformers 5 does not.
+    require("type" not in old or "rope_type" in old, c, "rope_scaling", "one whose kind is called rope_type")
+    found = {}
+    for kind, name in names.items():
+        part = _set(old if old and kind == LAYER_KINDS[0] else both.get(kind) or {})
+        agree(c, name, part.get("rope_theta"), f"rope_theta of {kind}")
+        found[kind] = read_rope({"rope_theta": c[name], **part}, c)
+    return found
 
 
-def read_rope(rope: Raw, raw: Raw, turned_of: int | None = None) -> Rope:
-    """The rotary positions that a part of config.json asks for. raw: all of it. turned_of: see `rope_of`."""
+def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
+    """The rotary positions that a part of config.json asks for. c: all of it. turned_of: see `rope_of`."""
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    require(rope.get("type", kind) == kind, rope, "type", f"{shown(kind)}, as rope_type is")
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise UnsupportedModel(
             f"config.json sets rope_type={shown(kind)}, which forerun does not compute: it must be one of "
@@ -354,18 +405,18 @@ def read_rope(rope: Raw, raw: Raw, turned_of: int | None = None) -> Rope:
         dims=None if dims == turned_of else dims,
     )
     if "original_max_position_embeddings" in ROPE_KINDS[kind]:
-        longest = raw.get("max_position_embeddings")
+        longest = c.get("max_position_embeddings")
         rope = {"original_max_position_embeddings": longest, **rope}
         trained = size(rope, "original_max_position_embeddings")
         config = replace(config, original_max_positions=trained)
         if kind in ("yarn", "longrope") and rope.get("factor") is None:
-            rope = {**rope, "factor": size(raw, "max_position_embeddings") / trained}
+            rope = {**rope, "factor": size(c, "max_position_embeddings") / trained}
     for key in sorted(ROPE_KINDS[kind] - {"original_max_position_embeddings", "truncate", *LISTS}):
         if key in rope or key not in MAY_LACK:
             config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
     for key in LISTS:
         if key in ROPE_KINDS[kind]:
-            config = replace(config, **{key: _factors(rope, key, dims or head_sizes(raw)[2])})  # type: ignore[arg-type]
+            config = replace(config, **{key: _factors(rope, key, dims or head_sizes(c)[2])})  # type: ignore[arg-type]
     if kind == "llama3":
         require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
     return replace(config, truncate=flag({"truncate": True, **rope}, "truncate"))
@@ -408,8 +459,8 @@ def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
     found = windows(raw, size(raw, "num_hidden_layers"), window)
     if window is not None and (not found or None in found):
         raise UnsupportedModel(
-            f"config.json has sliding_window={window} and full_attention in layer_types, which model_type="
-            f"{shown(raw.get('model_type'))} does not mix: set sliding_window to null, or slide in every layer"
+            f"config.json has full_attention in layer_types, which model_type={shown(raw.get('model_type'))} does not "
+            f"mix with a sliding_window, here {window}: set sliding_window to null, or slide in every layer"
         )
     return found
 
@@ -457,9 +508,12 @@ def flag(raw: Raw, key: str) -> bool:
 
 def require(ok: bool, raw: Raw, key: str, what: str) -> None:
     """Raise UnsupportedModel, naming a key of config.json, unless its value is possible. what: the possible ones."""
-    if not ok:
-        found = shown(raw.get(key))
-        raise UnsupportedModel(f"config.json has {key}={found}, which is not supported: it must be {what}")
+    if ok:
+        return
+    value = shown(raw.get(key))
+    if isinstance(raw, Filled) and key in raw and key not in raw.said:
+        raise UnsupportedModel(f"config.json leaves out {key}, which is usually {value}: here it must be {what}")
+    raise UnsupportedModel(f"config.json has {key}={value}, which is not supported: it must be {what}")
 
 
 def is_silu(act: object) -> bool:
@@ -468,9 +522,9 @@ def is_silu(act: object) -> bool:
 
 
 def _is_neutral(value: object, key: str) -> bool:
-    if value is None or value is False or value in ("", [], {}):
-        return True
     name = key.partition(".")[2]  # behind the architecture
+    if value is None or value in ("", [], {}) or (value is False and not {key, name} & CAUSAL):
+        return True
     return any(_is_one_of(value, NEUTRAL.get(own, ())) for own in (key, name))
 
 

@@ -18,6 +18,7 @@ from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", *CAPS}
+AGAIN = {"sliding_window_size": "sliding_window"}
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True,
             "sliding_window": 4096, "query_pre_attn_scalar": 256, "num_key_value_heads": 4,
             "hidden_activation": "gelu_pytorch_tanh", CAPS[0]: 50.0, CAPS[1]: 30.0}  # fmt: skip
@@ -43,12 +44,11 @@ GGUF = Gguf(
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, SHARED_KEYS | OWN_KEYS)
-    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None or key in CAPS}}
+    c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
     num, hidden, bias = size(c, "num_hidden_layers"), size(c, "hidden_size"), flag(c, "attention_bias")
-    c = {"layer_types": [LAYER_KINDS[(i + 1) % 2] for i in range(num)], **c}
+    c = c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
     windows = configs.windows(c, num, size(c, "sliding_window")) or (None,) * num
     norm = Norm(eps=number(c, "rms_norm_eps"), offset=1.0)
     caps = [None if c[key] is None else number(c, key) for key in CAPS]

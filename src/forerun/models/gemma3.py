@@ -20,7 +20,7 @@ def read(raw: Raw) -> Spec:
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, USUAL)
     configs.require(text["model_type"] == "gemma3_text", text, "model_type", "'gemma3_text' in text_config")
-    cap = gemma3_text.CAPS[1]  # which transformers leaves out here and computes in the text model by itself
+    cap = gemma3_text.CAP  # which transformers leaves out here and computes in the text model by itself
     configs.require(text.get(cap) is None, text, cap, "null in text_config")
     return gemma3_text.read(text)
 

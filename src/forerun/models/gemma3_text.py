@@ -16,9 +16,10 @@ from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
 from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
 
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
+THETAS = dict(zip(LAYER_KINDS, ("rope_theta", "rope_local_base_freq"), strict=True))
 OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
-            "rope_local_base_freq", *CAPS}  # fmt: skip
+            *THETAS.values(), CAP, SCORE_CAP}  # fmt: skip
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "head_dim": 256, "tie_word_embeddings": True,
             "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "num_key_value_heads": 4,
             "rope_theta": 1e6, "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
@@ -44,19 +45,16 @@ GGUF = Gguf(
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, SHARED_KEYS | OWN_KEYS)
-    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
     configs.require(c.get("partial_rotary_factor", 1) == 1, c, "partial_rotary_factor", "1")
+    configs.require(SCORE_CAP not in c, c, SCORE_CAP, "null, because transformers caps no scores here")
     num, pattern, hidden = size(c, "num_hidden_layers"), size(c, "sliding_window_pattern"), size(c, "hidden_size")
     kinds = c.get("layer_types") or [LAYER_KINDS[(i + 1) % pattern > 0] for i in range(num)]
     windows = configs.windows({"layer_types": kinds}, num, size(c, "sliding_window")) or (None,) * num
-    full, local = configs.rope_parameters(c)
-    turned = configs.read_rope({"rope_theta": c["rope_theta"], **_given(full)}, c)
-    turned_within = configs.read_rope({"rope_theta": c["rope_local_base_freq"], **_given(local)}, c)
+    ropes = configs.ropes_by_kind(c, THETAS)
     norm, bias = Norm(eps=number(c, "rms_norm_eps"), offset=1.0), flag(c, "attention_bias")
-    caps = [number(c, key) if key in c else None for key in CAPS]
     attention = Attention(
         *configs.head_sizes(c),
         scale=number(c, "query_pre_attn_scalar") ** -0.5,
@@ -64,13 +62,13 @@ def read(raw: Raw) -> Spec:
         k_norm=replace(norm, span="head"),
         qkv_bias=bias,
         o_bias=bias,
-        softcap=caps[0],
     )
-    both = [replace(attention, window=w, rope=turned if w is None else turned_within) for w in windows]
+    both = [replace(attention, window=w, rope=ropes[LAYER_KINDS[w is not None]]) for w in windows]
     mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
     blocks = tuple(Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in both)
     return Spec("gemma3_text", size(c, "vocab_size"), hidden, size(c, "max_position_embeddings"), blocks, norm,
-                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"), logit_softcap=caps[1])  # fmt: skip
+                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"),
+                logit_softcap=number(c, CAP) if CAP in c else None)  # fmt: skip
 
 
 def write(spec: Spec) -> Raw:
@@ -86,9 +84,5 @@ def write(spec: Spec) -> Raw:
         "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
         "sliding_window": next((a.window for a in found if a.window is not None), None),
         "query_pre_attn_scalar": configs.whole((found[0].scale or 0.0625) ** -2),
-        **dict(zip(CAPS, (found[0].softcap, spec.logit_softcap), strict=True)),
+        CAP: spec.logit_softcap,
     }
-
-
-def _given(entry: Raw) -> Raw:
-    return {key: value for key, value in entry.items() if value is not None}

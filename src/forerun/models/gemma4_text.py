@@ -16,7 +16,7 @@ from typing import Any
 from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Rope, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
-from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
+from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Filled, Raw, flag, number, size
 from forerun.models.naming import EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
 
 FULL, LOCAL = LAYER_KINDS
@@ -159,15 +159,15 @@ GGUF = Gguf(
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, SHARED_KEYS | OWN_KEYS)
-    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
     seen = c.get("use_bidirectional_attention")
     configs.require(seen in (None, "vision"), c, "use_bidirectional_attention", "null, or 'vision', of images alone")
     num, hidden, bias = size(c, "num_hidden_layers"), size(c, "hidden_size"), flag(c, "attention_bias")
     usual = [LAYER_KINDS[(i + 1) % 6 > 0] for i in range(num)]
-    windows = list(configs.windows({"layer_types": usual, **c}, num, size(c, "sliding_window")) or (None,) * num)
+    c = c.also(layer_types=usual)
+    windows = list(configs.windows(c, num, size(c, "sliding_window")) or (None,) * num)
     windows[-1] = None  # as transformers has it, whatever is said
     kinds = [LAYER_KINDS[window is not None] for window in windows]
     norm, per_head = Norm(eps=number(c, "rms_norm_eps")), Norm(eps=number(c, "rms_norm_eps"), span="head")
@@ -213,7 +213,7 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
     return LayerInput(width[INPUT], "gelu_tanh", norm)
 
 
-def _heads(c: Raw, i: int, kind: str) -> tuple[int, int, int]:
+def _heads(c: Filled, i: int, kind: str) -> tuple[int, int, int]:
     """Query heads, key-value heads and the size of each, of a layer."""
     given = c.get("per_layer_config")
     fits = given is None or (isinstance(given, Mapping) and all(str(key).isdecimal() for key in given))
@@ -227,10 +227,10 @@ def _heads(c: Raw, i: int, kind: str) -> tuple[int, int, int]:
         own = {"head_dim": c[GLOBAL[0]]}
         if flag(c, "attention_k_eq_v") and GLOBAL[1] in c:
             own["num_key_value_heads"] = c[GLOBAL[1]]
-    return configs.head_sizes({**c, **own})
+    return configs.head_sizes(Filled({**c, **own}, {}))
 
 
-def _rope(c: Raw, kind: str, head_dim: int) -> Rope:
+def _rope(c: Filled, kind: str, head_dim: int) -> Rope:
     given: Any = c.get("rope_parameters") or ROPES
     fits = isinstance(given, Mapping) and isinstance(given.get(kind), Mapping) and given.keys() <= set(LAYER_KINDS)
     configs.require(

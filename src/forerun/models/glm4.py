@@ -33,16 +33,20 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 
 NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
          "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
-GGUF = Gguf("glm4", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS, "ffn_up": GATE_UP}), turns_parts=True)
+GGUF = Gguf(
+    "glm4",
+    more=_more,
+    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS, "ffn_up": GATE_UP}),
+    turned_part="partial_rotary_factor",
+)
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
             "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, SHARED_KEYS | {"attention_bias"})
-    full_attention_only(raw)
-    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, SHARED_KEYS | {"attention_bias"}, DEFAULTS, nullable={"partial_rotary_factor"})
+    full_attention_only(c)
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
     heads, kv_heads, head_dim = configs.head_sizes(c)
     rope = replace(configs.rope_of(c, head_dim), pairs="adjacent")

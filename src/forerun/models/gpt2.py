@@ -51,16 +51,14 @@ SIZES = {"vocab_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", 
 KEYS = {*SIZES, "model_type", "activation_function", "tie_word_embeddings", "scale_attn_weights",
         "scale_attn_by_inverse_layer_idx", "torch_dtype", "dtype"}  # fmt: skip
 INERT = {"n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-         "summary_proj_to_labels", "summary_first_dropout", "attn_pdrop", "n_special", "predict_special_tokens",
-         "output_past"}  # fmt: skip
+         "summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens"}  # fmt: skip
 USUAL = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024, "scale_attn_weights": True,
          "tie_word_embeddings": True}  # fmt: skip
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, KEYS | INERT)
-    c = {**USUAL, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")
     configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")

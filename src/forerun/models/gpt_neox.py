@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from forerun.blocks import Attention, Block, Mlp, Norm, Spec
+from forerun.blocks import Attention, Block, Mlp, Norm, Rope, Spec
 from forerun.models import configs
-from forerun.models.configs import ACTS, UNTRAINED, Raw, flag, number, size
+from forerun.models.configs import ACTS, UNTRAINED, Filled, Raw, flag, number, size
 from forerun.models.naming import OUTER, Fused, Gguf, Names, Own, has_bias
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -45,7 +45,7 @@ GGUF = Gguf(
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "use_parallel_residual": "use_parallel_residual",
         "attention.key_length": "head_dim",
-        "rope.freq_base": "rope_theta",
+        "rope.freq_base": "rotary_emb_base",
     },
     more=_more,
     names=Names(
@@ -60,7 +60,7 @@ GGUF = Gguf(
             "ffn_down": "mlp.down_proj",
         },
     ),
-    turns_parts=True,
+    turned_part="rotary_pct",
 )
 KEYS = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "head_dim", "max_position_embeddings", "layer_norm_eps", "hidden_act", "tie_word_embeddings",
@@ -68,27 +68,33 @@ KEYS = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hid
         "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"}  # fmt: skip
 INERT = {"classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "is_decoder"}
 DEFAULTS = {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "hidden_act": "gelu", "attention_bias": True,
-            "use_parallel_residual": True}  # fmt: skip
-NAMED_HERE = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+            "use_parallel_residual": True, "rotary_emb_base": 10000, "rotary_pct": 0.25}  # fmt: skip
+NAMED_HERE = dict(zip(configs.TURNED, ("rotary_emb_base", "rotary_pct"), strict=True))
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, KEYS | INERT)
-    named = {ours: raw.get(theirs) for theirs, ours in NAMED_HERE.items()}
-    usual = {**DEFAULTS, "partial_rotary_factor": 0.25}
-    c = {**usual, **{key: value for part in (named, raw) for key, value in part.items() if value is not None}}
+    c = configs.understood(raw, KEYS | INERT, DEFAULTS)
     configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
     heads, kv_heads, head_dim = configs.head_sizes(c)
     configs.require(heads * head_dim == size(c, "hidden_size"), c, "head_dim", "hidden_size / num_attention_heads")
     bias, hidden = flag(c, "attention_bias"), size(c, "hidden_size")
-    attention = Attention(heads, kv_heads, head_dim, rope=configs.rope_of(c, head_dim), qkv_bias=bias, o_bias=bias)
+    attention = Attention(heads, kv_heads, head_dim, rope=_rope(c, head_dim), qkv_bias=bias, o_bias=bias)
     mlp = Mlp(size(c, "intermediate_size"), ACTS[c["hidden_act"]], gated=False, bias=True)
     norm = Norm("layer", number(c, "layer_norm_eps"), bias=True)
     block = Block(norm, attention, pre_mlp=norm, mlp=mlp, parallel=flag(c, "use_parallel_residual"))
     blocks, positions = (block,) * size(c, "num_hidden_layers"), size(c, "max_position_embeddings")
     tied = flag(c, "tie_word_embeddings")
     return Spec("gpt_neox", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=tied)
+
+
+def _rope(c: Filled, head_dim: int) -> Rope:
+    """Rotary positions; the names that other families have for them are no more than copies here."""
+    rope = configs.rope_of(c, head_dim, NAMED_HERE)
+    said = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    for ours, theirs in NAMED_HERE.items():
+        configs.agree(c, ours, said.get(ours, c[theirs]), theirs)
+    return rope
 
 
 def write(spec: Spec) -> Raw:

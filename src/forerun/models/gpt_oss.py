@@ -11,20 +11,20 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from forerun.blocks import Block, Experts, Mlp, Spec
+from forerun.blocks import Block, Experts, Mlp, Plain, Spec
 from forerun.models import configs
-from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_config, plain_spec, size
+from forerun.models.configs import LAYER_KINDS, Filled, Raw, flag, plain_config, plain_spec, size
 from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
 from forerun.models.qwen3_moe import numbers_of, without_experts
 
 NUM, PER_TOKEN, LIMIT, ALPHA = "num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"
-OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "experts_per_token",
-            "initial_context_length", "output_router_logits", "router_aux_loss_coef"}  # fmt: skip
-USUAL_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "initial_context_length",
+            "output_router_logits", "router_aux_loss_coef"}  # fmt: skip
+USUAL_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
               "original_max_position_embeddings": 4096, "truncate": False}  # fmt: skip
 DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8,
             "num_attention_heads": 64, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
-            "sliding_window": 128, "attention_bias": True, NUM: 128, PER_TOKEN: 4,
+            "rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, NUM: 128, PER_TOKEN: 4,
             "tie_word_embeddings": False}  # fmt: skip
 NORM = "post_attention_layernorm"
 BOUND, GAIN = 7.0, 1.702  # what `clamped_silu` computes
@@ -61,23 +61,25 @@ GGUF = Gguf(
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    c = {**DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    c = Filled(raw, DEFAULTS)
     for key, value in ((LIMIT, BOUND), (ALPHA, GAIN)):
         configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")
-    ropes = [raw.get(key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
-    if not ropes:
-        c |= {"rope_parameters": USUAL_ROPE}
-    elif "rope_theta" not in {**raw, **(ropes[0] if isinstance(ropes[0], dict) else {})}:
-        c |= {"rope_theta": USUAL_ROPE["rope_theta"]}
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raw = {**raw, "rope_parameters": USUAL_ROPE}
     bias, num = flag(c, "attention_bias"), size(c, "num_hidden_layers")
-    kinds = {"layer_types": [LAYER_KINDS[i % 2 == 0] for i in range(num)], **c}
+    c = c.also(layer_types=[LAYER_KINDS[i % 2 == 0] for i in range(num)])
     spec = plain_spec(
-        c,
+        raw,
         honoured=OWN_KEYS,
+        defaults=DEFAULTS,
+        again={"experts_per_token": PER_TOKEN},
         qkv_bias=bias,
         o_bias=bias,
-        windows=configs.windows(kinds, num, size(c, "sliding_window")),
+        windows=configs.windows(c, num, size(c, "sliding_window")),
     )
+    rope = Plain.of(spec).rope
+    trained = rope.original_max_positions if rope.kind == "yarn" else None
+    configs.agree(c, "initial_context_length", trained, "original_max_position_embeddings")
     mlp = Mlp(size(c, "intermediate_size"), "clamped_silu", bias=True)
     experts = Experts(*numbers_of(c, NUM), mlp, score="softmax_of_chosen", router_bias=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.blocks import Block, Spec
 from forerun.models import configs
-from forerun.models.configs import Raw, flag, full_attention_only, number, plain_spec
+from forerun.models.configs import Filled, Raw, flag, full_attention_only, number, plain_spec
 from forerun.models.naming import SIZES, Gguf, Own, has_bias
 
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -35,7 +35,7 @@ def read(raw: Raw) -> Spec:
     honoured = {"attention_bias", "mlp_bias", *SCALES}
     defaults = {"max_position_embeddings": 2048}
     spec = plain_spec(raw, honoured=honoured, defaults=defaults, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
-    scales = {key: number({key: 1.0, **{k: v for k, v in raw.items() if v is not None}}, key) for key in SCALES}
+    scales = {key: number(Filled(raw, {key: 1.0}), key) for key in SCALES}
 
     def scaled(block: Block) -> Block:
         assert block.attention is not None

@@ -7,19 +7,15 @@ from forerun.models import bart, configs
 from forerun.models.configs import Raw, size
 
 NAMES = bart.names_of_layers({"lm_head": "lm_head"})
-KEYS = bart.KEYS | {"decoder_vocab_size", "share_encoder_decoder_embeddings"}
+SHARES = "share_encoder_decoder_embeddings"
+AGAIN = {"decoder_vocab_size": "vocab_size"}
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    vocab = raw.get("vocab_size")
-    configs.require(raw.get("share_encoder_decoder_embeddings", True) is True, raw,
-                    "share_encoder_decoder_embeddings", "true")  # fmt: skip
-    configs.require(
-        raw.get("decoder_vocab_size") in (None, vocab), raw, "decoder_vocab_size", f"{vocab}, as vocab_size"
-    )
+    configs.require(raw.get(SHARES, True) is True, raw, SHARES, "true")
     positions = Positions(size(raw, "max_position_embeddings"), kind="sinusoidal")
-    return bart.spec_of(raw, KEYS, positions, None)
+    return bart.spec_of({key: value for key, value in raw.items() if key != SHARES}, positions, None, AGAIN)
 
 
 def write(spec: Spec) -> Raw:

@@ -16,17 +16,16 @@ AGAIN = "max_position_embeddings"  # stands there a second time
 USUAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
               "mscale_all_dim": 1.0, "mscale": 1.0, BETA: 0.1}  # fmt: skip
 DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
-TEMPERATURE = "attention.temperature_scale"
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Files of Mistral Small 3 have the same architecture, without YaRN and growth."""
     window = own.get("attention.sliding_window")
     plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in own else {}
-    return {**plain, **({"sliding_window": window} if window else {}), BETA: own.get(TEMPERATURE) or None}
+    return {**plain, **({"sliding_window": window} if window else {})}
 
 
-GGUF = Gguf("mistral3", more=_more, by_more=frozenset({TEMPERATURE}), turned=True)
+GGUF = Gguf("mistral3", more=_more, turned=True, yarn={"attention.temperature_scale": BETA})
 
 
 def read(raw: Raw) -> Spec:
@@ -38,12 +37,11 @@ def read(raw: Raw) -> Spec:
     plain = {key: {k: v for k, v in part.items() if k not in (BETA, AGAIN)} for key, part in ropes.items()}
     spec = plain_spec(
         {**raw, **plain},
-        honoured={"sliding_window", BETA},
+        honoured={"sliding_window"},
         defaults=DEFAULTS,
         windows=same_window(raw, None if raw.get("sliding_window") is None else size(raw, "sliding_window")),
     )
-    parts = (raw, *ropes.values())  # a GGUF file has it outside
-    beta = max((number(part, BETA) for part in parts if part.get(BETA) is not None), default=0.0)
+    beta = max((number(part, BETA) for part in ropes.values() if part.get(BETA) is not None), default=0.0)
 
     def growing(block: Block) -> Block:
         a = block.attention

@@ -13,7 +13,8 @@ def read(raw: Raw) -> Spec:
     window = DEFAULT_WINDOW
     is_off = raw.get("sliding_window", window) is None
     per_layer = same_window(raw, None if is_off else size({"sliding_window": window, **raw}, "sliding_window"))
-    return plain_spec(raw, honoured={"sliding_window"}, defaults={"max_position_embeddings": 131072}, windows=per_layer)
+    defaults = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+    return plain_spec(raw, honoured={"sliding_window"}, defaults=defaults, windows=per_layer)
 
 
 def write(spec: Spec) -> Raw:

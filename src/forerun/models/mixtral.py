@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.blocks import Experts, Mlp, Spec
-from forerun.models.configs import Raw, full_attention_only, plain_config, plain_spec, size
+from forerun.models.configs import Filled, Raw, full_attention_only, plain_config, plain_spec, size
 from forerun.models.naming import Names
 from forerun.models.qwen3_moe import numbers_of, without_experts
 
@@ -24,14 +24,15 @@ NAMES = Names(
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
-    c = {NUM: 8, PER_TOKEN: 2, **{key: value for key, value in raw.items() if value is not None}}
-    honoured, defaults = (
-        TRAINING | {NUM, PER_TOKEN, "sliding_window"},
-        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    )
+    c = Filled(raw, {NUM: 8, PER_TOKEN: 2})
     num = size(c, "num_hidden_layers")
     window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")
-    spec = plain_spec(c, honoured=honoured, defaults=defaults, windows=(window,) * num)
+    spec = plain_spec(
+        raw,
+        honoured=TRAINING | {NUM, PER_TOKEN, "sliding_window"},
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows=(window,) * num,
+    )
     experts = Experts(*numbers_of(c, NUM), Mlp(size(c, "intermediate_size")), score="softmax_of_chosen")
     return replace(spec, blocks=tuple(replace(block, mlp=None, experts=experts) for block in spec.blocks))
 

@@ -409,9 +409,10 @@ class Gguf:
     architecture: general.architecture. keys: of its metadata -> of config.json. more: what else config.json says, from
     the metadata and the names of the tensors; by_more: keys that it alone reads. names: of tensors. turned: q and k
     have the rows of the two halves of a head in turn. stored_offset: what has been added to the weights of norms.
-    turns_parts: whether the family may turn a part of each head. takes_factors: whether `more` gets the factors of
-    rotary frequencies among the metadata, as a list under ROPE_FREQS. rounds_yarn: whether YaRN's frequencies are
-    rounded to whole dimensions, of which files say nothing.
+    turned_part: the key of config.json for the part of a head that is turned, where it may be less than all.
+    takes_factors: whether `more` gets the factors of rotary frequencies among the metadata, as a list under ROPE_FREQS.
+    rounds_yarn: whether YaRN's frequencies are rounded to whole dimensions, of which files say nothing. yarn: keys of
+    the metadata that belong to YaRN's -> of config.json.
     """
 
     architecture: str
@@ -421,9 +422,10 @@ class Gguf:
     names: Names = Names(OUTER, "blk.{}.", INNER)
     turned: bool = False
     stored_offset: float = 0.0
-    turns_parts: bool = False
+    turned_part: str | None = None
     takes_factors: bool = False
     rounds_yarn: bool = True
+    yarn: Mapping[str, str] = field(default_factory=dict)
 
 
 ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Gemma 4's

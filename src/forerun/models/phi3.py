@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from forerun.blocks import Plain, Spec
+from forerun.errors import shown
 from forerun.models import configs
 from forerun.models.configs import Raw, plain_config, plain_spec, size
 from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names
@@ -21,7 +22,7 @@ GGUF = Gguf(
     keys={**SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
     more=lambda own, tensors: {"sliding_window": own.get("attention.sliding_window") or None},
     names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": QKV, "ffn_up": GATE_UP}),
-    turns_parts=True,
+    turned_part="partial_rotary_factor",
 )
 CODE = "modeling_phi3.Phi3ForCausalLM"  # what published checkpoints bring along is what transformers has
 TRAINED = "original_max_position_embeddings"
@@ -49,9 +50,12 @@ def _renamed(raw: Raw) -> Raw:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := raw.get(key), Mapping) and rope:
             kind = rope.get("rope_type", rope.get("type"))
-            named = {"type": None, "rope_type": "longrope"} if kind in ("su", "yarn") else {}
-            length = {TRAINED: trained} if kind in ("su", "yarn", "longrope") else {}
-            changed[key] = {**{k: v for k, v in rope.items() if k != TRAINED}, **named, **length}
+            is_long = kind in ("su", "yarn", "longrope")
+            configs.require(
+                rope.get(TRAINED) in (None, trained), rope, TRAINED, f"{shown(trained)}, as outside of {key}"
+            )
+            named = {"type": None, "rope_type": "longrope", TRAINED: trained} if is_long else {TRAINED: None}
+            changed[key] = {**rope, **named}
     return changed
 
 

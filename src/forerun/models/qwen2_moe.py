@@ -34,7 +34,7 @@ GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    given = "layer_types" in raw or not flag(raw, "use_sliding_window")
+    given = raw.get("layer_types") is not None or not flag(raw, "use_sliding_window")
     require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
     spec = plain_spec(
         raw,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from forerun.blocks import Plain, Spec
-from forerun.models.configs import Raw, flag, plain_config, plain_spec
+from forerun.models.configs import Raw, flag, plain_config, plain_spec, require
 from forerun.models.naming import Gguf, Own, has_bias
 from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
 
@@ -16,14 +16,16 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 
 
 GGUF = Gguf("qwen3", more=_more)
+NORMED = "use_qk_norm"  # as it always is
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     bias = flag(raw, "attention_bias")
+    require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     return plain_spec(
         raw,
-        honoured=WINDOW_KEYS | {"attention_bias"},
+        honoured=WINDOW_KEYS | {"attention_bias", NORMED},
         defaults={"max_position_embeddings": 32768, "head_dim": 128},
         qkv_bias=bias,
         o_bias=bias,

@@ -9,11 +9,13 @@ from typing import Any
 from forerun.blocks import Experts, Mlp, Plain, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
-from forerun.models.configs import Raw, flag, plain_config, plain_spec, size
+from forerun.models.configs import Filled, Raw, flag, plain_config, plain_spec, size
 from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Names, Own
 from forerun.models.qwen2 import WINDOW_KEYS, window_of
+from forerun.models.qwen3 import NORMED
 
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
+NUM_TOO = "num_local_experts"  # what transformers 5 calls num_experts
 # Which layers have experts; what only training reads.
 LAYER_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef"})
 EXPERT_SIZES = {**SIZES, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
@@ -30,21 +32,19 @@ GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     bias = flag(raw, "attention_bias")
+    configs.require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     spec = plain_spec(
-        {**raw, "num_experts": None, "num_local_experts": None},
-        honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {"attention_bias"},
+        raw,
+        honoured=WINDOW_KEYS | EXPERT_KEYS | LAYER_KEYS | {"attention_bias", NORMED},
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "intermediate_size": 6144},
+        again={NUM_TOO: "num_experts"},
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
         windows=_windows(raw),
     )
-    c = {
-        "num_experts": raw.get("num_local_experts", 128),
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        **_given(raw),
-    }
+    num = raw.get(NUM_TOO) or 128
+    c = Filled(raw, {"num_experts": num, "num_experts_per_tok": 8, "moe_intermediate_size": 768})
     return mixed(
         spec, c, Experts(*numbers_of(c), Mlp(size(c, "moe_intermediate_size")), normalise=flag(c, "norm_topk_prob"))
     )
@@ -66,10 +66,8 @@ def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
 
 def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
     """Return a decoder with experts in those of its layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
-    dense, step = (
-        raw.get("mlp_only_layers") or [],
-        size({"decoder_sparse_step": 1, **_given(raw)}, "decoder_sparse_step"),
-    )
+    dense = raw.get("mlp_only_layers") or []
+    step = size(Filled(raw, {"decoder_sparse_step": 1}), "decoder_sparse_step")
     is_list = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
     configs.require(is_list, raw, "mlp_only_layers", "a list of layers")
     blocks = [
@@ -115,7 +113,3 @@ def expert_keys(spec: Spec, experts: Experts) -> Raw:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, block in enumerate(spec.blocks) if block.experts is None],
     }
-
-
-def _given(raw: Raw) -> dict[str, Any]:
-    return {key: value for key, value in raw.items() if value is not None}

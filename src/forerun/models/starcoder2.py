@@ -22,16 +22,17 @@ GGUF = Gguf("starcoder2", keys={**SIZES, "attention.layer_norm_epsilon": "norm_e
 OWN_KEYS = {"norm_epsilon", "use_bias", "sliding_window"}
 # What published files say besides, in the one way in which it is computed.
 FIXED = {"norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}
-INERT = {"layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embedding_dropout",
-         "residual_dropout", "activation_function"}  # fmt: skip
+# rms_norm_eps is there, too, though the norms are of another kind.
+INERT = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embedding_dropout", "residual_dropout",
+         "activation_function"}  # fmt: skip
+AGAIN = {"layer_norm_epsilon": "norm_epsilon"}
 DEFAULTS = {"norm_epsilon": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": 2, "use_bias": True,
             "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}  # fmt: skip
 
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, (SHARED_KEYS - {"rms_norm_eps"}) | OWN_KEYS | INERT | FIXED.keys())
-    c = {**DEFAULTS, **FIXED, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, SHARED_KEYS | OWN_KEYS | INERT | FIXED.keys(), {**DEFAULTS, **FIXED}, AGAIN)
     for key, value in FIXED.items():
         configs.require(c[key] == value and type(c[key]) is type(value), c, key, repr(value))
     configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")

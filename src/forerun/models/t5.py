@@ -59,8 +59,9 @@ SIZES = {"vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_lay
          "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon"}  # fmt: skip
 KEYS = {*SIZES, "model_type", "feed_forward_proj", "dense_act_fn", "is_gated_act", "tie_word_embeddings",
         "scale_decoder_outputs", "is_encoder_decoder", "torch_dtype", "dtype"}  # fmt: skip
-# The last is num_decoder_layers again: without it transformers 5 makes a cache of as many layers as the encoder has.
-INERT = {"dropout_rate", "classifier_dropout", "initializer_factor", "output_past", "is_decoder", "decoder_layers"}
+# num_decoder_layers: without it transformers 5 makes a cache of as many layers as the encoder has.
+AGAIN = "decoder_layers"
+INERT = {"dropout_rate", "classifier_dropout", "initializer_factor", "is_decoder", AGAIN}
 # Distances beyond the largest have one bucket, so that no text is too long; n_positions is what training took.
 MOST_POSITIONS = 1 << 15
 USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
@@ -69,8 +70,7 @@ USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, KEYS | INERT)
-    c = {**USUAL, **{key: value for key, value in raw.items() if value is not None}}
+    c = configs.understood(raw, KEYS | INERT, USUAL)
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
     act, gated, name = ACTS[c["feed_forward_proj"]]
     for key, usual in (("dense_act_fn", name), ("is_gated_act", gated)):
@@ -86,7 +86,8 @@ def read(raw: Raw) -> Spec:
         return Attention(heads, heads, width, scale=1.0, sees="all" if in_encoder else "past", bias=bias)
 
     layers = [Block(norm, attention(i, in_encoder=True), pre_mlp=norm, mlp=mlp) for i in range(num)]
-    num_decoder = size({"num_decoder_layers": num, **c}, "num_decoder_layers")
+    num_decoder = size(c.also(num_decoder_layers=num), "num_decoder_layers")
+    configs.agree(c, AGAIN, num_decoder, "num_decoder_layers")
     blocks = [block for i in range(num_decoder) for block in (Block(norm, attention(i, in_encoder=False)), cross)]
     of_blocks = partial(Spec, "t5", size(c, "vocab_size"), hidden, MOST_POSITIONS)
     tied = configs.flag(c, "tie_word_embeddings")
@@ -117,7 +118,7 @@ def write(spec: Spec) -> Raw:
         "d_ff": mlp.size,
         "num_layers": encoder.num_layers,
         "num_decoder_layers": spec.num_layers // 2,
-        "decoder_layers": spec.num_layers // 2,
+        AGAIN: spec.num_layers // 2,
         "num_heads": a.heads,
         "relative_attention_num_buckets": buckets.num,
         "relative_attention_max_distance": buckets.max_distance,

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
-from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
+from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Filled, Raw, flag, number, size
 from forerun.models.naming import Names
 
 PROJECTIONS = [f"{part}_proj" for part in "qkvo"]
@@ -44,6 +44,7 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 INERT = {"dropout_rate", "classifier_dropout_rate", "is_decoder"}
 KEYS = {"model_type", "encoder", "decoder", "vocab_size", "tie_word_embeddings", "is_encoder_decoder", "torch_dtype",
         "dtype"}  # fmt: skip
+AGAIN = {"sliding_window_size": "sliding_window"}  # as Gemma 2 has it
 PART_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", *CAPS,
              "cross_attention_hidden_size"}  # fmt: skip
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256, "sliding_window": 4096,
@@ -54,7 +55,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 def read(raw: Raw) -> Spec:
     """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, KEYS | INERT)
-    vocab, parts = size(raw, "vocab_size"), dict[str, Raw]()
+    vocab, parts = size(raw, "vocab_size"), dict[str, Filled]()
     for name in ("encoder", "decoder"):
         own = raw.get(name)
         configs.require(isinstance(own, Mapping), raw, name, "a mapping")
@@ -78,18 +79,18 @@ def read(raw: Raw) -> Spec:
     )
 
 
-def _part(raw: Raw, vocab: int) -> Raw:
+def _part(raw: Raw, vocab: int) -> Filled:
     """Return what config.json says of the encoder or the decoder, with what it leaves out."""
-    configs.refuse_unknown(raw, SHARED_KEYS | PART_KEYS | INERT)
-    c = {**DEFAULTS, "vocab_size": vocab, **{k: v for k, v in raw.items() if v is not None or k in CAPS}}
+    usual = {**DEFAULTS, "vocab_size": vocab}
+    c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
     configs.require(size(c, "vocab_size") == vocab, c, "vocab_size", f"{vocab}, as that of the whole")
     num = size(c, "num_hidden_layers")
-    return {"layer_types": [LAYER_KINDS[(i + 1) % 2] for i in range(num)], **c}
+    return c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
 
 
-def _attentions(c: Raw, sees: Any) -> list[Attention]:
+def _attentions(c: Filled, sees: Any) -> list[Attention]:
     """Return the attention of each layer to its own text. A window to both sides counts the row itself once."""
     bias, window = flag(c, "attention_bias"), size(c, "sliding_window") + (sees == "all")
     attention = Attention(
@@ -105,7 +106,7 @@ def _attentions(c: Raw, sees: Any) -> list[Attention]:
     return [replace(attention, window=own) for own in configs.windows(c, num, window) or (None,) * num]
 
 
-def _encoder(c: Raw) -> Spec:
+def _encoder(c: Filled) -> Spec:
     norm, mlp = _norm(c), Mlp(size(c, "intermediate_size"), "gelu_tanh")
     layers = [Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in _attentions(c, "all")]
     return replace(_spec(c, layers), head=False, own_embedding=True)

@@ -57,12 +57,12 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
             raise UnsupportedModel(f"{path} sets no possible number as {name} of {kind}: fetch it again")
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     if "rope.freq_base" in gguf.keys:
-        raw |= _rotary(kind, own, rope_factors, raw, path, turns_parts=gguf.turns_parts)
+        raw |= _rotary(gguf, own, rope_factors, raw, path)
     factors = {name: found.tolist() for name, found in rope_factors.items() if gguf.takes_factors}
     raw |= gguf.more({**own, **factors}, header.tensors)
     raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
     scaling = raw.get("rope_scaling") or {}
-    scaled = {*YARN, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
+    scaled = {*YARN, *gguf.yarn, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
     scaled |= {TEMPERATURE} if scaling.get("rope_type") == "longrope" else set()
     if scaling.get("rope_type") == "yarn" and not gguf.rounds_yarn:
         raw["rope_scaling"] = {**scaling, "truncate": False}
@@ -81,28 +81,23 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 
 
 def _rotary(
-    kind: str,
-    own: Mapping[str, Any],
-    factors: Mapping[str, NDArray[np.float32]],
-    raw: dict[str, Any],
-    path: Path,
-    *,
-    turns_parts: bool,
+    gguf: Gguf, own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
 ) -> dict[str, Any]:
     """Return the size of a head and its rotary positions."""
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     turned = own.get("rope.dimension_count", head_dim)
-    is_part = turns_parts and type(head_dim) is int and type(turned) is int and 0 < turned <= head_dim
-    if is_part:
-        raw["partial_rotary_factor"] = share(turned, head_dim)
-    for key in ("rope.dimension_count", "attention.value_length")[is_part:]:
+    whole = ["rope.dimension_count", "attention.value_length"]
+    if gguf.turned_part is not None and type(head_dim) is int and type(turned) is int and 0 < turned <= head_dim:
+        raw[gguf.turned_part] = share(turned, head_dim)
+        whole.remove("rope.dimension_count")
+    for key in whole:
         if own.get(key, head_dim) != head_dim:
             raise UnsupportedModel(
-                f"{path} sets {kind}.{key}={own[key]!r:.80}, which forerun does not compute: it must be the size of a "
-                f"head, {head_dim!r:.80}"
+                f"{path} sets {gguf.architecture}.{key}={own[key]!r:.80}, which forerun does not compute: it must be "
+                f"the size of a head, {head_dim!r:.80}"
             )
     raw["head_dim"] = head_dim
-    return {"head_dim": head_dim, "rope_scaling": _rope_scaling(own, factors, raw, path)}
+    return {"head_dim": head_dim, "rope_scaling": _rope_scaling(gguf, own, factors, raw, path)}
 
 
 def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
@@ -147,7 +142,7 @@ def _dtype_name(header: Header) -> str:
 
 
 def _rope_scaling(
-    own: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
+    gguf: Gguf, own: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any] | None:
     factors = tensors.get(ROPE_FREQS)
     if tensors.keys() - {ROPE_FREQS}:
@@ -155,7 +150,7 @@ def _rope_scaling(
     kind = own.get("rope.scaling.type", "linear")  # as in llama.cpp, where only a factor is given
     factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1
     if kind == "yarn" and factors is None:
-        return _yarn(own, factor)
+        return _yarn(own, factor, {**YARN, **gguf.yarn})
     if kind not in ("none", "linear"):
         return {"rope_type": kind, "factor": factor}  # which configs.py refuses
     linear = {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
@@ -169,9 +164,12 @@ def _rope_scaling(
     )
 
 
-def _yarn(own: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return the rope_scaling of YaRN. llama.cpp takes mscale for 1 where a file has a factor of all dimensions."""
-    said = {"factor": factor, **{name: own[key] for key, name in YARN.items() if key in own}}
+def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the rope_scaling of YaRN. keys: of the metadata -> there.
+
+    llama.cpp takes mscale for 1 where a file has a factor of all dimensions.
+    """
+    said = {"factor": factor, **{name: own[key] for key, name in keys.items() if key in own}}
     said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
     times = own.get(TEMPERATURE, 1)
     if times != 1:
