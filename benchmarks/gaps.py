@@ -88,7 +88,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     )
     llms = _build(checkpoint, config, plan, sizes, console)
     spare_what_is_loaded()
-    prompts = _Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])
+    prompts = Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])
     ceiling = print_ceiling(checkpoint.model, console)
     for llm in llms.values():  # a first run pays for page faults and for choosing kernels
         llm.generate([prompts.take(config.prefill_chunk_tokens)], sizes.params(WARM_UP_TOKENS, "warm-up"))
@@ -212,7 +212,7 @@ def _build(
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-class _Prompts:
+class Prompts:
     """Pieces of one long text, which starts again where it ends."""
 
     def __init__(self, ids: Seq[int]) -> None:
@@ -269,7 +269,7 @@ class _Clock:
                 self._last[request] = now
 
 
-def _measure(llms: dict[str, LLM], prompts: _Prompts, plan: GapsPlan, sizes: _Sizes, progress: Progress) -> list[Run]:
+def _measure(llms: dict[str, LLM], prompts: Prompts, plan: GapsPlan, sizes: _Sizes, progress: Progress) -> list[Run]:
     task = progress.add_task("measuring", total=plan.num_repeats * len(llms))
     runs = []
     for repeat in range(plan.num_repeats):

@@ -187,8 +187,8 @@ class EngineConfig:
     prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")
     prefill_stretch: float | None = option(
         3.0,
-        "while requests decode, prompts make a step at most so many times as long as usual; 0 = as "
-        "prefill_chunk_tokens allows",
+        "while requests decode, of this model or another in the process, prompts make a step at most so many times as "
+        "long as usual; 0 = as prefill_chunk_tokens allows",
         min=1.1,
         also=(0,),
         unit="times",

@@ -12,6 +12,7 @@ from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Router
+from forerun.engine.turns import Turns
 from forerun.kv.cache import BlockCache
 from forerun.kv.disk import Folder
 from forerun.kv.keeping import Keeper
@@ -69,7 +70,7 @@ def engine_with(
         runner_with(options.pop("model", MODEL), num_tokens, *kept),
         router,
         pacing.make(paced, spec_length) if isinstance(paced, str) else paced,
-        **{"max_seq_len": 128, **options},
+        **{"max_seq_len": 128, "turns": Turns(), **options},
     )
 
 

@@ -81,9 +81,11 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
     """One has read a part, the other found a part, and what is free shrinks to nothing: the later one goes."""
     engine = engine_with(192, prefill_chunk_tokens=16)
     run(engine, [engine.add([2] * 50, greedy(3))])
-    first, second = engine.add([1] * 60, greedy(3)), engine.add([2] * 50, greedy(3))
+    wanted = [([1] * 60, greedy(3)), ([2] * 90, greedy(3))]
+    first, second = (engine.add(*one) for one in wanted)
     engine.step()
-    assert [engine.runner.cache.length(r.seq.id) for r in engine.scheduler.running] == [16, 48]
+    engine.step()
+    assert [engine.runner.cache.length(r.seq.id) for r in engine.scheduler.running] == [5, 48 + 16 + 11]
     cache = engine.runner.cache
     cache.open(-1)
     cache.reserve(-1, cache.free_tokens())
@@ -91,7 +93,7 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
         engine.step()
     assert first.seq.finish_reason is not None
     cache.release(-1)
-    assert run(engine, [first, second]) == alone([([1] * 60, greedy(3)), ([2] * 50, greedy(3))])
+    assert run(engine, [first, second]) == alone(wanted)
 
 
 # --------------------------------------------------------------------------------------------------------- by rank

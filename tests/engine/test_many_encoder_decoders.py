@@ -203,6 +203,30 @@ def test_no_neighbour_and_no_preemption_moves_a_bit(small: tuple[Path, Path], mo
     assert all(num > 0 for name, num in by_draft.items() if name != "none"), by_draft
 
 
+def test_the_source_of_who_gives_way_is_room_for_another(small: tuple[Path, Path]) -> None:
+    """Seven blocks: two of an equal request, four of a worse one, three of them its source; the late one needs four."""
+    options: dict[str, Any] = {"ops": "reference", "dtype": "float32", "max_seq_len": 64, "kv_cache_tokens": 112}
+    with LLM(small[0], draft="none", **options) as llm:
+        engine = llm.engine
+
+        def asked(first: int, num: int, priority: int) -> Request:
+            params = llm.params(max_tokens=9, temperature=0, ignore_eos=True, priority=priority)
+            (request,) = engine.make(list(range(first, first + num)), params)
+            engine.queue([request])
+            return request
+
+        equal, worse = asked(10, 16, 0), asked(40, 48, 1)
+        while not (equal.report.num_steps and worse.report.num_steps):
+            engine.step()
+        late = asked(100, 48, 0)
+        engine.step()
+        assert engine.scheduler.running == [equal, late]
+        assert [request.report.num_preemptions for request in (equal, worse, late)] == [0, 1, 0]
+        while not all(request.seq.finish_reason for request in (equal, worse, late)):
+            engine.step()
+        engine.runner.cache.check_integrity()
+
+
 def test_a_text_that_copies_its_source_does_not_take_its_rows(kind: Kind) -> None:
     """A preempted text looks for its rows among those of the same salt, which are not the source's."""
     engine, told = kind[2].engine, []

@@ -22,6 +22,7 @@ from forerun.engine.router import NONE, Router
 from forerun.engine.sampled import SampledRequest
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
+from forerun.engine.turns import Turns, turns_on
 from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong, shown
 from forerun.kv.disk import Folder
 from forerun.models.runner import Runner
@@ -54,7 +55,8 @@ class _Entry:
 class Engine:
     """Add requests, step until they are finished. Not thread-safe: one thread steps.
 
-    start_ids: of an encoder-decoder, what a decoder's text begins with; prompts are then sources.
+    start_ids: of an encoder-decoder, what a decoder's text begins with; prompts are then sources. turns: those that the
+    engine has part in; None = of all engines of this process on the device of the model.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         costs: Costs | None = None,
         start_ids: Seq[int] = (),
         folder: Folder | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.start_ids, self.folder = start_ids, folder
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
@@ -91,7 +94,7 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
             sources=runner.sources,
-            fair=Fair(prefill_stretch, max_itl_s),
+            fair=Fair(prefill_stretch, max_itl_s, turns or turns_on(str(runner.model.device))),
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
@@ -193,19 +196,16 @@ class Engine:
         A request that cannot go on is aborted, with its `error` set, and does not disturb the others. A step may do
         nothing but wait for the disk, or let a request give way to others.
         """
-        begun = time.perf_counter()
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
         waiting = self.scheduler.waiting
         if not self.scheduler.running and any(request.seq.draft != NONE for request in waiting):
             self.pacing.prepare()  # now, while no stream waits for it
-        plan = self.scheduler.plan()
-        if plan.is_empty:
-            self.scheduler.await_rows()
-            return []
-        self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:
-            report = self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
+            with self.scheduler.fair.turn():
+                begun = time.perf_counter()
+                plan = self.scheduler.plan()
+                report = None if plan.is_empty else self._run(plan, begun)
         except RequestFailed as failure:
             request = next(r for r in plan.decode if r.seq is failure.seq)
             self._fail(request, failure.error)
@@ -214,11 +214,18 @@ class Engine:
             if not self.scheduler.recover():
                 raise
             return []
+        if report is None:
+            self.scheduler.await_rows()
+            return []
         reported = time.perf_counter()
         try:
             return self._conclude(plan, report)
         finally:
             self._behind_s = time.perf_counter() - reported
+
+    def _run(self, plan: Plan, begun: float) -> StepReport:
+        self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
+        return self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
 
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
         """Finish requests, and tell them and the listeners of the step."""

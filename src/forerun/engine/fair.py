@@ -1,7 +1,9 @@
-"""How many tokens of prompts a step runs while other requests decode, so that no stream waits longer than was promised.
+"""How many tokens of prompts a step reads, so that no stream waits longer than was promised, and no newcomer for long.
 
-A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it. What a
-token of a prompt takes, and how long a step usually is, are learned from the reports of steps; no clock is read here.
+A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it: those of
+the engine, and those of other engines on the same device, which have the next turn when the step is over (turns.py).
+What a token of a prompt takes, and how long a step usually is, are learned from the reports of steps; no clock is read
+here.
 
 A token takes the longer the more keys stand before it: seconds = base + slope * keys, by weighted least squares over
 the last hundreds of chunks. What the last few of them took over that, at the median, corrects it. The promise is one on
@@ -10,20 +12,29 @@ share smaller by a tenth, and each that was not makes it so much larger that of 
 
 How long a step without prompts is depends on how many requests decode. Where that is not known, or was seen too long
 ago, a step runs without prompts.
+
+Where nobody streams a request may come at any moment, whose first token waits for the chunk that is read: a step takes
+as long as a few of those that decode. Larger chunks are hardly faster.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from math import sqrt
 from statistics import median
+from typing import NamedTuple
 
+from forerun.engine.turns import Seat, Turns
 from forerun.types import StepReport
 
 LEAST_TOKENS = 1  # per step, however long they take: else a prompt might never be read
 FIRST_TOKENS = 16  # while nothing is known
 RENEWED_AFTER = 32  # steps with prompts, behind which the usual step is looked at again
 FIRST_SHARE, LEAST_SHARE = 0.8, 0.5  # of the seconds that a chunk may add
+LEAST_STEPS = 1.5  # usual ones, that a step may take which decodes nothing: one token takes as long as a few there
+QUIET_STEPS, QUIET_S = 8, 0.050  # that a step takes where nobody streams: usual ones, or the seconds if they are more
 _MISSED, _SHARE_MISSED = 0.1, 0.005  # what a step that was too long takes off; how many may be
 _NUM_STEPS = 9  # whose median is the usual one
 _NUM_CHUNKS = 9  # whose median corrects what is expected
@@ -31,66 +42,129 @@ _KEPT = 0.995  # of the weight of each earlier chunk
 _NEAR_KEYS = 256.0  # positions nearer to each other than this say little of the slope
 
 
+class _Limit(NamedTuple):
+    """How long a step may take. usual_s: of it without prompts, 0 where it decodes nothing. known: of its chunks."""
+
+    seconds: float
+    usual_s: float
+    known: Chunks
+
+
+class Allowance:
+    """What the prompts of a step may still take: tokens, and seconds by what is known of chunks; None = any time."""
+
+    def __init__(self, num_tokens: int, seconds: float = 0.0, known: Chunks | None = None) -> None:
+        self._num_tokens, self._seconds, self._known = num_tokens, seconds, known
+        self._least = LEAST_TOKENS
+
+    def fitting(self, num_before: int) -> int:
+        """Return how many tokens a text may have that stand behind so many of its own."""
+        if self._known is None:
+            return self._num_tokens
+        return min(self._num_tokens, max(self._least, self._known.fitting(self._seconds, num_before)))
+
+    def take(self, num_tokens: int, num_before: int) -> None:
+        """Take note that a text has these tokens."""
+        self._num_tokens -= num_tokens
+        if num_tokens and self._known is not None:
+            keys = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+            self._seconds -= self._known.expected_s(num_tokens, keys)
+            self._least = 0
+
+
 class Fair:
-    """The allowance of each step.
+    """The allowance of each step of an engine.
 
     stretch: of a step with prompts over one without; max_itl_s: its seconds. None = there is no such limit; of two the
-    smaller holds.
+    smaller holds. turns: of the engine's device; None = it has no other engines.
     """
 
-    def __init__(self, stretch: float | None, max_itl_s: float | None = None) -> None:
-        self.stretch, self.max_itl_s = stretch, max_itl_s
+    def __init__(
+        self, stretch: float | None = None, max_itl_s: float | None = None, turns: Turns | None = None
+    ) -> None:
+        self._turns = turns or Turns()
+        self.seat = self._turns.join(Seat(stretch, max_itl_s))
         self._usual = dict[int, _Usual]()  # by how many decode
-        self._chunks = _Chunks()
+        # Of steps that decode, of those that do not while other engines do, and of those while nobody does.
+        self._own, self._apart, self._quiet = Chunks(), Chunks(), Chunks()
         self._share = FIRST_SHARE
 
-    @property
-    def is_off(self) -> bool:
-        """Whether prompts are read as if nobody waited."""
-        return self.stretch is None and self.max_itl_s is None
+    def turn(self) -> AbstractContextManager[None]:
+        """Wait until the engine may step; others do not meanwhile."""
+        return self._turns.turn(self.seat)
 
-    def tokens(self, most: int, num_decoding: int, num_before: int = 0) -> int:
-        """Tokens of prompts for a step in which so many requests decode, at most `most`.
-
-        num_before: tokens before the chunk in its own text. 0 = the step is to show how long it is without prompts.
-        """
-        if self.is_off:
-            return most
+    def plan(self, num_decoding: int, *, is_reading: bool) -> None:
+        """Take note of the next step, for the other engines: how many requests decode, and whether prompts are read."""
         usual = self._usual.get(num_decoding)
-        if usual is None or usual.num_chunks >= RENEWED_AFTER:
-            return 0
-        own = self._chunks.fitting(self._share * (self._allowed_s(usual) - usual.seconds), num_before)
-        return min(most, FIRST_TOKENS if own is None else max(LEAST_TOKENS, own))
+        self.seat.num_streams, self.seat.is_reading = num_decoding, is_reading
+        self.seat.usual_s = None if usual is None else usual.seconds
 
-    def _allowed_s(self, usual: _Usual) -> float:
-        limits = [] if self.max_itl_s is None else [self.max_itl_s]
-        return min(limits if self.stretch is None else [*limits, self.stretch * usual.seconds])
+    def left(self, num_running: int) -> None:
+        """Take note that a request has ended, and how many are left."""
+        self.seat.num_streams = min(self.seat.num_streams, num_running)
+        self.seat.is_reading &= num_running > 0
+
+    def allowance(self, most: int) -> Allowance:
+        """What prompts may take of the step that was planned, at most so many tokens.
+
+        Nothing where the step is to show how long it is without prompts.
+        """
+        num_decoding, others = self.seat.num_streams, self._turns.beside(self.seat)
+        limit = self._limit(num_decoding, others)
+        if limit is None:
+            return Allowance(most)
+        usual = self._usual.get(num_decoding)
+        if num_decoding and (usual is None or usual.num_chunks >= RENEWED_AFTER):
+            return Allowance(0)
+        if not limit.known.is_known or any(seat.num_streams and seat.usual_s is None for seat in others):
+            return Allowance(min(most, FIRST_TOKENS))
+        share = 1.0 if limit.known is self._quiet else self._share
+        return Allowance(most, share * (limit.seconds - limit.usual_s), limit.known)
+
+    def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
+        """How long a step may take in which so many requests decode; None = as long as it likes."""
+        usual, num_reading = self._usual.get(num_decoding), 1 + sum(seat.is_reading for seat in others)
+        usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
+        least_s = self._usual[min(self._usual)].seconds if self._usual else 0.0
+        streams = [*(seat for seat in others if seat.num_streams), *([self.seat] if num_decoding else ())]
+        if promised := [seat for seat in streams if seat.promises]:
+            # Each engine that streams has a step in turn, and each that reads prompts adds to one.
+            round_s = usual_s + sum([seat.usual_s or 0.0 for seat in others if seat.num_streams])
+            seconds = usual_s + (min([seat.limit_s(round_s) for seat in promised]) - round_s) / num_reading
+        elif num_decoding or not self.seat.promises or not self._usual:
+            return None
+        else:
+            seconds, known = max(QUIET_STEPS * least_s, QUIET_S) / num_reading, self._quiet
+        return _Limit(seconds if num_decoding else max(seconds, LEAST_STEPS * least_s), usual_s, known)
 
     def observe(self, report: StepReport) -> None:
         """The numbers of the step that was just done."""
-        if not report.num_decoding or self.is_off:
-            return
-        caught_up_s = sum(draft.catchup_s for draft in report.drafts.values())
-        usual = self._usual.get(report.num_decoding)
+        num_decoding, others = report.num_decoding, self._turns.beside(self.seat)
+        usual = self._usual.get(num_decoding)
         if not report.num_prefill_tokens:
-            if usual is None:
-                usual = self._usual[report.num_decoding] = _Usual()
-            usual.observe(report.seconds - caught_up_s)
-        elif usual is not None:
-            usual.num_chunks += 1
-            self._judge(report, self._allowed_s(usual))
-            more_s = max(0.0, report.seconds - usual.seconds)
-            self._chunks.observe(report.num_prefill_tokens, report.num_prefill_keys, more_s)
-
-    def _judge(self, report: StepReport, allowed_s: float) -> None:
-        """Aim lower behind a step that was too long, unless it would have been without its chunk, too."""
-        expected_s = self._chunks.expected_s(report.num_prefill_tokens, report.num_prefill_keys)
-        if report.seconds <= allowed_s:
-            share = self._share * (1 + _MISSED * _SHARE_MISSED)
-        elif expected_s is not None and report.seconds - expected_s <= allowed_s:
-            share = self._share * (1 - _MISSED)
-        else:
+            is_mixed = not self._turns.is_exclusive and any(seat.is_reading for seat in others)
+            if num_decoding and not (usual is not None and is_mixed):
+                usual = self._usual.setdefault(num_decoding, _Usual())
+                usual.observe(report.seconds - sum(draft.catchup_s for draft in report.drafts.values()))
             return
+        if usual is not None:
+            usual.num_chunks += 1
+        elif num_decoding:
+            return
+        limit = self._limit(num_decoding, others)
+        if limit is not None and limit.known is not self._quiet:
+            self._judge(report, limit)
+        quiet = self._apart if any(seat.num_streams for seat in others) else self._quiet
+        known, usual_s = (quiet, 0.0) if usual is None else (self._own, usual.seconds)
+        known.observe(report.num_prefill_tokens, report.num_prefill_keys, max(0.0, report.seconds - usual_s))
+
+    def _judge(self, report: StepReport, limit: _Limit) -> None:
+        """Aim lower behind a step that was too long, unless it would have been without its chunk, too."""
+        expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
+        if report.seconds <= limit.seconds:
+            share *= 1 + _MISSED * _SHARE_MISSED
+        elif limit.known.is_known and report.seconds - expected_s <= limit.seconds:
+            share *= 1 - _MISSED
         self._share = min(1.0, max(LEAST_SHARE, share))
 
 
@@ -106,7 +180,7 @@ class _Usual:
         self.seconds, self.num_chunks = median(self._steps_s), 0
 
 
-class _Chunks:
+class Chunks:
     """What chunks took: a line through all of them, and how far the last ones are from it."""
 
     def __init__(self) -> None:
@@ -116,9 +190,8 @@ class _Chunks:
 
     def observe(self, num_tokens: int, num_keys: int, seconds: float) -> None:
         self._last.append((num_tokens, num_keys, seconds))
-        expected_s = self.expected_s(num_tokens, num_keys)
-        if expected_s is not None and len(self._last) == _NUM_CHUNKS:
-            seconds = min(seconds, 3 * expected_s)  # one pause of the machine is not to bend the line
+        if len(self._last) == _NUM_CHUNKS:
+            seconds = min(seconds, 3 * self.expected_s(num_tokens, num_keys))  # a pause is not to bend the line
         self._learn(float(num_tokens), num_keys / num_tokens, seconds / num_tokens)
         factors = [s / max(self._line(n, keys), 1e-9) for n, keys, s in self._last]
         self._level = median(factors)
@@ -141,14 +214,17 @@ class _Chunks:
     def _line(self, num_tokens: float, num_keys: float) -> float:
         return self._base * num_tokens + self._slope * num_keys
 
-    def expected_s(self, num_tokens: int, num_keys: int) -> float | None:
-        """Seconds of a chunk; None while none was seen."""
-        return self._level * self._line(num_tokens, num_keys) if self._weight else None
+    @property
+    def is_known(self) -> bool:
+        """Whether a chunk was seen."""
+        return self._weight > 0
 
-    def fitting(self, seconds: float, num_before: int) -> int | None:
-        """Tokens behind so many others that are expected to take so long; None while no chunk was seen."""
-        if not self._weight:
-            return None
+    def expected_s(self, num_tokens: int, num_keys: int) -> float:
+        """Seconds of a chunk; 0 while none was seen."""
+        return self._level * self._line(num_tokens, num_keys)
+
+    def fitting(self, seconds: float, num_before: int) -> int:
+        """Tokens behind so many others that are expected to take so long."""
         linear, square = self._base + self._slope * num_before, self._slope / 2
         budget = max(0.0, seconds) / max(self._level, 1e-9)
         # linear * n + square * n * n = budget, in the form that does not lose digits where square is tiny

@@ -1,7 +1,9 @@
 """Which requests run in the next step, and with how many tokens.
 
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
-decoding request, then prompt chunks (at most `prefill_chunk_tokens` of them), and what is left, drafts. A request is
+decoding request, then prompt chunks (at most `prefill_chunk_tokens` of them), and what is left, drafts. Of prompts with
+the same priority the one goes first of which the least is left, so that nobody waits for a long one; and that does not
+wait for ever either: for each three tokens that go before the first in rank, it is owed one. A request is
 admitted when the caches have room for its prompt, not for its longest output: where the running ones have grown until
 not all have room for one more token, the lowest in rank is preempted. So are requests of a worse priority whose place a
 waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs them again
@@ -16,12 +18,12 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from forerun.drafters import Drafter
-from forerun.engine.fair import Fair
+from forerun.engine.fair import Allowance, Fair
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
 from forerun.kv import KVCache, Room, fetch_slot
@@ -31,9 +33,8 @@ from forerun.models.sources import Sources
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
-
-
 MOST_SCORED_TOKENS = 32  # of a prompt in one step, where a row of logits is wanted for each: they are large
+OVERTAKING_TOKENS = 3  # of prompts that go before the first in rank, for each of its own
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Scheduler:
         sources: Sources | None = None,
         fair: Fair | None = None,
     ) -> None:
-        self.fair = fair or Fair(None)
+        self.fair = fair or Fair()
         self.cache, self.drafter, self.sources = cache, drafter, sources
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -94,6 +95,7 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self.num_preemptions = 0
         self._fetching: list[_Fetching] = []
+        self._owed: tuple[int, float] = -1, 0.0  # to which sequence, and how many tokens
         self._is_full = False  # a pass found less room than was counted: the next plan lets nobody in
 
     def add(self, request: Request) -> None:
@@ -110,26 +112,62 @@ class Scheduler:
         stands, decode, blocks = self._make_room()
         num_rows = sum([request.num_rows for request, _ in decode])
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
-        if decode and self.sources is None and len(decode) < len(stands):  # an encoder reads a source at once
-            first = next(room for request, room in stands if len(request.seq.tokens) > room.length + 1)
-            budget = self.fair.tokens(budget, len(decode), first.length)
-        begun = list[Request]()
-        if self.sources is not None:
+        is_reading = len(decode) < len(stands)
+        self.fair.plan(len(decode), is_reading=is_reading)
+        allowance, begun = Allowance(budget), list[Request]()
+        if self.sources is not None:  # an encoder reads a source at once
             begun, held_up, budget = self._begin(stands, budget)
             stands, decode = ([stand for stand in some if stand[0] not in held_up] for some in (stands, decode))
+            allowance = Allowance(budget)
+        elif is_reading:
+            allowance = self.fair.allowance(budget)
         blocks -= sum([self._next_blocks(*stand) for stand in decode])
-        prefill = []
-        for request, room in stands if len(decode) < len(stands) else ():
-            take = min(len(request.seq.tokens) - 1 - room.length, budget)
-            if take > 0:
-                most = MOST_SCORED_TOKENS if request.scores_prompt else take
-                take = min(take, most, self._fits(room, blocks))
-                blocks -= self.cache.missing_blocks(request.seq.id, take)
-            if take > 0:
-                budget -= take
-                prefill.append((request, take))
+        prefill = list[tuple[Request, int]]()
+        if prompts := [(request, room) for request, room in stands if len(request.seq.tokens) > room.length + 1]:
+            prefill, blocks = self._share(prompts, allowance, blocks, is_quiet=not decode)
         rows = self.max_num_batched_tokens - num_rows - sum([take for _, take in prefill])
         return Plan(prefill, [request for request, _ in decode], self._draft_limits(decode, rows, blocks), begun)
+
+    def _share(
+        self, prompts: Seq[_Stand], allowance: Allowance, blocks: int, *, is_quiet: bool
+    ) -> tuple[list[tuple[Request, int]], int]:
+        """Share what a step may read of prompts among them; returns their chunks, and the blocks that are left.
+
+        prompts: by rank. is_quiet: whether nobody decodes. A prompt that is read to its end is then not held up by one
+        that is not, but for what the first in rank is owed.
+        """
+        takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
+        for request, room, most in offers:
+            had, left = takes[request], len(request.seq.tokens) - 1 - room.length
+            own = blocks + self.cache.missing_blocks(request.seq.id, had)
+            take = min(most, had + allowance.fitting(room.length + had), self._fits(room, own))
+            if take <= had or (is_quiet and has_ended and take < left):
+                continue
+            allowance.take(take - had, room.length + had)
+            takes[request], blocks = take, own - self.cache.missing_blocks(request.seq.id, take)
+            has_ended |= take == left
+        self._note_owed(offers, takes)
+        return [(request, take) for request, take in takes.items() if take], blocks
+
+    def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
+        """The prompts in the order in which they are read, and how many tokens of each: first what one is owed."""
+        offers = []
+        for request, room in prompts:
+            left = len(request.seq.tokens) - 1 - room.length
+            offers.append((request, room, min(left, MOST_SCORED_TOKENS) if request.scores_prompt else left))
+        first, room, most = offers[0]
+        owed = int(self._owed[1]) if self._owed[0] == first.seq.id else 0
+        offers.sort(key=lambda offer: (offer[0].seq.params.priority, len(offer[0].seq.tokens) - offer[1].length))
+        return [(first, room, min(owed, most)), *offers]
+
+    def _note_owed(self, offers: Seq[tuple[Request, Room, int]], takes: Mapping[Request, int]) -> None:
+        """Take note of what the first in rank is owed where others went before it, and it could have had more."""
+        first = offers[0][0]
+        most = next(most for request, _, most in offers[1:] if request is first)
+        before = self._owed[1] if self._owed[0] == first.seq.id else 0.0
+        overtaking = sum([take for request, take in takes.items() if request is not first])
+        owed = before + overtaking / OVERTAKING_TOKENS - takes[first] if takes[first] < most else 0.0
+        self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
         """Return the requests whose source is run in this step, those that wait for that, and the budget left."""
@@ -275,6 +313,7 @@ class Scheduler:
             self.sources.release(request.seq.id)
         request.restart()
         self.drafter.end(request.seq)
+        self.fair.left(len(self.running))
 
     def give_way(self) -> bool:
         """Free what the last in rank of those that hold blocks has: a fetch is given up, a running request preempted.

@@ -1,0 +1,119 @@
+"""The engines of a process that compute on one device: they take turns, a step each, and know which of them stream.
+
+Each engine has a seat, where it says how many streams it has, how long their steps usually are, what they were promised
+and whether it reads prompts. So a prompt of one engine is cut by what the streams of all of them can bear (fair.py).
+
+On a CPU all engines have the same threads. Whoever asks first steps first: a lock of the system may give the next turn
+to the engine that has just ended one, again and again. On a GPU the steps of several engines overlap, and only the
+seats are shared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from weakref import WeakSet
+
+LAST_TURNS = 8  # of an engine: one that has taken no turn since so many of another's is not there
+
+
+@dataclass(eq=False)
+class Seat:
+    """What the others know of one engine.
+
+    stretch, max_itl_s: what its streams were promised, see Fair. num_streams: requests that decode, steps of which
+    usually take usual_s; None = that is not known yet. is_reading: whether some of its prompts are to be read.
+    """
+
+    stretch: float | None
+    max_itl_s: float | None
+    num_streams: int = 0
+    usual_s: float | None = None
+    is_reading: bool = False
+    turns: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_TURNS))  # numbers of its last ones
+
+    @property
+    def promises(self) -> bool:
+        """Whether there is a limit to a step of its streams."""
+        return self.stretch is not None or self.max_itl_s is not None
+
+    def limit_s(self, usual_s: float) -> float:
+        """Return how long a step may take that usually takes so long."""
+        limits = [] if self.max_itl_s is None else [self.max_itl_s]
+        return min(limits if self.stretch is None else [*limits, self.stretch * usual_s])
+
+
+class Turns:
+    """The turns and the seats of one device. is_exclusive: whether one engine steps at a time."""
+
+    def __init__(self, *, is_exclusive: bool = True) -> None:
+        self.is_exclusive = is_exclusive
+        self._seats, self._num_turns = WeakSet[Seat](), 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, as in a child of fork(2), which has no copy of the thread that stepped."""
+        self._lock = threading.Lock()
+        self._waiting, self._is_taken = deque[threading.Lock](), False
+
+    def join(self, seat: Seat) -> Seat:
+        """Let the others know of an engine, for as long as it has its seat; returns that."""
+        with self._lock:
+            self._seats.add(seat)
+        return seat
+
+    def beside(self, seat: Seat) -> Seq[Seat]:
+        """Return the seats of the other engines, without those that have taken no turn for long."""
+        since = seat.turns[0] if len(seat.turns) == LAST_TURNS else 0
+        with self._lock:
+            return [other for other in self._seats if other is not seat and other.turns and other.turns[-1] >= since]
+
+    @contextmanager
+    def turn(self, seat: Seat) -> Iterator[None]:
+        """Wait for those that have asked before, and be the one that steps."""
+        self._take()
+        try:
+            seat.turns.append(self._num_turns)
+            self._num_turns += 1
+            yield
+        finally:
+            self._hand_on()
+
+    def _take(self) -> None:
+        own = threading.Lock()
+        with self._lock:
+            if not self.is_exclusive or not self._is_taken:
+                self._is_taken = True
+                return
+            own.acquire()
+            self._waiting.append(own)
+        try:
+            own.acquire()
+        except BaseException:  # Ctrl-C, in a thread that steps an engine itself
+            with self._lock:
+                has_left = own in self._waiting
+                if has_left:
+                    self._waiting.remove(own)
+            if not has_left:
+                self._hand_on()
+            raise
+
+    def _hand_on(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_taken = False
+
+
+@cache
+def turns_on(device: str) -> Turns:
+    """Return the turns of all engines of this process on a device, such as "cpu" or "cuda:0"."""
+    turns = Turns(is_exclusive=device == "cpu")
+    os.register_at_fork(after_in_child=turns.renew)
+    return turns
