@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from forerun.config import EngineConfig
 from forerun.drafters import Target
-from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opened import Opened
 from forerun.errors import UserError
-from forerun.models.loading import load_checkpoint
 from forerun.registry import names
 from forerun.verify import beams
 
@@ -60,19 +60,8 @@ def drafter_facts(module: ModuleType) -> tuple[str, str]:
 @functools.cache
 def shipped_target() -> Target:
     """Return the shipped target, for which there is a draft model."""
-    checkpoint = load_checkpoint(SHIPPED_TARGET, with_tokenizer=True)
-    assert checkpoint.tokenizer is not None
-    return Target(
-        model=checkpoint.model,
-        tokenizer=checkpoint.tokenizer,
-        end_ids=checkpoint.end_ids,
-        num_ids=checkpoint.tokenizer.num_ids,
-        holes=tuple(sorted(checkpoint.tokenizer.holes)),
-        max_batch_size=1,
-        max_seq_len=256,
-        kv_cache_backend="paged",
-        shipped_draft=str(SHIPPED_DRAFT),
-    )
+    opened = Opened.of(EngineConfig(target="shipped", ops="reference", max_batch_size=1, max_seq_len=256))
+    return Target.of(opened.load().model, opened)
 
 
 def rule_facts(module: ModuleType) -> tuple[str, str, str]:

@@ -49,11 +49,7 @@ def random_eagle(target: Target, folder: Path, every: int = 1) -> Mapping[str, A
 
 def random_head(llm: LLM, folder: Path, every: int = 3) -> str:
     """The folder of a random eagle head for the target of an engine; see random_eagle."""
-    engine = llm.engine
-    model, tokenizer = engine.runner.model, engine.tokenizer
-    assert tokenizer is not None
-    target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
-    return str(random_eagle(target, folder, every)["path"])
+    return str(random_eagle(Target.of(llm.checkpoint.model, llm.opened), folder, every)["path"])
 
 
 def random_medusa(target: Target, folder: Path) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
 from forerun.registry import load, make_options
-from forerun.testing.engines import checkpoint_of, everyone
+from forerun.testing.engines import checkpoint_of, everyone, target_for
 from methods import NEEDS
 from speculation import draft_of, pacing_of
 
@@ -58,7 +58,7 @@ def drafter_for(name: str, model: TorchModel, backend: str = "paged", **options:
     A target that is no decoder has no copy, and none of these drafters.
     """
     draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, TorchModel) else None
-    return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend, loaded_draft=draft), options)
+    return built(name, target_for(model, num_ids=VOCAB, kv_cache_backend=backend, loaded_draft=draft), options)
 
 
 def built(name: str, target: Target, options: Mapping[str, Any]) -> Drafter:

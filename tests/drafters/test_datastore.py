@@ -13,6 +13,7 @@ from forerun.drafters import Target, artifacts, datastore
 from forerun.drafters.datastore import DatastoreDrafter, Options
 from forerun.drafters.stores import Datastore
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel
+from forerun.testing.engines import target_for
 from forerun.train.datastore import joined, save, suffix_array
 from house.enumeration import TARGET
 
@@ -27,7 +28,7 @@ def drafter(*texts: list[int], **options) -> DatastoreDrafter:
 
 
 def target(num_ids: int = 3) -> Target:
-    return Target(TARGET, None, frozenset(), num_ids, (), 2, 32, "paged")
+    return target_for(TARGET, num_ids=num_ids, max_batch_size=2, max_seq_len=32)
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 5, 50])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import Target, head_files
+from forerun.drafters import head_files
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import load_checkpoint
+from forerun.testing.engines import target_for
 from methods import NEEDS
 from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
@@ -30,8 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random head of each method, called as the method."""
     folder, found = tmp_path_factory.mktemp("heads"), load_checkpoint(target, with_tokenizer=True)
-    num_ids = found.text_tokenizer.num_ids
-    known = Target(found.model, found.tokenizer, found.end_ids, num_ids, (), 2, 64, "paged")
+    known = target_for(found.model, found.tokenizer, found.end_ids)
     for method in METHODS:
         NEEDS[method](known, folder)
     return folder

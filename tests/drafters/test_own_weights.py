@@ -26,6 +26,7 @@ from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu_model import CpuModel
 from forerun.ops.torch import TorchModel
+from forerun.testing.engines import target_for
 from forerun.train.skip import Scorer, search, windows_of
 from forerun.types import Budget, SamplingParams, Sequence
 from support import VOCAB, built, random_decoder, runner_for
@@ -37,7 +38,7 @@ TEXT = [5, 9, 2, 44, 17, 3, 8]
 
 
 def target_of(model: TorchModel) -> Target:
-    return Target(model, None, frozenset(), VOCAB, (), 2, 64, "paged")
+    return target_for(model, num_ids=VOCAB, max_batch_size=2, max_seq_len=64)
 
 
 def on_native(model: TorchModel, dtype: torch.dtype = torch.bfloat16) -> TorchModel:

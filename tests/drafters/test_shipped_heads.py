@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import Known, head_files, wanted
+from forerun.blocks import Plain
+from forerun.config import EngineConfig
+from forerun.drafters import head_files, wanted
+from forerun.engine.opened import Opened
 from forerun.models.named import find, named_models
+from forerun.models.opened import OpenedCheckpoint
 
-SMOLLM2 = Known(num_layers=30, vocab_size=49152, hidden_size=576)
+SPEC = Plain("llama", 49152, 576, 30, 9, 3, 64, 1536, 1e-5, 8192, tied=True).spec
+SMOLLM2 = Opened(EngineConfig(), OpenedCheckpoint.in_memory(SPEC))
 QUESTIONS = ["What is a good way to learn a language?", "Tell me about the history of Rome."]
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from drafters.requests import drafted, finished, request
 from engine.load import MODEL, run, runner_with
-from forerun.drafters import Target
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.suffix import Options, Past, SuffixDrafter
 from forerun.engine import router
@@ -19,6 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
 from forerun.pacing.fixed import FixedPacing
+from forerun.testing.engines import target_for
 from forerun.types import SamplingParams
 
 
@@ -201,7 +201,7 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
 
 def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
     """Where no draft model ships with the target. Who names the tree gets it, or a refusal."""
-    target = Target(MODEL, None, frozenset(), 61, (), 4, 128, "paged")
+    target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
     auto, named = (
         Engine(runner_with(MODEL, 1024), router.make([spec], target), FixedPacing(3), max_seq_len=128)
         for spec in ("auto", "suffix:shape=tree")
@@ -230,7 +230,7 @@ def test_a_shape_that_does_not_exist_is_refused() -> None:
 
 
 def test_two_of_one_method_are_both_there_in_either_order() -> None:
-    target = Target(MODEL, None, frozenset(), 61, (), 4, 128, "paged")
+    target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
     for specs in (["none", "suffix", "suffix:shape=tree"], ["none", "suffix:shape=tree", "suffix"]):
         found = router.make(specs, target)
         assert [found.members[found.chosen(spec)].shape for spec in specs[1:]] == [

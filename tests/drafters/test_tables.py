@@ -16,6 +16,7 @@ from forerun.drafters import Target, artifacts, tables
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import enumerate_outcomes
+from forerun.testing.engines import target_for
 from forerun.theory import formulas
 from forerun.train.ngram import Fit, fitted, save
 from forerun.types import Budget, Draft, Probs, SamplingParams, Sequence
@@ -26,7 +27,7 @@ NUM_IDS = 5
 
 
 def target_of(num_ids: int = NUM_IDS, holes: tuple[int, ...] = ()) -> Target:
-    return Target(ToyModel(num_ids, 1), None, frozenset(), num_ids, holes, 2, 64, "paged")
+    return target_for(ToyModel(num_ids, 1), num_ids=num_ids, holes=holes, max_batch_size=2, max_seq_len=64)
 
 
 def sequence(tokens: list[int], source: Seq[int] = (), **params: Any) -> Sequence:
@@ -117,7 +118,7 @@ def test_alpha_on_a_markov_target_is_the_overlap_of_its_rows(tmp_path: Path) -> 
     for _ in range(3000):
         text.append(rng.choices(range(V), rows[text[-1]])[0])
     path = fit_file(tmp_path / "f", [text], V)
-    table = tables.load(path, Target(target, None, frozenset(), V, (), 2, 64, "paged"), 2)
+    table = tables.load(path, target_for(target, num_ids=V, max_batch_size=2, max_seq_len=64), 2)
     last = 1
     ids, weights = tables.mixture(table.behind(last), table.unigram(), 1.0)
     near = np.zeros(V)
@@ -221,7 +222,7 @@ def test_draws_of_another_kind_do_not_exist(name: str) -> None:
 def test_production_lists_float32() -> None:
     """As the target's own probabilities, which native code draws from."""
     model = ToyModel(NUM_IDS, 1, dtype=torch.float32)
-    target = Target(model, None, frozenset(), NUM_IDS, (), 2, 64, "paged")
+    target = target_for(model, num_ids=NUM_IDS, max_batch_size=2, max_seq_len=64)
     drafter = built("bigram", target, {"draws": "sampled"})
     draft = enumerate_outcomes(lambda way: drafter.propose([sequence([0, 1, 0])], Budget([1], 0), [way.at(3)]))[0][1]
     probs: Probs = draft.probs[0]

@@ -17,12 +17,13 @@ from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, t
 from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.cli.main import main
-from forerun.drafters import Target, translated
+from forerun.drafters import translated
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, VocabularyMismatch
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.saving import save_checkpoint
 from forerun.models.toy import ToyModel, ToyTable
+from forerun.testing.engines import target_for
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.translation import BLOCK_TOKENS, Translation, continuation, shared_ids
 from forerun.types import SamplingParams
@@ -396,7 +397,7 @@ def test_what_cannot_be_is_refused():
         translated.Options(how="ids")
     with pytest.raises(BadOption, match="leave draft_temperature and draft_top_k out"):
         translated.Options(how="text", draft_temperature=0.5)
-    target = Target(TARGET, None, frozenset(), 3, (), 2, 32, "paged", loaded_draft=checkpoint_of(near(3)))
+    target = target_for(TARGET, num_ids=3, max_batch_size=2, max_seq_len=32, loaded_draft=checkpoint_of(near(3)))
     with pytest.raises(BadOption, match="needs the tokenizers of both models"):
         translated.build(translated.Options(how="text"), target)
     with pytest.raises(BadOption, match=r"'translated' needs a draft model: .*draft='translated:path=path/to/draft'"):

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.drafters import BY_MODEL, WITHOUT_MODEL, Target, artifacts, head_files
+from forerun.drafters import BY_MODEL, WITHOUT_MODEL, artifacts, head_files
 from forerun.engine.opened import SHIPPED_TARGET, auto_draft
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.models.loading import load_checkpoint
+from forerun.testing.engines import target_for
 from methods import random_eagle
 from tiny import write_tiny
 
@@ -70,7 +71,7 @@ def head_of_another_width(target: Path, folder: Path) -> str:
     """A head whose small files fit the target, and whose rows do not."""
     loaded = load_checkpoint(target, with_tokenizer=True)
     tokenizer = loaded.text_tokenizer
-    known = Target(loaded.model, tokenizer, frozenset(), tokenizer.num_ids, (), 1, 64, "paged")
+    known = target_for(loaded.model, tokenizer)
     path = str(random_eagle(known, folder)["path"])
     config = {**head_files.read_config(path, "eagle"), "hidden_size": 2 * loaded.model.config.hidden_size}
     fingerprint = artifacts.fingerprint(tokenizer, tokenizer.num_ids)

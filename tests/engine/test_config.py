@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import os
 import pickle
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,7 +14,9 @@ from forerun.config import EngineConfig
 from forerun.engine.opened import Opened, torch_device
 from forerun.errors import BadOption, NotFound
 from forerun.models.opened import OpenedCheckpoint
+from forerun.models.toy import ToyModel
 from forerun.registry import by_value, peer_values
+from forerun.testing.engines import target_for
 from forerun.types import SamplingParams
 
 pytestmark = pytest.mark.once("no engine runs: options alone")
@@ -255,8 +256,7 @@ def test_keys_to_ignore_are_a_text_or_a_list():
 
 def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
     (tmp_path / "m:1b").mkdir()
-    model = SimpleNamespace(weight_dtype="auto", device="cpu", ops=None)
-    target = drafters.Target(model, None, frozenset(), 0, (), 1, 1, "paged")
+    target = target_for(ToyModel(4, seed=0))
     with pytest.raises(NotFound, match="m:1b"):  # it was looked into, and it is empty
         drafters.make(str(tmp_path / "m:1b"), target)
 

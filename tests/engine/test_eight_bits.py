@@ -56,10 +56,9 @@ def test_trained_heads_keep_caches_of_their_own_type(
     plain: dict[str, list[list[int]]], tmp_path: Path, method: str
 ) -> None:
     """A head beside a target with such a cache: the same texts, and a plan that counts both."""
-    engine = LLM(SHIPPED_TARGET, draft="none").engine
-    model, tokenizer = engine.runner.model, engine.tokenizer
-    assert tokenizer is not None
-    target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
+    plain_llm = LLM(SHIPPED_TARGET, draft="none")
+    model = plain_llm.checkpoint.model
+    target = Target.of(model, plain_llm.opened)
     spec = f"{method}:path={getattr(methods, f'random_{method}')(target, tmp_path)['path']}"
     llm = make(draft=spec)
     cache = llm.drafters[method].runner.cache if method == "eagle" else llm.drafters[method].cache

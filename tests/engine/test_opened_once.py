@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-from forerun import LLM
+from forerun import LLM, drafters
+from forerun.models import llama
+from forerun.text import tokenizer
 from openings import counted
 from tiny import write_tiny
 
@@ -16,6 +22,7 @@ pytestmark = pytest.mark.once("about files, whatever the speculation")
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def chatting(folder: Path, seed: int = 0) -> Path:
@@ -26,10 +33,58 @@ def chatting(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def test_each_small_file_of_a_target_is_opened_once(tmp_path: Path) -> None:
-    target = chatting(tmp_path / "target")
-    with counted(target) as seen:
-        llm = LLM(target)
+def in_a_cache(folder: Path, cache: Path, name: str) -> Path:
+    """Lay a model out as huggingface_hub's cache has it, and return its blobs."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    snapshot, blobs = place / "snapshots" / COMMIT, place / "blobs"
+    for made in (snapshot, blobs, place / "refs"):
+        made.mkdir(parents=True)
+    (place / "refs" / "main").write_text(COMMIT, encoding="utf-8")
+    for file in folder.iterdir():
+        shutil.copyfile(file, blobs / f"blob of {file.name}")
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"blob of {file.name}", snapshot))
+    return blobs
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[Any]:
+    """From here on, the first argument of every call of a function of the package."""
+    seen, real = list[Any](), getattr(place, name)
+
+    def counting(first: Any, *more: Any, **named: Any) -> Any:
+        seen.append(first)
+        return real(first, *more, **named)
+
+    monkeypatch.setattr(place, name, counting)
+    return seen
+
+
+def test_each_small_file_of_a_pair_is_opened_once(tmp_path: Path) -> None:
+    target, draft = chatting(tmp_path / "target"), chatting(tmp_path / "draft", seed=1)
+    with counted(target, draft) as seen:
+        llm = LLM(target, draft=str(draft), extra_drafts=f"tree:of=(model:path={draft});lookup")
     assert llm.answers_texts
-    del seen["target/model.safetensors"]
-    assert seen == Counter(f"target/{name}" for name in (*SMALL, "chat_template.jinja"))
+    del seen["target/model.safetensors"], seen["draft/model.safetensors"]
+    small = [f"target/{name}" for name in (*SMALL, "chat_template.jinja")]
+    assert seen == Counter(small + [f"draft/{name}" for name in SMALL])
+
+
+def test_what_they_say_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = chatting(tmp_path / "target"), chatting(tmp_path / "draft", seed=1)
+    read, resolved = calls(monkeypatch, llama, "read"), calls(monkeypatch, drafters, "resolve")
+    tokenizers = calls(monkeypatch, tokenizer, "_loaded")
+    LLM(target, draft=str(draft), extra_drafts="suffix:shape=tree")
+    assert len(read) == 2
+    assert Counter(resolved) == Counter((str(draft), "suffix:shape=tree", "suffix", "lookup", "prediction", "forced"))
+    assert len(tokenizers) == 2
+
+
+def test_a_model_of_the_hub_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network, from the cache."""
+    blobs = in_a_cache(chatting(tmp_path / "target"), tmp_path / "hub", "org/target")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with counted(blobs) as seen:
+        llm = LLM("org/target", draft="none")
+    assert (llm.checkpoint.name, llm.checkpoint.folder.name) == ("org/target", COMMIT)
+    del seen["blobs/blob of model.safetensors"]
+    assert seen == Counter(f"blobs/blob of {name}" for name in (*SMALL, "chat_template.jinja"))

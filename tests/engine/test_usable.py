@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from forerun import LLM, BadOption, EngineConfig
-from forerun.drafters import Known, wanted
+from forerun.drafters import wanted
 from forerun.engine import factory
 from forerun.engine.factory import usable_drafts
 from forerun.engine.opened import Opened
+from forerun.models.toy import ToyModel
 from forerun.registry import names
+from forerun.testing.engines import target_for
 
 pytestmark = pytest.mark.once("about what can be built, not about drafts")
 
@@ -35,5 +37,5 @@ def test_without_memory_they_have_no_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(factory, "available_bytes", lambda device: 1)
     left = usable_drafts(Opened.of(CONFIG))
     assert {"lookup", "suffix", "recycle"} <= set(left) < set(everything)
-    shape = Known(num_layers=4, vocab_size=100, hidden_size=16)
-    assert not any(own.needs.has_model for method in left for own in wanted(method, shape))
+    known = target_for(ToyModel(100, seed=0)).opened
+    assert not any(own.needs.has_model for method in left for own in wanted(method, known))

@@ -15,6 +15,7 @@ from forerun import SamplingParams, drafters, registry
 from forerun.errors import BadOption, NotFound, UserError
 from forerun.functional import autoregressive_generate, speculate_with
 from forerun.models.toy import ToyModel, ToyTable
+from forerun.testing.engines import target_for
 from functional.modules import PROMPT, ToyModule, generated, module_of, noisy
 from methods import NEEDS
 from tiny import byte_tokenizer
@@ -22,12 +23,12 @@ from tiny import byte_tokenizer
 NUM = 20
 GREEDY = SamplingParams(max_tokens=NUM, temperature=0.0, ignore_eos=True)
 PREDICTION = dataclasses.replace(GREEDY, prediction=PROMPT)
-SHAPE = drafters.Known(num_layers=2, vocab_size=100, hidden_size=16)
+KNOWN = target_for(ToyModel(100, seed=0)).opened
 WITHOUT_MODEL = [
     name
     for name in registry.names(drafters.__name__)
     if name not in NEEDS  # such as a file
-    and not any(own.needs.has_model for own in drafters.wanted(name, SHAPE))
+    and not any(own.needs.has_model for own in drafters.wanted(name, KNOWN))
 ]
 
 

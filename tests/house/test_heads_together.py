@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import LLM, SamplingParams, native
-from forerun.drafters import Seen, Target, head_files
+from forerun.drafters import Seen, head_files
 from forerun.drafters.hydra import HydraHeads
 from forerun.models.loading import load_checkpoint
 from forerun.registry import load
+from forerun.testing.engines import target_for
 from forerun.types import Sequence, StepReport
 from methods import NEEDS
 from tiny import write_tiny
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, "model", and a head of each method, called as that."""
     root = tmp_path_factory.mktemp("together")
     target = load_checkpoint(write_tiny(root / "model", inner_scale=0.1), with_tokenizer=True)
-    known = Target(target.model, target.tokenizer, target.end_ids, 257, (), 2, 64, "paged")
+    known = target_for(target.model, target.tokenizer, target.end_ids)
     for method in HEADS:
         NEEDS[method](known, root)
         file = root / method / head_files.WEIGHTS

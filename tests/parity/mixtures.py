@@ -24,12 +24,13 @@ from typing import Any
 
 from engine.load import runner_with
 from forerun import LLM, SamplingParams, drafters, pacing, registry, verify
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
 from forerun.kv import KVCache
 from forerun.models.runner import Run, Runner, Scores
+from forerun.testing.engines import target_for
 from methods import NEEDS, VARIANTS
 from parity.bitwise import RULES as SAMPLING, Models, Row, digest
 from support import VOCAB, drafter_for, everyone, random_decoder
@@ -106,9 +107,7 @@ def needed(models: Models, name: str) -> dict[str, Any]:
     if name not in NEEDS:
         return {}
     target = models.target
-    assert target.tokenizer is not None
-    num_ids, holes = target.tokenizer.num_ids, tuple(sorted(target.tokenizer.holes))
-    known = Target(target.model, target.tokenizer, target.end_ids, num_ids, holes, 8, MAX_SEQ_LEN, "paged")
+    known = target_for(target.model, target.tokenizer, target.end_ids, max_seq_len=MAX_SEQ_LEN)
     return dict(NEEDS[name](known, Path(tempfile.mkdtemp(prefix="forerun-"))))
 
 

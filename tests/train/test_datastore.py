@@ -13,6 +13,7 @@ from forerun.cli.main import main
 from forerun.cli.train import app
 from forerun.drafters import Target
 from forerun.engine.opened import SHIPPED_TARGET
+from forerun.testing.engines import target_for
 from forerun.text.tokenizer import Tokenizer
 from house.enumeration import TARGET
 
@@ -22,7 +23,7 @@ STORE = ("datastore", "--target", "shipped", "--text")
 
 
 def shipped(tokenizer: Tokenizer) -> Target:
-    return Target(TARGET, tokenizer, frozenset(), tokenizer.num_ids, (), 2, 32, "paged")
+    return target_for(TARGET, tokenizer, num_ids=tokenizer.num_ids)
 
 
 def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:

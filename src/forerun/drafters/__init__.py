@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from forerun import ops
 from forerun.config import AUTO, Quantization
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.blocks import Spec
+    from forerun.config import EngineConfig
     from forerun.kv import KVCache
-    from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
+    from forerun.models.opened import OpenedCheckpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Runner, Scores
     from forerun.ops.reference import ReferenceOps
+    from forerun.text.tokenizer import Tokenizer
     from forerun.types import Model
 
 T = TypeVar("T")
@@ -225,11 +227,10 @@ class OwnCheckpoint:
 
     def weights(self, shipped: str | None) -> Hashable:
         """Return what is equal where two of them load the same weights. shipped: where the path None leads to."""
-        path = self.path or shipped or ""
-        found = named.there(path) if path else None
-        place = path if found is None else os.path.realpath(found)
         said = self.quantization
-        return place, said if said is None or said == AUTO else Quantization.parse(said)
+        return named.place(self.path or shipped or ""), said if said is None or said == AUTO else Quantization.parse(
+            said
+        )
 
 
 @dataclass(frozen=True)
@@ -253,25 +254,48 @@ class Needs:
         return self.loads is not None or self.makes is not None
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a target before its weights are read.
+class Known(Protocol):
+    """What is known of a target before its weights are read, opened once by the engine (engine/opened.py).
 
-    is_packed: whether they will be integers of 4 or 8 bits in memory. tokenizer: None where ids are all there is, or
-    are not to be compared. ignore_config_keys: keys of every config.json.
+    is_packed: whether its weights will be integers of 4 or 8 bits in memory. auto: what the drafter `auto` is for it.
+    shipped_draft: the folder of the draft model that ships with it, if one does. kv_cache_tokens: of a cache of the
+    drafter's own; None = max_batch_size * max_seq_len.
     """
 
-    num_layers: int
-    vocab_size: int
-    hidden_size: int
-    is_packed: bool = False
-    tokenizer: Any = None  # forerun.text.tokenizer.Tokenizer
-    ignore_config_keys: frozenset[str] = frozenset()
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where ids are all there is, or are not to be compared."""
 
     @property
     def fingerprint(self) -> str | None:
         """What files that hold ids must name; None = not compared."""
-        return None if self.tokenizer is None else str(self.tokenizer.fingerprint)
+
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    @property
+    def is_packed(self) -> bool: ...
+    @property
+    def auto(self) -> str: ...
+    @property
+    def shipped_draft(self) -> str | None: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def kv_cache_tokens(self) -> int | None: ...
+
+    def resolve(self, spec: str) -> tuple[str, Any]:
+        """Return the method and its Options that a drafter's spec means, as `resolve` of this file, but once."""
+
+    def open(self, name: str) -> OpenedCheckpoint:
+        """Return a checkpoint beside the target, such as a draft model's, opened once. Raises as it does."""
 
 
 @dataclass(frozen=True)
@@ -288,30 +312,44 @@ class Target:
     """What a drafter may know of the engine that it is built for."""
 
     model: Model  # the target model; the draft model has the same device and dtype
-    tokenizer: Any  # forerun.text.tokenizer.Tokenizer, or None where ids are all there is
-    end_ids: frozenset[int]
+    opened: Known  # what was known before its weights were read
     num_ids: int  # ids that have a token
-    holes: tuple[int, ...]  # ids below num_ids without one
-    max_batch_size: int
-    max_seq_len: int  # tokens
-    kv_cache_backend: Backend
-    kv_cache_dtype: str = "auto"  # of caches of draft models that can be computed with it
-    kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = max_batch_size * max_seq_len
-    prefix_caching: bool = True  # in a cache of the drafter's own
-    auto: str = WITHOUT_MODEL  # what the drafter `auto` is for this target
-    shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
-    ignore_config_keys: frozenset[str] = frozenset()  # of the config.json of a draft model
-    ops: str | None = None  # the option of that name; None = draft models have the target's operators
+    holes: tuple[int, ...] = ()  # ids below num_ids without one
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, model: Model, opened: Known, loaded_draft: Checkpoint | None = None) -> Target:
+        """Return a target whose ids are those of its tokenizer; where it has none, all of the model's."""
+        num_ids, tokenizer = model.config.vocab_size, opened.tokenizer
+        if tokenizer is None:
+            return cls(model, opened, num_ids, loaded_draft=loaded_draft)
+        return cls(model, opened, min(tokenizer.num_ids, num_ids), tuple(sorted(tokenizer.holes)), loaded_draft)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None where ids are all there is."""
+        return self.opened.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an output."""
+        return self.opened.end_ids
+
+    @property
+    def max_batch_size(self) -> int:
+        """The sequences that run together at most."""
+        return self.opened.config.max_batch_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """The tokens of the longest sequence."""
+        return self.opened.max_seq_len
+
     def operators(self, spec: Spec) -> ReferenceOps:
         """Return what computes a draft model. Raises UnsupportedModel where nothing does that the option allows."""
-        own = self.model.ops
-        if self.ops is None:
-            return own
-        its = cast("Spec", self.model.config)
-        name = ops.beside(self.ops, own.name, self.model.device.type, its, spec)
+        own, its = self.model.ops, cast("Spec", self.model.config)
+        name = ops.beside(self.opened.config.ops, own.name, self.model.device.type, its, spec)
         return own if name == own.name else ops.make(name, self.model.device.type, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
@@ -342,16 +380,16 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
-def wanted(spec: str, target: Known, auto: str = WITHOUT_MODEL) -> list[Wanted]:
+def wanted(spec: str, target: Known) -> list[Wanted]:
     """Return what a spec asks for, and what that is made of, all the way down.
 
     Raises BadOption as `resolve` does, and whatever the methods raise for this target.
     """
-    name, options = resolve(spec, auto)
+    name, options = target.resolve(spec)
     module = load(__name__, name, "drafter")
     needs = module.needs(options, target) if hasattr(module, "needs") else Needs()
     own = Wanted(name, options, needs)
-    return [own, *(found for part in needs.parts for found in wanted(part, target, auto))]
+    return [own, *(found for part in needs.parts for found in wanted(part, target))]
 
 
 def needs_a_model(name: str) -> str:
@@ -361,7 +399,7 @@ def needs_a_model(name: str) -> str:
 
 
 def make(spec: str, target: Target) -> Drafter:
-    """Build the drafter that `resolve` names for a target. Raises BadOption for anything unknown."""
-    name, options = resolve(spec, target.auto)
+    """Build the drafter that a spec means for a target. Raises BadOption for anything unknown."""
+    name, options = target.opened.resolve(spec)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

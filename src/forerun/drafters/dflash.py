@@ -12,7 +12,7 @@ again; the context then begins behind it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -225,5 +225,5 @@ def build(options: Options, target: Target) -> Drafter:
     d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
     ids = head_files.draft_ids(path, d2t, target.num_ids)
     made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, is_packed(model)))
-    cache = cache_for(cast(Model, made), replace(target, prefix_caching=False, kv_cache_dtype="auto"))
+    cache = cache_for(cast(Model, made), target, prefix_caching=False, kv_cache_dtype="auto")
     return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

@@ -286,7 +286,7 @@ def needs(options: Options, target: Known) -> Needs:
     Refuses a folder that is no head, or one of another tokenizer.
     """
     path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle", target.ignore_config_keys)
+    found = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
     if found is None:
         config = _own_config(path, target.fingerprint)
         layers, rounded = config.layers, _rounded(options, config, target.is_packed)
@@ -303,7 +303,7 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
     path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle", target.ignore_config_keys)
+    found = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
     if found is not None:
         published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
         config, weights, ids = head_layouts.read_eagle(found, published, target)
@@ -311,7 +311,7 @@ def build(options: Options, target: Target) -> Drafter:
         config, weights, ids = _read_own(path, target)
     rounded = _rounded(options, config if found is None else None, is_packed(target.model))
     model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
-    cache = cache_for(cast(Model, model), replace(target, prefix_caching=False, kv_cache_dtype="auto"), keeps_all=True)
+    cache = cache_for(cast(Model, model), target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
     drafter = EagleDrafter(model, cache, target.num_ids)
     drafter.search_by(options.search, "eagle", target)
     return drafter

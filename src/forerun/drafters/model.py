@@ -31,12 +31,11 @@ from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint
-from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
 from forerun.sampling.pipeline import host_row
 from forerun.sampling.random import PhiloxCoins
-from forerun.text.tokenizer import Tokenizer, compare
+from forerun.text.tokenizer import compare
 from forerun.types import (
     ROUND_TOKENS,
     Budget,
@@ -648,8 +647,7 @@ class ModelDrafter(SearchingDrafter):
 def needs(options: Options, target: Known) -> Needs:
     """Return the draft model. Refuses one whose tokenizer is another than the target's."""
     if options.path is not None and target.tokenizer is not None:
-        own = Tokenizer.load(OpenedCheckpoint.of(options.path, target.ignore_config_keys).folder)
-        compare(target.tokenizer, own, str(options.path))
+        compare(target.tokenizer, target.open(options.path).text_tokenizer, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
@@ -688,25 +686,28 @@ def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> Sh
     return ShortVocabulary(num_ids, head / (own.num_weights - tables), own.num_weights / others.num_weights)
 
 
-def cache_for(model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False) -> KVCache:
+def cache_for(
+    model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False, **options: Any
+) -> KVCache:
     """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
 
-    keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. A model that
-    reads no BlockCache makes its own (`own_cache`).
+    keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. options: of the
+    engine, that are others for this cache. A model that reads no BlockCache makes its own (`own_cache`).
     """
     if (own_cache := getattr(model, "own_cache", None)) is not None:
         made: KVCache = own_cache()
         return made
+    opened, config = target.opened, dataclasses.replace(target.opened.config, **options)
     shape = dataclasses.replace(model.config.cache_shape, windows=None) if keeps_all else model.config.cache_shape
     return BlockCache.create(
         shape if layers is None else shape.only(layers),
-        target.kv_cache_backend,
-        max_batch_size=target.max_batch_size * getattr(model.config, "num_slots", 1),
-        max_seq_len=target.max_seq_len,
-        num_tokens=target.kv_cache_tokens,
-        dtype=ops.kv_dtype(target.kv_cache_dtype, model, must=False),
+        config.kv_cache_backend,  # type: ignore[arg-type]
+        max_batch_size=config.max_batch_size * getattr(model.config, "num_slots", 1),
+        max_seq_len=opened.max_seq_len,
+        num_tokens=opened.kv_cache_tokens,
+        dtype=ops.kv_dtype(config.kv_cache_dtype, model, must=False),
         device=model.device,
-        prefix_caching=target.prefix_caching,
+        prefix_caching=config.prefix_caching,
     )
 
 
@@ -732,17 +733,16 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
                 f"({target.loaded_draft.quantization}): load it that way instead"
             )
         return target.loaded_draft
-    name, model = options.path or target.shipped_draft, target.model
+    name, model = options.path or target.opened.shipped_draft, target.model
     if name is None:
         raise BadOption(needs_a_model(method))
     load = partial(
         load_checkpoint,
-        name,
+        target.opened.open(name),
         dtype=model.weight_dtype,
         device=model.device,
         ops=target.operators,
         with_tokenizer=target.tokenizer is not None,
-        ignore_config_keys=target.ignore_config_keys,
         quantization=quantization,
         max_seq_len=target.max_seq_len,
     )
@@ -761,4 +761,4 @@ def _check_pair(checkpoint: Checkpoint, target: Target) -> None:
             "draft model without an encoder"
         )
     if target.tokenizer is not None:
-        compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder), checkpoint.name)
+        compare(target.tokenizer, checkpoint.tokenizer or checkpoint.opened.text_tokenizer, checkpoint.name)

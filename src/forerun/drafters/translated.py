@@ -34,7 +34,6 @@ from forerun.drafters.model import (
     rounding,
 )
 from forerun.errors import BadOption, shown
-from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import Runner
 from forerun.sampling import History, probs
 from forerun.text.detokenizer import Detokenizer
@@ -222,9 +221,7 @@ class TranslatedText(Translated):
 def needs(options: Options, target: Known) -> Needs:
     """Return the draft model. Refuses one that shares no token with the target."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
-        shared_ids(
-            target.tokenizer, Tokenizer.load(OpenedCheckpoint.of(options.path, target.ignore_config_keys).folder)
-        )
+        shared_ids(target.tokenizer, target.open(options.path).text_tokenizer)
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
@@ -243,7 +240,7 @@ def build(options: Options, target: Target) -> Drafter:
     num_ids, holes = target.num_ids, list(target.holes)
     ids = {i: i for i in range(num_ids) if i not in target.holes}
     if target.tokenizer is not None:
-        draft = found.tokenizer or Tokenizer.load(found.folder)
+        draft = found.tokenizer or found.opened.text_tokenizer
         tokenizers = (target.tokenizer, draft)
         num_ids, holes = draft.num_ids, sorted(draft.holes)
         ids = shared_ids(*tokenizers) if options.how == "tokens" else {}

@@ -26,7 +26,7 @@ from forerun.kv.disk import Folder, weights_digest
 from forerun.kv.keeping import Keeper
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import TOKENS_PER_SEQUENCE, MemoryPlan, memory_plan, pool_tokens, together
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
 from forerun.models.outline import Beside, Outline
 from forerun.models.runner import Runner
 from forerun.pacing.cost import Costs, Traits, usual
@@ -172,19 +172,10 @@ class Outlines:
     @classmethod
     def of(cls, opened: Opened) -> Outlines:
         """Ask each drafter once what it needs. Raises UserError for what LLM refuses."""
-        config = opened.config
-        known = drafters.Known(
-            opened.num_layers,
-            opened.vocab_size,
-            opened.hidden_size,
-            is_packed=opened.is_packed,
-            tokenizer=opened.tokenizer,
-            ignore_config_keys=config.ignored_config_keys,
-        )
-        drafts = list[OwnDraft]()
+        config, drafts = opened.config, list[OwnDraft]()
         for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
             number = 0
-            for own in drafters.wanted(spec, known, opened.auto):
+            for own in drafters.wanted(spec, opened):
                 number += own.needs.has_model
                 called = label if number == 1 else f"{label}, model {number}"
                 drafts.append(OwnDraft(own.method, own.options, own.needs, called if own.needs.has_model else None))
@@ -293,10 +284,10 @@ class Outlines:
 def build(opened: Opened, checkpoint: Checkpoint, draft: Checkpoint | None = None) -> Engine:
     """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
     model, config = checkpoint.model, opened.config
-    target = _drafters_target(opened, model, draft)
+    target = drafters.Target.of(model, opened, draft)
     cache = BlockCache.create(
         model.config.cache_shape,
-        target.kv_cache_backend,
+        config.kv_cache_backend,  # type: ignore[arg-type]
         max_batch_size=config.max_batch_size * model.config.num_slots,
         max_seq_len=opened.max_seq_len,
         num_tokens=opened.kv_cache_tokens,
@@ -370,26 +361,3 @@ def _unwritten_ids(opened: Opened) -> frozenset[int]:
     except UserError:
         return frozenset()
     return unwritten_ids(template, opened.tokenizer, opened.end_ids)
-
-
-def _drafters_target(opened: Opened, model: LoadedModel, draft: Checkpoint | None) -> drafters.Target:
-    """What the drafters may know."""
-    config, tokenizer = opened.config, opened.tokenizer
-    return drafters.Target(
-        model=model,
-        tokenizer=tokenizer,
-        end_ids=opened.end_ids,
-        num_ids=model.config.vocab_size if tokenizer is None else min(tokenizer.num_ids, model.config.vocab_size),
-        holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
-        max_batch_size=config.max_batch_size,
-        max_seq_len=opened.max_seq_len,
-        kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
-        kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_tokens=opened.kv_cache_tokens,
-        prefix_caching=config.prefix_caching,
-        auto=opened.auto,
-        shipped_draft=opened.shipped_draft,
-        ops=config.ops,
-        loaded_draft=draft,
-        ignore_config_keys=config.ignored_config_keys,
-    )

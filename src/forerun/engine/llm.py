@@ -87,6 +87,7 @@ class LLM:
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
         self.engine = build(opened, self.checkpoint, self._loaded_draft)
+        opened.beside.clear()  # what draft models needed of their small files is in memory
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)

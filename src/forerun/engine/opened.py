@@ -162,7 +162,7 @@ class Opened:
     @cached_property
     def is_packed(self) -> bool:
         """Whether its weights will be in memory as the integers of its files."""
-        return any(map(self.packs, self.outline.schemes.values()))
+        return any(self.packs(scheme) for scheme in self.outline.schemes.values())
 
     def resolve(self, spec: str) -> tuple[str, Any]:
         """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve."""

@@ -372,11 +372,12 @@ class Router(Drafter):
 def _made(spec: str, target: Target) -> tuple[str, Drafter]:
     """The method that a spec names, and its drafter; where nobody chose it and it cannot serve, what needs nothing."""
     try:
-        return drafters.resolve(spec, target.auto)[0], drafters.make(spec, target)
+        return target.opened.resolve(spec)[0], drafters.make(spec, target)
     except UserError as error:
-        if spec != "auto" or target.auto in (drafters.WITHOUT_MODEL, drafters.BY_MODEL):
+        auto = target.opened.auto
+        if spec != "auto" or auto in (drafters.WITHOUT_MODEL, drafters.BY_MODEL):
             raise
-        LOG.warning("draft=auto is %s, because %s cannot serve: %s", drafters.WITHOUT_MODEL, target.auto, error)
+        LOG.warning("draft=auto is %s, because %s cannot serve: %s", drafters.WITHOUT_MODEL, auto, error)
         return _made(drafters.WITHOUT_MODEL, target)
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from forerun import drafters
+from forerun.config import EngineConfig
 from forerun.drafters import Target
 from forerun.engine import router
 from forerun.engine.engine import Engine, philox_coins
+from forerun.engine.opened import Opened
 from forerun.engine.request import Request
 from forerun.errors import BadOption, VocabularyMismatch, shown
 from forerun.functional.modules import ModuleModel
@@ -81,32 +83,24 @@ def assembled(
     Raises UserError for a pair or a drafter that is not possible.
     """
     _check_pair(target, draft)
-    auto = drafters.WITHOUT_MODEL if draft is None else drafters.BY_MODEL
-    known = drafters.Known(num_layers=1, vocab_size=target.vocab_size, hidden_size=1)  # of a module nothing else
-    wanted = drafters.wanted(spec, known, auto)
+    config = EngineConfig(ops=target.ops.name, max_batch_size=1, max_seq_len=target.max_positions)
+    opened = Opened(config, OpenedCheckpoint.in_memory(target, tokenizer, end_ids), draft is not None)
+    wanted = drafters.wanted(spec, opened)
     method = next((own.method for own in wanted if own.needs.has_model), None)
     if draft is None and method is not None:
         raise BadOption(
             f"the drafter {method!r} needs a model of its own: give a module as draft, or a drafter without one, "
             "such as suffix, lookup or ngram"
         )
+    holes = () if tokenizer is None else tuple(sorted(tokenizer.holes))
     of_drafters = Target(
-        model=target,
-        tokenizer=tokenizer,
-        end_ids=end_ids,
-        num_ids=target.vocab_size,
-        holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
-        max_batch_size=1,
-        max_seq_len=target.max_positions,
-        kv_cache_backend="paged",
-        auto=auto,
-        loaded_draft=None if draft is None else _checkpoint(draft, tokenizer),
+        target, opened, target.vocab_size, holes, None if draft is None else _checkpoint(draft, tokenizer)
     )
     members = router.make([spec], of_drafters)
     members.spares = spares
     return Assembly(
         Engine(
-            Runner(target, target.own_cache(), target.vocab_size, list(of_drafters.holes)),
+            Runner(target, target.own_cache(), target.vocab_size, list(holes)),
             members,
             pacing,
             tokenizer=tokenizer,

@@ -71,7 +71,7 @@ class ModuleModel:
         self.max_positions = self.limit or UNLIMITED
         self.is_encoder_decoder = bool(getattr(whole, "is_encoder_decoder", False))
         self.model_type = str(getattr(whole, "model_type", type(module).__name__))
-        self.cache_shape = CacheShape(0, 1, 1)  # of no layer that the engine could look at
+        self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # of no layer that the engine could look at
         first = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0))
         self.device: torch.device = torch.device(getattr(module, "device", first.device))
         floating = (p.dtype for p in module.parameters() if p.is_floating_point())

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
-from forerun.errors import UnsupportedModel, UserError
+from forerun.errors import NotFound, UnsupportedModel, UserError
 from forerun.models import packings, refusals
 from forerun.models.families import computes, family, model_types, published_names
 from forerun.models.generation import end_ids_of
@@ -82,7 +82,9 @@ class OpenedCheckpoint:
     ) -> OpenedCheckpoint:
         """Return a model that somebody made as if it had been opened. config: its sizes, such as a Spec."""
         raw = {"eos_token_id": sorted(end_ids)}
-        return cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
+        opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
+        opened.tensors = {}
+        return opened
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
         """Return what is known of a model that is made of this one in memory. tokenizer: None = this one's."""
@@ -113,6 +115,13 @@ class OpenedCheckpoint:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where ids are all there is."""
         return self.small.tokenizer
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for who needs one. Raises NotFound where there is none."""
+        if self.tokenizer is None:
+            raise NotFound(f"there is no tokenizer.json in {self.folder}: name a checkpoint folder that holds one")
+        return self.tokenizer
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

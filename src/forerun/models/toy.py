@@ -38,6 +38,10 @@ class ToyConfig:
         return self.vocab_size
 
     @property
+    def num_layers(self) -> int:
+        return self.cache_shape.num_layers
+
+    @property
     def cache_shape(self) -> CacheShape:
         return CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
 

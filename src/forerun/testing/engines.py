@@ -11,13 +11,15 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun import pacing
+from forerun.config import EngineConfig
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
+from forerun.engine.opened import Opened
 from forerun.engine.router import Router
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
@@ -28,6 +30,7 @@ from forerun.models.toy import ToyModel, ToyTable
 from forerun.registry import load, make_options
 from forerun.testing.coins import Branching, enumerate_outcomes
 from forerun.testing.rules import Outputs, total_variation
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import FORCED, Coins, SamplingParams, Sequence, StepReport
 
 V, HORIZON = 3, 3
@@ -122,6 +125,26 @@ def checkpoint_of(model: Any) -> Checkpoint:
     return Checkpoint(OpenedCheckpoint.in_memory(model.config, name="draft"), model)
 
 
+def target_for(
+    model: Any,
+    tokenizer: Tokenizer | None = None,
+    end_ids: Collection[int] = (),
+    num_ids: int | None = None,
+    holes: tuple[int, ...] = (),
+    loaded_draft: Checkpoint | None = None,
+    **options: Any,
+) -> Target:
+    """Return what drafters may know of a model in memory, as if it had been opened.
+
+    num_ids: None = as Target.of counts them. options: of the engine; draft models get the model's operators.
+    """
+    config = EngineConfig(**{"ops": model.ops.name, "max_batch_size": 8, "max_seq_len": 256, **options})
+    opened = Opened(config, OpenedCheckpoint.in_memory(model.config, tokenizer, end_ids), loaded_draft is not None)
+    if num_ids is None:
+        return Target.of(model, opened, loaded_draft)
+    return Target(model, opened, num_ids, holes, loaded_draft)
+
+
 def everyone(drafter: Drafter) -> Iterator[Drafter]:
     """Yield a drafter and all drafters that it is made of."""
     yield drafter
@@ -135,7 +158,9 @@ def drafter_for(case: Case) -> Drafter:
     size = case.target.config.vocab_size
     texts, own_texts = case.tokenizers
     draft = replace(checkpoint_of(near), tokenizer=own_texts)
-    target = Target(case.target, texts, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=draft)
+    target = target_for(
+        case.target, texts, case.end_ids, size, loaded_draft=draft, max_batch_size=2, max_seq_len=SPACE_TOKENS
+    )
     module = load("forerun.drafters", case.drafter, "drafter")
     options = make_options(module.Options, {**case.needs(case.drafter, target), **case.options}, case.drafter)
     drafter: Drafter = module.build(options, target)
