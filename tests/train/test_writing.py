@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from datetime import date
+from importlib.metadata import metadata
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,10 @@ from forerun import LLM, SamplingParams
 from forerun.cli.train import app as train_app
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text import sandbox
+from forerun.train import corpus
+from forerun.train.config import SampleConfig
 from forerun.train.samples import SampleWriter, read_samples, stream
+from forerun.train.sampling import shares_of, texts_for
 from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, first_ids, looped
 from train.written import CONTINUATIONS, TEMPLATE, TEXTS, chatting, write, writer_of
 
@@ -183,6 +189,21 @@ def test_a_text_begins_as_one_that_a_user_gives(folder: Path, tmp_path: Path) ->
     assert [tokenizer.encode("a river")[0] == 7 for tokenizer in both] == [False, True]
 
 
+def test_texts_come_with_packages_where_a_kind_needs_them(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "stdlib_folder", lambda: sources)
+    config = SampleConfig(out=tmp_path / "samples")
+    assert texts_for(config, Shares(1, 0, 0)) == []
+    for needing in (Shares(0, 0, 1), Shares(0.5, 0.5, 0)):
+        texts = texts_for(config, needing)
+        assert any("def alpha_0(value):" in text for text in texts), "modules"
+        assert metadata("pytest").get_payload() in texts, "descriptions"  # type: ignore[attr-defined]
+        assert topics["if"] in texts, "Python's help"
+    (tmp_path / "named.txt").write_text("some rivers", encoding="utf-8")
+    assert texts_for(replace(config, texts=(tmp_path / "named.txt",)), ALL_KINDS) == ["some rivers"]
+
+
 def test_shares_must_be_shares() -> None:
     with pytest.raises(BadOption, match="1 together"):
         Shares(0.5, 0.5, 0.5)
@@ -192,6 +213,12 @@ def test_shares_must_be_shares() -> None:
 def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> None:
     """As that of the shipped model: the target would be given nothing to go on from."""
     assert Frame.opens_a_turn(writer_of(folder).llm)
-    assert not Frame.opens_a_turn(writer_of("shipped").llm)
+    bare = writer_of("shipped").llm
+    assert not Frame.opens_a_turn(bare)
+    config = SampleConfig(out=Path())
+    assert shares_of(config, bare) == Shares(0, 0, 1)
+    assert vars(shares_of(config, writer_of(folder).llm)) == pytest.approx({"chat": 0.7, "task": 0.15, "text": 0.15})
+    assert shares_of(replace(config, chat=0.5), bare) == Shares(0.5, 0.25, 0.25)
+    assert shares_of(replace(config, chat=0.5, task=0.5), bare) == Shares(0.5, 0.5, 0)
     with pytest.raises(BadOption, match="--chat 0"):
         writer_of("shipped", shares=ALL_KINDS)

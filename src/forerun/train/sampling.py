@@ -46,10 +46,9 @@ def write(
         dtype=dtype,
         ops=ops,
     )
-    texts = list(read_texts(config.texts, MAX_TEXT_BYTES)) if config.texts else packaged_texts()
-    writer = Writer(
-        llm, texts, seed=config.seed, shares=shares_of(config, llm), lengths=lengths, begun=begun_with(config.out)
-    )
+    shares = shares_of(config, llm)
+    texts = texts_for(config, shares)
+    writer = Writer(llm, texts, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out))
     file = SampleWriter(config.out, writer.options())
     start, had = time.perf_counter(), file.num_tokens
 
@@ -61,6 +60,13 @@ def write(
     finally:
         file.close()
     return progress(file)
+
+
+def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
+    """Return what passages are cut from: the texts that were named, else those of packages where a kind needs some."""
+    if config.texts:
+        return list(read_texts(config.texts, MAX_TEXT_BYTES))
+    return packaged_texts() if shares.task + shares.text > 0 else []
 
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
