@@ -180,6 +180,22 @@ def test_models_never_learn_the_word_draft() -> None:
     assert not found, found
 
 
+CARD = {"README.md", "sources.txt"}  # of the shipped pair: what it was trained on, and how
+
+
+def test_data_that_ships_is_asked_for() -> None:
+    """Each file of the data folder is one that the package reads; what only a test or benchmark needs is there."""
+    files = {path.name for path in (SOURCE / "data").iterdir() if path.is_file()} - CARD
+    texts = [
+        node.value
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+    ]
+    assert files, "prompts, models that have a name, and options of others"
+    assert not [name for name in files if not any(text.rpartition("/")[2] == name for text in texts)]
+
+
 # ------------------------------------------------------------------------------------------------- imports and start
 
 
