@@ -25,7 +25,9 @@ from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.train.tokenizer import load_tokenizer
-from train.conftest import Interrupt, read_log
+from train.conftest import Interrupt, no_curves, one_thread, read_log
+
+__all__ = ["no_curves", "one_thread"]  # found here by their names, for every test
 
 SHAPE = PairShape(32, 2, 3, 2, 16, 48, 300)
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -45,35 +47,42 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def small_config(out: Path, folder: Path, **overrides: Any) -> PairConfig:
+    """The configuration of a tiny run; keyword arguments override its fields."""
+    options: dict[str, Any] = {
+        "shape": SHAPE,
+        "data": (folder,),
+        "out": out,
+        "steps": 30,
+        "tokens_per_step": 256,
+        "seq_len_tokens": 24,
+        "lr": 1e-2,
+        "warmup_steps": 3,
+        "validate_every_steps": 10,
+        "autocast": "off",
+    }
+    return PairConfig(**{**options, **overrides})
+
+
 @pytest.fixture
 def small(turned: Path, tmp_path: Path) -> Make:
-    """Makes the configuration of a tiny run; keyword arguments override its fields."""
-
-    def make(out: str = "run", **overrides: Any) -> PairConfig:
-        options: dict[str, Any] = {
-            "shape": SHAPE,
-            "data": (turned,),
-            "out": tmp_path / out,
-            "steps": 30,
-            "tokens_per_step": 256,
-            "seq_len_tokens": 24,
-            "lr": 1e-2,
-            "warmup_steps": 3,
-            "validate_every_steps": 10,
-            "autocast": "off",
-        }
-        return PairConfig(**{**options, **overrides})
-
-    return make
+    """Makes the configuration of a tiny run in a folder of the test's own."""
+    return lambda out="run", **overrides: small_config(tmp_path / out, turned, **overrides)
 
 
-def test_a_tiny_run_lowers_the_loss_by_task(small: Make) -> None:
-    config = small(steps=60)
-    numbers = training.train(config, quiet=True)
-    first, last = read_log(config)[0], read_log(config)[-1]
-    assert numbers["validation_loss"] == numbers["loss_turn"] < first["validation_loss"] - 3
+@pytest.fixture(scope="module")
+def learned(turned: Path, tmp_path_factory: pytest.TempPathFactory) -> PairConfig:
+    """A finished run of a target."""
+    config = small_config(tmp_path_factory.mktemp("learned"), turned, steps=60)
+    training.train(config, quiet=True)
+    return config
+
+
+def test_a_tiny_run_lowers_the_loss_by_task(learned: PairConfig) -> None:
+    first, last = read_log(learned)[0], read_log(learned)[-1]
+    assert last["validation_loss"] == last["loss_turn"] < first["validation_loss"] - 3
     assert last["final"] is True
-    facts = json.loads((config.out / "run.json").read_text())
+    facts = json.loads((learned.out / "run.json").read_text())
     assert facts["num_examples"] == 400
     assert facts["num_parameters"] == SHAPE.spec().num_weights
 
@@ -89,12 +98,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small: Make, interrupt: Inter
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(small: Make) -> None:
+def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(learned: PairConfig) -> None:
     """Logits of the training pass over a padded batch are those of transformers; both write the same text."""
     transformers = pytest.importorskip("transformers")
-    config = small()
-    training.train(config, quiet=True)
-    folder = config.out / "model"
+    folder = learned.out / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     sources, texts = ["turn: one two three", "turn: four"], ["three two", "four one two"]
     module = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -124,11 +131,9 @@ def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(small: Make) -> 
 
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
-def test_a_draft_learns_its_teacher(small: Make, loss: str) -> None:
-    teacher = small("teacher", steps=60)
-    training.train(teacher, quiet=True)
+def test_a_draft_learns_its_teacher(small: Make, learned: PairConfig, loss: str) -> None:
     shape = PairShape(16, 1, 1, 1, 16, 32, 300)
-    config = small("draft", shape=shape, teacher=str(teacher.out / "model"), loss=loss, steps=60)
+    config = small("draft", shape=shape, teacher=str(learned.out / "model"), loss=loss, steps=60)
     numbers = training.train(config, quiet=True)
     first = read_log(config)[0]
     assert numbers["alpha_turn"] > first["alpha_turn"] + 0.3
@@ -169,16 +174,14 @@ def test_queries_begin_smaller_and_learn_slower(small: Make) -> None:
     )
 
 
-def test_long_texts(small: Make) -> None:
+def test_long_texts(learned: PairConfig) -> None:
     """A long source loses its end and keeps its mark; an example with a long target is left out."""
-    config = small()
-    tokenizer = training.prepare(config).config.out / "tokenizer"
     found = batches.encode(
         [
             Example("turn", "turn: " + "one " * 40, "one"),
             Example("turn", "turn: one", "one " * 40),
         ],
-        load_tokenizer(tokenizer),
+        load_tokenizer(learned.out / "tokenizer"),
         24,
     )
     assert found.lengths[:, 0].tolist() == [24]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
@@ -216,10 +215,11 @@ def test_sentences_are_many() -> None:
 def test_a_seed_repeats_itself_and_splits_do_not_overlap(tmp_path: Path) -> None:
     counts = examples.write("translation", tmp_path / "a", 3000, 3)
     assert sum(counts.values()) == 3000
-    examples.write("translation", tmp_path / "b", 3000, 3)
+    examples.write("translation", tmp_path / "b", 600, 3)
     examples.write("translation", tmp_path / "c", 3000, 4)
     files = [[(tmp_path / run / f"{split}.jsonl").read_bytes() for split in examples.SPLITS] for run in "abc"]
-    assert files[0] == files[1]
+    assert all(one.startswith(other) for one, other in zip(*files[:2], strict=True)), "fewer of them are the first"
+    assert all(files[1])
     assert all(one != other for one, other in zip(files[0], files[2], strict=True))
     sources = {split: {e.source for e in examples.read(tmp_path / "a", split)} for split in examples.SPLITS}
     assert all(len(sources[split]) > 20 for split in examples.SPLITS)
@@ -270,18 +270,16 @@ def test_a_source_is_cut_but_never_the_sentence_that_is_asked_for(tmp_path: Path
 
 def test_whole_packages_are_held_out(tmp_path: Path) -> None:
     packages: dict[str, str] = {}
-
-    def sources() -> Iterator[tuple[str, Path]]:
-        for i in range(800):
-            copied = "Copied into every module of them" if i % 3 == 0 else f"Do the thing of number {i} here"
-            path, package = tmp_path / f"m{i}.py", f"package{i // 2}"
-            path.write_text(f'def f{i}():\n    """{copied}.\n\n    It is what function {i} of this module does."""\n')
-            packages[f"f{i}()"] = package
-            yield package, path
-
-    rows = list(examples.summaries(10_000, 0, sources()))
-    assert rows == list(examples.summaries(10_000, 0, sources()))
-    assert rows != list(examples.summaries(10_000, 1, sources()))
+    sources = list[tuple[str, Path]]()
+    for i in range(400):
+        copied = "Copied into every module of them" if i % 3 == 0 else f"Do the thing of number {i} here"
+        path, package = tmp_path / f"m{i}.py", f"package{i // 2}"
+        path.write_text(f'def f{i}():\n    """{copied}.\n\n    It is what function {i} of this module does."""\n')
+        packages[f"f{i}()"] = package
+        sources.append((package, path))
+    rows = list(examples.summaries(10_000, 0, sources))
+    assert rows == list(examples.summaries(10_000, 0, sources))
+    assert rows != list(examples.summaries(10_000, 1, sources))
     found = {split: [example for own, example in rows if own == split] for split in examples.SPLITS}
     assert all(found.values())
     learned = found["train"]

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from forerun.config import EngineConfig
 from forerun.engine.opened import Opened
 from forerun.train import head as training
@@ -25,19 +23,21 @@ METHODS = {
     "blockwise": "draft_vocab=1024,heads=3",
     "pass": "vectors=3",
 }
-SIZES: dict[str, Any] = {"steps": 12, "tokens_per_step": 512, "seq_len_tokens": 128, "warmup_steps": 2}
+SIZES: dict[str, Any] = {
+    "steps": 12,
+    "tokens_per_step": 512,
+    "seq_len_tokens": 128,
+    "warmup_steps": 2,
+    "fit_tokens": 8192,
+}
 
 
 def learned(root: Path) -> dict[str, Mapping[str, Any]]:
     """By method, the options that name a head of the shipped target in this folder."""
     write(writer_of("shipped"), root / "samples", 6000)
     checkpoint = Opened.of(EngineConfig(target="shipped")).load()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "FIT_TOKENS", 8192)
-        for method, options in METHODS.items():
-            spec = f"{method}:{options}"
-            config = HeadConfig(
-                out=root / method, method=spec, samples=root / "samples", lr=1e-3, autocast="off", **SIZES
-            )
-            training.train(config, checkpoint, quiet=True)
+    for method, options in METHODS.items():
+        spec = f"{method}:{options}"
+        config = HeadConfig(out=root / method, method=spec, samples=root / "samples", lr=1e-3, autocast="off", **SIZES)
+        training.train(config, checkpoint, quiet=True)
     return {method: {"path": str(root / method / "head")} for method in METHODS}

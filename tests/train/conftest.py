@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,27 +30,46 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tiny_config(out: Path, text: Path, **overrides: Any) -> TrainConfig:
+    """The configuration of a tiny run; keyword arguments override its fields."""
+    options: dict[str, Any] = {
+        "shape": ModelShape(32, 2, 4, 2, 64, 300),
+        "out": out,
+        "steps": 30,
+        "tokens_per_step": 128,
+        "seq_len_tokens": 32,
+        "lr": 1e-2,
+        "warmup_steps": 3,
+        "validate_every_steps": 10,
+        "validation_windows": 4,
+        "text": text,
+        "autocast": "off",
+    }
+    return TrainConfig(**{**options, **overrides})
+
+
 @pytest.fixture
 def tiny(sources: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes the configuration of a tiny run; keyword arguments override its fields."""
+    """Makes the configuration of a tiny run in a folder of the test's own."""
+    return lambda out="run", **overrides: tiny_config(tmp_path / out, sources, **overrides)
 
-    def make(out: str = "run", **overrides: Any) -> TrainConfig:
-        options: dict[str, Any] = {
-            "shape": ModelShape(32, 2, 4, 2, 64, 300),
-            "out": tmp_path / out,
-            "steps": 30,
-            "tokens_per_step": 128,
-            "seq_len_tokens": 32,
-            "lr": 1e-2,
-            "warmup_steps": 3,
-            "validate_every_steps": 10,
-            "validation_windows": 4,
-            "text": sources,
-            "autocast": "off",
-        }
-        return TrainConfig(**{**options, **overrides})
 
-    return make
+AGG = "matplotlib.backends.backend_agg"  # what draws
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_curves() -> Iterator[None]:
+    """Runs draw no curves, as where matplotlib is not installed: each picture takes as long as thirty tiny steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, AGG, None)
+        yield
+
+
+@pytest.fixture
+def curves(no_curves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that looks at a picture."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.delitem(sys.modules, AGG)
 
 
 def read_log(config: LoopConfig) -> list[dict[str, Any]]:

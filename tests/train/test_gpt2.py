@@ -25,17 +25,17 @@ from forerun.train.config import TrainConfig
 from forerun.train.model import deepen, initial_weights, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, read_log
+from train.conftest import Interrupt, read_log, tiny_config
 
 SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
 SMALL = ModelShape(16, 1, 2, 2, 32, 300, max_positions=32, family="gpt2")
 Make = Callable[..., TrainConfig]
 
 
-@pytest.fixture
-def trained(tiny: Make) -> TrainConfig:
+@pytest.fixture(scope="module")
+def trained(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A finished run of some steps."""
-    config = tiny("target", shape=SHAPE)
+    config = tiny_config(tmp_path_factory.mktemp("gpt2") / "target", sources, shape=SHAPE)
     lm.train(config, quiet=True)
     return config
 

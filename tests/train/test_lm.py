@@ -24,15 +24,24 @@ from forerun.train.ops import TrainingOps
 from forerun.train.samples import Sample, SampleWriter
 from forerun.train.shape import ModelShape
 from forerun.train.tokenizer import load_tokenizer
-from train.conftest import Interrupt, read_log
+from train.conftest import Interrupt, read_log, tiny_config
 from train.written import writer_of
 
 Make = Callable[..., TrainConfig]
 
 
-def test_tiny_run_lowers_the_loss(tiny: Make) -> None:
+@pytest.fixture(scope="module")
+def teacher(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a target that has learned a little."""
+    config = tiny_config(tmp_path_factory.mktemp("teacher"), sources, steps=60)
+    lm.train(config, quiet=True)
+    return config.out / "model"
+
+
+def test_tiny_run_lowers_the_loss(tiny: Make, curves: None) -> None:
     config = tiny()
     numbers = lm.train(config, quiet=True)
+    assert (config.out / "curves.png").stat().st_size > 5000
     first = read_log(config)[0]
     assert first["step"] == 0, "what it begins with"
     assert numbers["validation_loss"] < first["validation_loss"] - 2
@@ -112,13 +121,11 @@ def test_samples_of_another_tokenizer_are_refused_and_many_ids_are_not(tmp_path:
 
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
-def test_draft_learns_its_teacher(tiny: Make, loss: str) -> None:
-    teacher = tiny("teacher", steps=60)
-    lm.train(teacher, quiet=True)
+def test_draft_learns_its_teacher(tiny: Make, teacher: Path, loss: str) -> None:
     config = tiny(
         "draft",
         shape=ModelShape(16, 1, 2, 1, 32, 300),
-        teacher=str(teacher.out / "model"),
+        teacher=str(teacher),
         loss=loss,
         steps=100,
         lr=2e-2,
@@ -130,10 +137,9 @@ def test_draft_learns_its_teacher(tiny: Make, loss: str) -> None:
     assert 0 <= numbers["agreement"] <= 1
 
 
-def test_a_draft_that_learns_after_another_covers_more(tiny: Make) -> None:
+def test_a_draft_that_learns_after_another_covers_more(tiny: Make, teacher: Path) -> None:
     """SpecInfer: of two drafts, the second learns where the first and the target do not agree."""
-    lm.train(teacher := tiny("teacher", steps=60), quiet=True)
-    small: dict[str, Any] = {"shape": ModelShape(16, 1, 2, 1, 32, 300), "teacher": str(teacher.out / "model")}
+    small: dict[str, Any] = {"shape": ModelShape(16, 1, 2, 1, 32, 300), "teacher": str(teacher)}
     small |= {"loss": "kl", "lr": 2e-2, "validation_windows": 16}
     lm.train(first := tiny("first", steps=25, **small), quiet=True)
     second, after = {**small, "steps": 40, "seed": 1}, (str(first.out / "model"),)
@@ -158,10 +164,8 @@ def test_exported_folder_is_a_llama_for_transformers(tiny: Make) -> None:
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tmp_path: Path) -> None:
-    config = tiny()
-    lm.train(config, quiet=True)
-    folder, path = config.out / "model", tmp_path / "samples"
+def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, teacher: Path, sources: Path, tmp_path: Path) -> None:
+    folder, path = teacher, tmp_path / "samples"
     writer = writer_of(folder, [path.read_text(encoding="utf-8") for path in sorted(sources.iterdir())])
     file = SampleWriter(path, writer.options())
     writer.write(file, 300, 4)

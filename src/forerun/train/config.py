@@ -115,7 +115,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
-    """One run of `forerun train head`."""
+    """One run of `forerun train head`. fit_tokens: what first weights are made of, before the first step."""
 
     method: str = option(
         REQUIRED, "what is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`"
@@ -140,6 +140,7 @@ class HeadConfig(LoopConfig):
         "name, or a hub id",
     )
     validation_rows: int = option(8, "rows of held-out texts of one validation")
+    fit_tokens: int = 32768
 
 
 @dataclass(frozen=True, kw_only=True)

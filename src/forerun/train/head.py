@@ -25,7 +25,6 @@ from forerun.train.samples import Sample, read_samples
 from forerun.train.writing import fingerprint
 
 NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json: a head may go on with other ids
-FIT_TOKENS = 32768  # that first weights are made of
 
 
 @dataclass
@@ -148,7 +147,7 @@ def prepare(
     source = _source(config, model, module.layers(made, model.config), samples, options, say)
     data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
     if before is None:
-        head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
+        head.begin(data.batch(step) for step in range(max(1, config.fit_tokens // config.tokens_per_step)))
     facts = {
         "num_parameters": sum(weight.numel() for weight in head.weights.values()),
         "samples": dict(options),
