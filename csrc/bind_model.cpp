@@ -10,6 +10,7 @@
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -36,6 +37,7 @@ namespace {
 
 using Addresses = std::vector<Address>;
 using Places = std::unordered_map<std::string, Address>;
+using Rotations = std::vector<std::pair<Address, int64_t>>;  // cos and sin, and of how many positions
 
 // ---------------------------------------------------------------------------------------------------------------- caches
 
@@ -43,25 +45,38 @@ struct Pools {
     std::vector<void*> keys, values;
     int block_tokens;
     std::vector<std::array<size_t, 2>> row_bytes;  // by pool: of keys and of values
+    std::vector<int64_t> num_rows;  // by pool
     std::vector<int> kinds;         // by pool: which runs of a pass have its rows
 
     Type type;
     bool refined;                   // whether keys in bytes have second codes
 
-    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<std::array<size_t, 2>> bytes, int type_number, bool is_refined,
-          std::vector<int> of)
-        : block_tokens(tokens), row_bytes(std::move(bytes)), kinds(std::move(of)), type(static_cast<Type>(type_number)), refined(is_refined) {
+    Pools(const Addresses& k, const Addresses& v, int tokens, std::vector<std::array<size_t, 2>> bytes, std::vector<int64_t> rows, int type_number,
+          bool is_refined, std::vector<int> of)
+        : block_tokens(tokens), row_bytes(std::move(bytes)), num_rows(std::move(rows)), kinds(std::move(of)),
+          type(static_cast<Type>(type_number)), refined(is_refined) {
         for (Address a : k) keys.push_back(at<void>(a));
         for (Address a : v) values.push_back(at<void>(a));
         if (row_bytes.size() == 1) row_bytes.resize(keys.size(), std::array<size_t, 2>(row_bytes[0]));
+        if (num_rows.size() == 1) num_rows.resize(keys.size(), int64_t(num_rows[0]));
         if (kinds.empty()) kinds.resize(keys.size());
-        if (keys.size() != values.size() || keys.size() != row_bytes.size() || keys.size() != kinds.size())
-            throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, and a kind");
+        if (keys.size() != values.size() || keys.size() != row_bytes.size() || keys.size() != num_rows.size() || keys.size() != kinds.size())
+            throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, a number of rows, and a kind");
+        if (block_tokens < 1 || std::any_of(kinds.begin(), kinds.end(), [](int kind) { return kind < 0; }))
+            throw std::invalid_argument("blocks have tokens, and kinds are counted from 0");
     }
+
+    // Rows that all pools have.
+    int64_t common_rows() const { return num_rows.empty() ? 0 : *std::min_element(num_rows.begin(), num_rows.end()); }
 
     // The rows of a block of all pools, keys then values of each, one behind the other, to or from `bytes`.
     template <bool to_pools>
-    void move(size_t block, char* bytes) const {
+    void move(int64_t index, char* bytes, size_t num_bytes) const {
+        size_t wanted = 0;
+        for (const auto& [key, value] : row_bytes) wanted += (key + value) * static_cast<size_t>(block_tokens);
+        require(index >= 0 && index < common_rows() / block_tokens, "a cache has no such block");
+        require(num_bytes == wanted, "the bytes of a block are as many as its rows have");
+        const size_t block = static_cast<size_t>(index);
         for (size_t p = 0; p < keys.size(); ++p) {
             for (size_t part = 0; part < 2; ++part) {
                 const size_t size = row_bytes[p][part] * static_cast<size_t>(block_tokens);
@@ -73,6 +88,10 @@ struct Pools {
     }
 
     void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
+        require(sources.size() == targets.size(), "every row that is copied needs a target");
+        const size_t end = static_cast<size_t>(common_rows());
+        for (const auto* rows : {&sources, &targets})
+            for (size_t row : *rows) require(row < end, "a cache has no such row");
         for (size_t part = 0; part < 2; ++part)
             for (size_t p = 0; p < keys.size(); ++p) {
                 char* const pool = static_cast<char*>(part == 0 ? keys[p] : values[p]);
@@ -101,32 +120,63 @@ size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, boo
 
 // ---------------------------------------------------------------------------------------------------------------- passes
 
+// Throws WrongNumbers for layers that the model has not, or that do not ascend.
+void check_layers(const Model& m, const std::vector<int>& layers, const Pools& pools) {
+    const int num_blocks = static_cast<int>(m.parts().blocks.size());
+    require(pools.keys.size() == m.parts().blocks.size(), "every block of a model needs a pool");
+    for (size_t i = 0; i < layers.size(); ++i)
+        require(layers[i] >= 0 && layers[i] < num_blocks && (i == 0 || layers[i - 1] < layers[i]), "layers must ascend, and be a model's own");
+}
+
+// The rows of the smallest pool that some layers read, of each kind of runs, or of their sources.
+int64_t rows_of(const Model& m, const std::vector<int>& layers, const Pools& pools, int kind, bool of_sources) {
+    int64_t rows = INT32_MAX;
+    for (int layer : layers) {
+        const auto& attention = m.parts().blocks[static_cast<size_t>(layer)].attention;
+        if (!attention || (attention->sees == Sees::source) != of_sources) continue;
+        const size_t pool = static_cast<size_t>(m.keys_of(layer));
+        if (of_sources || pools.kinds[pool] == kind) rows = std::min(rows, pools.num_rows[pool]);
+    }
+    return rows;
+}
+
 // numbers: as of runs, six for each, or none.
-Runs sources_of(const Numbers& numbers, int num_runs, const Pools& pools) {
-    return {numbers, numbers.empty() ? 0 : num_runs, pools.block_tokens};
+Runs sources_of(const Model& m, const Numbers& numbers, int num_runs, const std::vector<int>& layers, const Pools& pools) {
+    Runs sources(numbers, numbers.empty() ? 0 : num_runs, pools.block_tokens, rows_of(m, layers, pools, 0, true));
+    for (const Run& source : sources.runs)
+        require(source.num_rows == 0 && source.pending == 0 && !source.parents, "a source has cached rows, and no others");
+    return sources;
 }
 
 // The runs of a pass for each kind of layers.
-std::vector<Runs> runs_of(const std::vector<Numbers>& numbers, int num_runs, const Pools& pools) {
+std::vector<Runs> runs_of(const Model& m, const std::vector<Numbers>& numbers, int num_runs, const std::vector<int>& layers, const Pools& pools) {
     const int most = pools.kinds.empty() ? 0 : *std::max_element(pools.kinds.begin(), pools.kinds.end());
     if (static_cast<int>(numbers.size()) <= most) throw std::invalid_argument("every kind of pools needs the runs of a pass");
     std::vector<Runs> runs;
-    for (const Numbers& own : numbers) runs.emplace_back(own, num_runs, pools.block_tokens);
+    for (size_t kind = 0; kind < numbers.size(); ++kind) {
+        runs.emplace_back(numbers[kind], num_runs, pools.block_tokens, rows_of(m, layers, pools, static_cast<int>(kind), false));
+        for (size_t i = 0; i < runs[0].runs.size(); ++i) {
+            const Run &first = runs[0].runs[i], &own = runs[kind].runs[i];
+            require(first.first_row == own.first_row && first.num_rows == own.num_rows && first.cached == own.cached &&
+                        first.pending == own.pending, "the runs of all kinds differ in their rows of the cache alone");
+        }
+    }
     return runs;
 }
 
 // sources: of each run how many rows its blocks see of a source, in the form of runs that are all cached; none without sources.
-Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rotations, const std::vector<Runs>& runs, const Runs& sources,
+Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rotations, const std::vector<Runs>& runs, const Runs& sources,
                const Pools& pools, const std::vector<int>& layers) {
     Pass pass{};
     pass.num_rows = static_cast<int>(tokens.size());
     pass.tokens = tokens.data(), pass.positions = positions;
-    for (Address table : rotations) pass.rotations.push_back(at<const float>(table));
+    for (const auto& [table, num_positions] : rotations) pass.rotations.emplace_back(at<const float>(table), num_positions);
     for (const Runs& own : runs) pass.runs.push_back(own.runs);
     pass.sources = sources.runs;
     for (size_t i = 0; i < pass.sources.size(); ++i)
         pass.sources[i].first_row = pass.runs[0][i].first_row, pass.sources[i].num_rows = pass.runs[0][i].num_rows;
     pass.keys = pools.keys.data(), pass.values = pools.values.data(), pass.kinds = pools.kinds.data();
+    pass.row_bytes = pools.row_bytes.data();
     pass.kept = pools.type, pass.refined = pools.refined;
     pass.layers = layers;
     pass.is_normed = true;
@@ -134,28 +184,37 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Addresses& rot
 }
 
 // input: 0 = embeddings of the tokens. taps: see Pass.
-std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Addresses& rotations, int num_runs,
+std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Rotations& rotations, int num_runs,
              const std::vector<Numbers>& numbers, const Pools& pools, const std::vector<int>& layers, Address input,
              const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read,
              const Numbers& source_numbers) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
-    const std::vector<Runs> runs = runs_of(numbers, num_runs, pools);
-    const Runs sources = sources_of(source_numbers, num_runs, pools);
+    check_layers(m, layers, pools);
+    const std::vector<Runs> runs = runs_of(m, numbers, num_runs, layers, pools);
+    runs[0].check_rows(static_cast<int>(tokens.size()));
+    const Runs sources = sources_of(m, source_numbers, num_runs, layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input), pass.read = at<const float>(read);
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
-    for (const auto& [k, address] : taps) pass.taps.emplace_back(k, at<float>(address));
+    const int num_blocks = static_cast<int>(m.parts().blocks.size());
+    for (const auto& [k, address] : taps) {
+        require(k >= 0 && k <= num_blocks && (pass.taps.empty() || pass.taps.back().first < k), "taps must ascend from 0 to the blocks of a model");
+        pass.taps.emplace_back(k, at<float>(address));
+    }
     nb::gil_scoped_release release;
     return m.forward(pass);
 }
 
 void logits(Model& m, Address hidden, int num_rows, int num_ids, Address out) {
+    require(num_rows >= 0 && num_ids > 0, "logits are of rows and ids that are there");
     nb::gil_scoped_release release;
     m.logits(at<const float>(hidden), num_rows, num_ids, at<float>(out));
 }
 
 // Returns the ids of the largest logits, and these logits.
-std::pair<Ids, std::vector<float>> largest(Model& m, Address hidden, const std::vector<int>& rows, int num_ids) {
+std::pair<Ids, std::vector<float>> largest(Model& m, Address hidden, int num_rows, const std::vector<int>& rows, int num_ids) {
+    require(num_ids > 0, "logits are of rows and ids that are there");
+    for (int row : rows) require(row >= 0 && row < num_rows, "logits are of rows and ids that are there");
     Ids ids(rows.size());
     std::vector<float> values(rows.size());
     {
@@ -183,7 +242,7 @@ Found found_of(std::vector<Continued>&& runs) {
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
-                               const std::vector<int>& lengths, const Addresses& rotations, const std::vector<Numbers>& numbers,
+                               const std::vector<int>& lengths, const Rotations& rotations, const std::vector<Numbers>& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows,
                                const Numbers& source_numbers, const std::vector<Draw>& draws) {
@@ -194,6 +253,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     for (int64_t token : tokens)
         if (ahead && (token < 0 || token >= ahead->target->parts().embedding.num_rows))
             throw std::out_of_range("there is no token with the id " + std::to_string(token));
+    require(num_ids > 0, "logits are of rows and ids that are there");
     if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
     if (ahead) check_join(ahead->join, m.parts().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
@@ -202,12 +262,13 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     if (!draws.empty() && draws.size() != counts.size()) throw std::invalid_argument("every run needs a draw, or none does");
     for (const Stop& stop : stops)
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
-    std::vector<Runs> runs = runs_of(numbers, static_cast<int>(counts.size()), pools);
+    check_layers(m, layers, pools);
+    std::vector<Runs> runs = runs_of(m, numbers, static_cast<int>(counts.size()), layers, pools);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
         for (Runs& own : runs) {
             Run& run = own.runs[i];
-            if (counts[i] < 1 || lengths[i] < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
+            if (counts[i] < 1 || lengths[i] < 1 || lengths[i] - 1 > run.num_rows - counts[i])
                 throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
             run.first_row = first_row, run.num_rows = counts[i];
         }
@@ -215,7 +276,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
-    const Runs sources = sources_of(source_numbers, static_cast<int>(counts.size()), pools);
+    const Runs sources = sources_of(m, source_numbers, static_cast<int>(counts.size()), layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input);
     std::vector<const float*> rows;
@@ -250,15 +311,15 @@ void bind_model(nb::module_& m) {
              "temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match "
              "verification. position: of the first id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
-        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<std::array<size_t, 2>>, int, bool, std::vector<int>>(), "keys"_a,
-             "values"_a, "block_tokens"_a, "row_bytes"_a, "type"_a, "refined"_a = false, "kinds"_a = std::vector<int>{},
-             "row_bytes: of keys and of values, one pair for all pools or one for each. type: 0 float32, 1 bfloat16, 2 bytes. refined: "
+        .def(nb::init<const Addresses&, const Addresses&, int, std::vector<std::array<size_t, 2>>, std::vector<int64_t>, int, bool, std::vector<int>>(),
+             "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a, "num_rows"_a, "type"_a, "refined"_a = false, "kinds"_a = std::vector<int>{},
+             "row_bytes: of keys and of values, one pair for all pools or one for each; num_rows alike. type: 0 float32, 1 bfloat16, 2 bytes. refined: "
              "whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a "
              "pass have its rows; none = the first.")
-        .def("save", [](const Pools& self, size_t block, Address bytes) { self.move<false>(block, at<char>(bytes)); }, Free(),
-             "block"_a, "bytes"_a, "Writes the rows of a block, keys then values of each pool, to an address.")
-        .def("load", [](const Pools& self, size_t block, Address bytes) { self.move<true>(block, at<char>(bytes)); }, Free(),
-             "block"_a, "bytes"_a, "Reads the rows of a block from where `save` wrote them.")
+        .def("save", [](const Pools& self, int64_t block, Address bytes, size_t num_bytes) { self.move<false>(block, at<char>(bytes), num_bytes); }, Free(),
+             "block"_a, "bytes"_a, "num_bytes"_a, "Writes the rows of a block, keys then values of each pool, to an address.")
+        .def("load", [](const Pools& self, int64_t block, Address bytes, size_t num_bytes) { self.move<true>(block, at<char>(bytes), num_bytes); }, Free(),
+             "block"_a, "bytes"_a, "num_bytes"_a, "Reads the rows of a block from where `save` wrote them.")
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
              "Copies row sources[i] to row targets[i] in every block, one after the other.");
     nb::class_<Model>(m, "Model", "A whole model; one call for each pass. Arguments that are integers where a tensor is meant are "
@@ -268,20 +329,22 @@ void bind_model(nb::module_& m) {
         .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
              "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "read"_a = 0, "sources"_a = Numbers(),
              "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
-             "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. "
+             "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. "
              "numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
              "of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block "
              "k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. "
              "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. "
              "Returns how many experts some row chose, of each of these blocks that has experts. "
-             "Raises IndexError for a token that is no row of the embedding, and for a position that has none.")
+             "Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError "
+             "for numbers that do not hold together: of runs, blocks, sources, layers and taps.")
         .def("norm", [](Model& self, Address hidden, int rows, Address out) {
+            require(rows >= 0, "a norm is of rows that are there");
             self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
              "Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.")
         .def("logits", &logits, "hidden"_a, "num_rows"_a, "num_ids"_a, "out"_a,
              "Writes the first `num_ids` logits of rows after the final norm, float32 [num_rows, num_ids], to `out`.")
-        .def("argmax", &largest, "hidden"_a, "rows"_a, "num_ids"_a,
-             "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
+        .def("argmax", &largest, "hidden"_a, "num_rows"_a, "rows"_a, "num_ids"_a,
+             "Returns the ids of the largest of the first `num_ids` logits of some of the rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
              "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),

@@ -108,10 +108,11 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
     });
 }
 
-// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even. sees_all: rows
-// see the whole of their run, and not only what comes before them.
-void attention(Backend& b, int type, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
-               int window, int block_tokens, int num_runs, const Numbers& numbers, Address out, bool sees_all) {
+// q [num_rows, heads, dim] scaled; keys, values [pool_rows, kv heads, dim]; out as q. dim must be even. sees_all: rows see the
+// whole of their run, and not only what comes before them.
+void attention(Backend& b, int type, Address q, int num_rows, Address keys, Address values, int64_t pool_rows, int num_heads,
+               int num_kv_heads, int dim, int window, int block_tokens, int num_runs, const Numbers& numbers, Address out,
+               bool sees_all) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
@@ -120,7 +121,8 @@ void attention(Backend& b, int type, Address q, Address keys, Address values, in
     const Attention a{static_cast<Type>(type), at<const float>(q), stride, at<const void>(keys),
                       at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {},
                       sees_all ? Sees::all : Sees::past};
-    const Runs expanded(numbers, num_runs, block_tokens);
+    const Runs expanded(numbers, num_runs, block_tokens, pool_rows);
+    expanded.check_rows(num_rows);
     const std::vector<Run>& runs = expanded.runs;
     int longest = 0;
     for (const Run& run : runs) longest = std::max(longest, run.num_rows);
@@ -160,13 +162,21 @@ std::unique_ptr<Packed> pack_quantised(Backend&, const SectionNumbers& sections,
     return std::make_unique<Packed>(sections_of(sections), num_in, paired, at<const float>(bias));
 }
 
+void check_outputs(const Packed& packed, int first, int count) {
+    const Matrix& m = packed.matrix();
+    const int num_out = m.paired ? 2 * m.num_out : m.num_out;
+    require(first >= 0 && count >= 0 && first <= num_out && count <= num_out - first, "a packed matrix has no such rows");
+}
+
 bool fill(Backend& b, Packed& packed, int first, int count, const std::array<Address, 5>& rows) {
+    check_outputs(packed, first, count);
     const auto& [codes, scales, subtracted, scale_levels, minimum_levels] = rows;
     return packed.fill(b.team, first, count, {at<const uint8_t>(codes), at<const float>(scales), at<const float>(subtracted),
                                               at<const int8_t>(scale_levels), at<const uint8_t>(minimum_levels)});
 }
 
 bool fill_stored(Backend& b, Packed& packed, int first, int count, int type, int file, size_t start, Address numbers) {
+    check_outputs(packed, first, count);
     return packed.fill_stored(b.team, first, count, {type, file, start, at<const int32_t>(numbers)});
 }
 
@@ -190,6 +200,7 @@ void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits,
 // Whether it could, and whether all fits.
 std::pair<bool, bool> round_stored(Backend& b, Packed& packed, int first, int count, int type, int file, size_t start,
                                    Address numbers, int group) {
+    check_outputs(packed, first, count);
     bool fits = true;
     const StoredRows rows{type, file, start, at<const int32_t>(numbers)};
     const bool is_good = packed.round_stored(b.team, first, count, rows, group, b.kernels.round_group, fits);
@@ -225,7 +236,10 @@ void bind_ops(nb::module_& m) {
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
         .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
         .def_prop_ro("address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
-        .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); }, "index"_a, "out"_a,
+        .def("unpack_row", [](const Packed& p, int index, Address out) {
+            check_outputs(p, index, 1);
+            p.unpack(index, at<void>(out));
+        }, "index"_a, "out"_a,
              "Writes a row as it was before packing to the address `out`.");
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
         .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
@@ -252,8 +266,8 @@ void bind_ops(nb::module_& m) {
         .def("layer_norm", &layer_norm, Free())
         .def("gated", &gated, Free())
         .def("rope", &rope, Free())
-        .def("attention", &attention, Free(), "type"_a, "q"_a, "keys"_a, "values"_a, "num_heads"_a, "num_kv_heads"_a, "dim"_a,
-             "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a)
+        .def("attention", &attention, Free(), "type"_a, "q"_a, "num_rows"_a, "keys"_a, "values"_a, "pool_rows"_a, "num_heads"_a,
+             "num_kv_heads"_a, "dim"_a, "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a)
         .def("join", &join, Free(), "norms"_a, "eps"_a, "w"_a, "parts"_a, "width"_a, "num_rows"_a, "out"_a,
              "Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].\n\nparts: addresses of float32 "
              "[num_rows, width] each. norms: of each part's weights, 0 = the part as it is.");

@@ -14,6 +14,7 @@
 
 #include "cpu.h"
 #include "distributions.h"
+#include "door.h"
 #include "philox.h"
 #include "sampling.h"
 
@@ -64,6 +65,7 @@ struct Sampler {
     }
 
     Found race(Floats weights, std::optional<Ids> ids, uint64_t seed, uint64_t position) const {
+        forerun::require(!ids || ids->size() == weights.size(), "every weight of a race needs an id, or none does");
         nb::gil_scoped_release released;
         return or_none(forerun::race(kernels, weights.data(), ids ? ids->data() : nullptr, weights.size(),
                                   seed, position));

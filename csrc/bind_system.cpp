@@ -11,6 +11,7 @@
 
 #include "bandwidth.h"
 #include "cpu.h"
+#include "door.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -33,10 +34,15 @@ static NamedValues read_all(BandwidthProbe& probe, int num_repeats) {
 
 // Threads that cannot be started are a CapacityError: a later call, or a smaller number of threads, could work.
 static void translate(const std::exception_ptr& error, void*) {
+    const auto raise = [](const char* name, const char* what) {
+        PyErr_SetString(nb::module_::import_("forerun.errors").attr(name).ptr(), what);
+    };
     try {
         std::rethrow_exception(error);
     } catch (const forerun::NoThreads& e) {
-        PyErr_SetString(nb::module_::import_("forerun.errors").attr("CapacityError").ptr(), e.what());
+        raise("CapacityError", e.what());
+    } catch (const forerun::WrongNumbers& e) {
+        raise("InternalError", e.what());
     }
 }
 

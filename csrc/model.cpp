@@ -7,6 +7,7 @@
 #include <string>
 
 #include "buffers.h"
+#include "door.h"
 #include "philox.h"
 
 namespace forerun {
@@ -127,7 +128,6 @@ KeyOrder Model::order_of(int block, const Pass& pass) const {
     return {dim + REFINED, orders_[static_cast<size_t>(block)].data()};
 }
 
-// The block whose keys and values a block reads.
 int Model::keys_of(int block) const {
     const int other = parts_.blocks[static_cast<size_t>(block)].attention->keys_of;
     return other < 0 ? block : other;
@@ -277,13 +277,22 @@ void Model::check(const Pass& pass) const {
             throw std::invalid_argument("a block that reads rows of another width needs them");
         if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs[0].size())
             throw std::invalid_argument("every run of a decoder that sees a source needs one");
+        if (!attention) continue;
+        const int from = keys_of(pass.layers[i]);
+        const AttentionPart& kept = *parts_.blocks[static_cast<size_t>(from)].attention;
+        const size_t heads = static_cast<size_t>(kept.kv_heads);
+        require(pass.row_bytes[from][0] == heads * key_bytes(pass.kept, order_of(from, pass)) &&
+                    pass.row_bytes[from][1] == heads * value_bytes(pass.kept, kept.head_dim),
+                "the rows of a pool are not those of the block that keeps them");
     }
     const Table& positions = parts_.positions;
+    int64_t end = INT64_MAX;
+    for (const auto& rotation : pass.rotations) end = std::min(end, rotation.second);
     for (int row = 0; row < pass.num_rows; ++row) {
         if (reads_tokens && (pass.tokens[row] < 0 || pass.tokens[row] >= parts_.embedding.num_rows))
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
         const int64_t at = pass.positions[row] + parts_.position_offset;
-        if (positions.is_there() && (at < 0 || at >= positions.num_rows))
+        if (pass.positions[row] < 0 || pass.positions[row] >= end || (positions.is_there() && (at < 0 || at >= positions.num_rows)))
             throw std::out_of_range("there is no position " + std::to_string(pass.positions[row]));
     }
 }
@@ -484,7 +493,7 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     float *const key = q + a.q_size(), *const value = key + a.kv_size();
     const float *cos = nullptr, *sin = nullptr;
     if (a.rotation >= 0) {
-        cos = pass.rotations[static_cast<size_t>(a.rotation)] + static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
+        cos = pass.rotations[static_cast<size_t>(a.rotation)].first + static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
         sin = cos + a.turned;
     }
     const auto norm = [&](float* x, int num_heads, const std::optional<Norm>& norm) {

@@ -1,6 +1,7 @@
 // A whole model as one native call for each pass: a list of blocks on a residual stream.
 #pragma once
 
+#include <array>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -17,18 +18,19 @@ namespace forerun {
 
 // One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; sources: for each run the rows that its
 // blocks see of a source, as cached ones; rotations: for each kind of the
-// model, cos and sin by position, [.., 2, turned dimensions]; keys, values: one pool for each block; kinds: of each pool, which
-// runs have its rows; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
+// model, cos and sin by position, [.., 2, turned dimensions], and how many positions those have; keys, values: one pool for
+// each block, and the bytes of their rows; kinds: of each pool, which runs have its rows; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
 // hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
 // stream before block k). All rows are float32 [num_rows, hidden_size], but those of `read`, which are as wide as it reads.
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
-    std::vector<const float*> rotations;
+    std::vector<std::pair<const float*, int64_t>> rotations;
     std::vector<std::vector<Run>> runs;  // by kind of layers: the same but for their rows
     std::vector<Run> sources;
     void* const* keys;
     void* const* values;
+    const std::array<size_t, 2>* row_bytes;
     const int* kinds;
     Type kept;     // of keys and values
     bool refined;  // whether keys in bytes have second codes
@@ -96,7 +98,8 @@ class Model {
     Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors);
 
     // Returns how many experts some row chose, of each block with experts, in the order of the layers.
-    // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none.
+    // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none, and WrongNumbers
+    // for pools of other heads. The layers must be some of the blocks, and the runs have rows that are there.
     std::vector<int> forward(const Pass& pass);
     // Final norm of rows [num_rows, hidden_size], float32.
     void norm(const float* hidden, int num_rows, float* out);
@@ -118,6 +121,7 @@ class Model {
                    std::vector<Continued>& found);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
     const ModelParts& parts() const { return parts_; }
+    int keys_of(int block) const;  // the block whose keys and values a block reads
 
   private:
     struct Buffers;
@@ -152,7 +156,6 @@ class Model {
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     KeyOrder order_of(int block, const Pass& pass) const;
     std::vector<int> kinds_of(const Pass& pass) const;
-    int keys_of(int block) const;
     bool alone(int num_rows) const;
 
     Backend& backend_;

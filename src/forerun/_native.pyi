@@ -125,8 +125,10 @@ class Backend:
         self,
         type: int,
         q: int,
+        num_rows: int,
         keys: int,
         values: int,
+        pool_rows: int,
         num_heads: int,
         num_kv_heads: int,
         dim: int,
@@ -196,20 +198,21 @@ class Pools:
         values: Sequence[int],
         block_tokens: int,
         row_bytes: Sequence[Sequence[int]],
+        num_rows: Sequence[int],
         type: int,
         refined: bool = False,
         kinds: Sequence[int] = [],
     ) -> None:
         """
-        row_bytes: of keys and of values, one pair for all pools or one for each. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a pass have its rows; none = the first.
+        row_bytes: of keys and of values, one pair for all pools or one for each; num_rows alike. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a pass have its rows; none = the first.
         """
 
-    def save(self, block: int, bytes: int) -> None:
+    def save(self, block: int, bytes: int, num_bytes: int) -> None:
         """
         Writes the rows of a block, keys then values of each pool, to an address.
         """
 
-    def load(self, block: int, bytes: int) -> None:
+    def load(self, block: int, bytes: int, num_bytes: int) -> None:
         """Reads the rows of a block from where `save` wrote them."""
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -232,7 +235,7 @@ class Model:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        rotations: Sequence[int],
+        rotations: Sequence[tuple[int, int]],
         num_runs: int,
         numbers: Sequence[Sequence[int]],
         pools: Pools,
@@ -247,7 +250,7 @@ class Model:
         """
         Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none.
+        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
         """
 
     def norm(self, hidden: int, num_rows: int, out: int) -> None:
@@ -260,9 +263,9 @@ class Model:
         Writes the first `num_ids` logits of rows after the final norm, float32 [num_rows, num_ids], to `out`.
         """
 
-    def argmax(self, hidden: int, rows: Sequence[int], num_ids: int) -> tuple[list[int], list[float]]:
+    def argmax(self, hidden: int, num_rows: int, rows: Sequence[int], num_ids: int) -> tuple[list[int], list[float]]:
         """
-        Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.
+        Returns the ids of the largest of the first `num_ids` logits of some of the rows, and these logits.
 
         Ties go to the lowest id, and NaN counts as the largest.
         """
@@ -273,7 +276,7 @@ class Model:
         positions: Sequence[int],
         counts: Sequence[int],
         lengths: Sequence[int],
-        rotations: Sequence[int],
+        rotations: Sequence[tuple[int, int]],
         numbers: Sequence[Sequence[int]],
         pools: Pools,
         layers: Sequence[int],

@@ -276,7 +276,8 @@ class Native:
         ]
         keys, values = ([pool[i].data_ptr() for pool in self.pools] for i in (0, 1))
         sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
-        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, type_number(dtype))
+        num_rows = [num_slots * NUM_POSITIONS]
+        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype))
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []
@@ -316,7 +317,7 @@ class Native:
         layers = given.get("layers", list(range(self.spec.num_layers)))
         self.num_experts = self.model.forward(
             tokens,
-            positions,
+            given.get("positions", positions),
             self.addresses,
             len(runs),
             [numbers],
@@ -330,8 +331,8 @@ class Native:
         return torch.cat((hidden, self.logits(hidden)), 1)
 
     @property
-    def addresses(self) -> list[int]:
-        return [table.rows.data_ptr() for table in self.tables]
+    def addresses(self) -> list[tuple[int, int]]:
+        return [(table.rows.data_ptr(), len(table.rows)) for table in self.tables]
 
     def logits(self, hidden: Tensor) -> Tensor:
         out = torch.empty(len(hidden), self.spec.vocab_size)

@@ -197,7 +197,7 @@ def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
         model, _ = model_of(name, FLOAT32, 0, isa)
         hidden = torch.randn(5, 44, generator=seeded(1)) * torch.tensor([1, 3, 30, 1e4, 1e30])[:, None]
         logits = model.logits(hidden)
-        ids, values = model.model.argmax(hidden.data_ptr(), [0, 1, 2, 3, 4], 61)
+        ids, values = model.model.argmax(hidden.data_ptr(), 5, [0, 1, 2, 3, 4], 61)
         assert same_bits(torch.tensor(values), logits.max(1).values)
         assert ids == [int((row == row.max()).nonzero()[0]) for row in logits]
 
@@ -280,7 +280,7 @@ def test_an_attention_may_read_rows_of_another_width(isa: str) -> None:
 def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
     model, _ = model_of("gpt2", FLOAT32, 0, isa)
     with pytest.raises(IndexError, match="no position 96"):
-        model.run({0: [1]}, {0: 96})
+        model.run({0: [1]}, {0: 0}, positions=[96])
     with pytest.raises(IndexError, match="no token with the id 61"):
         model.run({0: [61]}, {0: 0})
 

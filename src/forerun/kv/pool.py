@@ -122,7 +122,7 @@ class Pools:
     def _move(self, kind: int, block: int, rows: memoryview, *, to_pools: bool) -> None:
         bytes_ = torch.frombuffer(rows, dtype=torch.uint8)
         if (copied := self._copied[kind]) is not None:
-            (copied.load if to_pools else copied.save)(block, bytes_.data_ptr())
+            (copied.load if to_pools else copied.save)(block, bytes_.data_ptr(), len(rows))
             return
         own = slice(block * self._block_tokens, (block + 1) * self._block_tokens)
         parts = [part[own] for pool in self._of_kind[kind] for part in (pool.keys, pool.values)]
@@ -141,9 +141,11 @@ class Pools:
             return None
         keys = [pool.keys.data_ptr() for pool in pools]
         values = [pool.values.data_ptr() for pool in pools]
-        row_bytes = [pool.row_bytes for pool in pools]
+        row_bytes, num_rows = [pool.row_bytes for pool in pools], [pool.keys.shape[0] for pool in pools]
         kinds, refined = list(kinds) or [0] * len(keys), self._shape.refined_keys
-        return extension.Pools(keys, values, block_tokens, row_bytes, type_number(self._dtype), refined, kinds)
+        return extension.Pools(
+            keys, values, block_tokens, row_bytes, num_rows, type_number(self._dtype), refined, kinds
+        )
 
 
 def _allocated(

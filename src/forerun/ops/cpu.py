@@ -27,6 +27,7 @@ from forerun.ops.cpu_memory import NativeSizes
 from forerun.ops.cpu_model import CpuModel, address
 from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, section_numbers, sections_of
+from forerun.ops.passes import float_rows
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.types import CacheView
@@ -226,27 +227,27 @@ class CpuOps(ReferenceOps):
         """Multiply: x [T, I] float32, weight packed [O, I] (its bias packed with it) -> float32 [T, O]."""
         if not isinstance(weight, PackedMatrix) or bias is not None or weight.paired:
             raise InternalError("native products take one packed matrix, which brings its bias along")
-        x = _rows(x, weight.num_in)
+        x = float_rows(x, weight.num_in)
         out = torch.empty(len(x), weight.num_out)
         self.backend.linear(weight.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: PackedMatrix) -> Tensor:
         """Return residual [T, O] + the product as a new tensor, in one sweep over the weights."""
-        x, out = _rows(x, weight.num_in), _rows(residual, weight.num_out).clone()
+        x, out = float_rows(x, weight.num_in), float_rows(residual, weight.num_out, len(x)).clone()
         self.backend.add_linear(weight.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def add_gated(self, residual: Tensor, x: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
         """Return a feed-forward block, residual [T, O] + down(silu(gate x) * up x), as a new tensor."""
-        x, out = _rows(x, gate_up.num_in), _rows(residual, down.num_out).clone()
+        x, out = float_rows(x, gate_up.num_in), float_rows(residual, down.num_out, len(x)).clone()
         self.backend.gated_linear(gate_up.handle, down.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
-        x, weight = _rows(x.reshape(-1, width), width), weight.detach().float().contiguous()
+        x, weight = floatfloat_rows(x.reshape(-1, width), width), weight.detach().float().contiguous()
         out = torch.empty_like(x)
         self.backend.rms_norm(x.data_ptr(), weight.data_ptr(), len(x), width, eps, out.data_ptr())
         return out.view(shape)
@@ -258,7 +259,7 @@ class CpuOps(ReferenceOps):
         if not isinstance(weight, PackedMatrix) or bias is not None or weight.paired:
             raise InternalError("native products take one packed matrix, which brings its bias along")
         width = parts[0].shape[-1]
-        rows = [_rows(x, width) for x in parts]
+        rows = [float_rows(x, width, len(parts[0])) for x in parts]
         weights = [None if norm is None else norm.detach().float().contiguous() for norm in norms]
         out = torch.empty(len(rows[0]), weight.num_out)
         places = [[address(x) for x in tensors] for tensors in (weights, rows)]
@@ -268,7 +269,7 @@ class CpuOps(ReferenceOps):
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """Compute the layer norm over the last dimension, in float32 (Ba et al. 2016, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
-        x = _rows(x.reshape(-1, width), width)
+        x = float_rows(x.reshape(-1, width), width)
         own = torch.ones(width) if weight is None else weight.detach().float().contiguous()
         added = None if bias is None else bias.detach().float().contiguous()
         out = torch.empty_like(x)
@@ -282,7 +283,7 @@ class CpuOps(ReferenceOps):
 
     def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
         """Compute act(gate) * up, [T, F]; see ReferenceOps for clamped_silu."""
-        gate, up = _rows(gate, gate.shape[-1]), _rows(up, gate.shape[-1])
+        gate, up = float_rows(gate, gate.shape[-1]), float_rows(up, gate.shape[-1], len(gate))
         out = torch.empty_like(gate)
         self.backend.gated(act, gate.data_ptr(), up.data_ptr(), len(gate), gate.shape[-1], out.data_ptr())
         return out
@@ -294,7 +295,7 @@ class CpuOps(ReferenceOps):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; cos, sin [T, 1, D] as for the reference."""
         num, heads, dim = x.shape
-        x, cos, sin = x.float().contiguous(), cos.float().contiguous(), sin.float().contiguous()
+        x, cos, sin = x.float().contiguous(), *(float_rows(part.flatten(1), dim, num) for part in (cos, sin))
         out = torch.empty_like(x)
         self.backend.rope(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), num, heads, dim, out.data_ptr())
         return out
@@ -325,8 +326,10 @@ class CpuOps(ReferenceOps):
         self.backend.attention(
             type_number(pool.keys.dtype),
             q.data_ptr(),
+            q.shape[0],
             pool.keys.data_ptr(),
             pool.values.data_ptr(),
+            pool.keys.shape[0],
             q.shape[1],
             pool.keys.shape[1],
             q.shape[2],
@@ -351,9 +354,3 @@ def _no_room(num_bytes: int, dtype: torch.dtype) -> CapacityError:
 def _scale(head_dim: int) -> float:
     """Return 1 / sqrt(head_dim), rounded in float32 as the kernels round it."""
     return float(np.float32(1) / np.float32(math.sqrt(np.float32(head_dim))))
-
-
-def _rows(x: Tensor, width: int) -> Tensor:
-    if x.dim() != 2 or x.shape[1] != width:
-        raise InternalError(f"rows of shape {tuple(x.shape)} do not fit a width of {width}")
-    return x.float().contiguous()

@@ -29,7 +29,16 @@ from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.kv.pool import type_number
 from forerun.ops.packed import PackedMatrix, distances_of, run_numbers, source_numbers
-from forerun.ops.passes import batch_of_sources, check_layers, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.passes import (
+    batch_of_sources,
+    check_layers,
+    check_pass,
+    check_rows,
+    check_sources,
+    end_of,
+    float_rows,
+    kinds_in_words,
+)
 from forerun.ops.quantised import QuantisedMatrix, dequantised
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import Scoring
@@ -102,9 +111,9 @@ class CpuModel:
         self._places[name] = (packed, 0, table.shape[0])
         return packed
 
-    def _turns(self, end: int) -> list[int]:
-        """The addresses of the tables of cos and sin, of every position below `end`."""
-        return [address(rotations.table(end)) for rotations in self._rotations]
+    def _turns(self, end: int) -> list[tuple[int, int]]:
+        """The tables of cos and sin of every position below `end`: where each begins, and how many positions it has."""
+        return turns(self._rotations, end)
 
     def _take_positions(self, source: _Source, spec: Spec, name: str) -> None:
         """Keep what is added to embeddings by position, where a spec has that. name: the weight's."""
@@ -239,12 +248,12 @@ class CpuModel:
         number = type_number(self.cache_dtype)
         row_bytes = shape.num_kv_heads * shape.head_dim * self.cache_dtype.itemsize
         addresses = [address(kept[0])] * num, [address(kept[1])] * num
-        pools = self.ops.extension.Pools(*addresses, 1, [(row_bytes, row_bytes)], number)
+        pools = self.ops.extension.Pools(*addresses, 1, [(row_bytes, row_bytes)], [len(tokens)], number)
         rows = torch.empty(len(tokens), encoder.hidden_size)
         made.forward(
             tokens,
             positions,
-            [address(own.table(end_of(batch))) for own in rotations],
+            turns(rotations, end_of(batch)),
             len(batch.slots),
             [run_numbers(batch, [list(batch.run(b)) for b in range(len(batch.slots))])],
             pools,
@@ -301,6 +310,7 @@ class CpuModel:
         fed = dataclasses.replace(batch, run_starts=ends)
         numbers = [run_numbers(fed, kind.tables(fed)) for kind in cache.kinds]
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
+        check_rows([*([] if hidden is None else [hidden]), *layer_rows], batch, self.config.hidden_size)
         hidden = None if hidden is None else hidden.float().contiguous()
         pools = cache.pools.native
         rows = [layer.float().contiguous() for layer in layer_rows]
@@ -381,7 +391,7 @@ class CpuModel:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
-        hidden = hidden.float().contiguous()
+        hidden = float_rows(hidden, self.config.hidden_size)
         out = torch.empty_like(hidden)
         self._native.norm(hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
@@ -389,7 +399,7 @@ class CpuModel:
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids."""
         width = min(num_ids or self.config.vocab_size, self.config.vocab_size)
-        hidden = hidden.float().contiguous()
+        hidden = float_rows(hidden, self.config.hidden_size)
         out = torch.empty(len(hidden), width)
         if len(hidden):
             self._native.logits(hidden.data_ptr(), len(hidden), width, out.data_ptr())
@@ -403,8 +413,8 @@ class CpuModel:
         """
         if not rows:
             return [], []
-        hidden = hidden.contiguous()
-        return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
+        hidden = float_rows(hidden, self.config.hidden_size)
+        return self._native.argmax(hidden.data_ptr(), len(hidden), rows, num_ids)  # type: ignore[no-any-return]
 
     def head(self, ids: Seq[int]) -> Tensor:
         """Return rows of the LM head, float32 [n, H], as they were before packing."""
@@ -448,6 +458,11 @@ class CpuModel:
         for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
             self._places[name] = (packed, end - size, size)
         return packed
+
+
+def turns(rotations: Seq[Rotations], end: int) -> list[tuple[int, int]]:
+    """Return where each table of cos and sin begins, and how many positions it has; all below `end` at least."""
+    return [(address(own.table(end)), own.num_positions) for own in rotations]
 
 
 def address(tensor: Tensor | None) -> int:

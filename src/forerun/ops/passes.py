@@ -23,11 +23,27 @@ def check_pass(
     chosen = range(spec.num_layers) if layers is None else layers
     check_layers(spec, chosen)
     _check_part("taps", sorted(taps), spec.num_layers + 1)
-    given = [] if hidden is None else [hidden]
-    for rows in (*given, *taps.values()):
-        if rows.shape != (batch.run_starts[-1], spec.hidden_size):
-            raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
+    check_rows([*([] if hidden is None else [hidden]), *taps.values()], batch, spec.hidden_size)
     return chosen, layers is None or spec.num_layers - 1 in layers
+
+
+def check_rows(tensors: Iterable[Tensor], batch: RaggedBatch, width: int) -> None:
+    """Raise InternalError for what are no hidden rows of a batch's tokens."""
+    for rows in tensors:
+        if rows.shape != (batch.run_starts[-1], width):
+            raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
+
+
+def float_rows(x: Tensor, width: int, num: int | None = None) -> Tensor:
+    """Return rows of this width as native operators read them: float32, one behind the other.
+
+    num: how many there must be, None = any number. Raises InternalError.
+    """
+    if x.dim() != 2 or x.shape[1] != width:
+        raise InternalError(f"rows of shape {tuple(x.shape)} do not fit a width of {width}")
+    if num not in (None, x.shape[0]):
+        raise InternalError(f"{x.shape[0]} rows are given where there must be {num}")
+    return x.float().contiguous()
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:

@@ -32,7 +32,7 @@ class Rotations:
         self.inv_freq = inverse_frequencies(rope, head_dim)
         self._factor = attention_factor(rope)
         self._table = torch.empty(0, 2, 1, 2 * len(self.inv_freq), device=device, dtype=dtype)
-        self._num_positions = 0
+        self.num_positions = 0  # of the table
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, 1, turned dimensions] of positions [T] below `end`; sin as ops.rope wants it."""
@@ -41,12 +41,12 @@ class Rotations:
 
     def table(self, end: int) -> Tensor:
         """Return cos and sin of every position below `end`, and some more: [positions, 2, 1, turned dimensions]."""
-        if end > self._num_positions:  # a tensor's len() takes as long as a layer's norm
-            firsts = range(self._num_positions, end, self.BLOCK)
+        if end > self.num_positions:  # a tensor's len() takes as long as a layer's norm
+            firsts = range(self.num_positions, end, self.BLOCK)
             blocks = [rotations(self.inv_freq, self._factor, range(first, first + self.BLOCK)) for first in firsts]
             more = torch.from_numpy(np.concatenate(blocks))[:, :, None]
             self._table = torch.cat((self._table, more.to(self._table.device, self._table.dtype)))
-            self._num_positions = self._table.shape[0]
+            self.num_positions = self._table.shape[0]
         return self._table
 
 
