@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2S
 from forerun.errors import UnsupportedModel
 from forerun.kv.cache import BlockCache
 from forerun.models.configs import CAUSAL, INERT_KEYS, NEUTRAL, SHARED_KEYS
-from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner
 from models.test_encoder_decoders import BART, GEMMA_2, IDS, T5
 from models.test_parity import WHOLE, tokens_of

@@ -19,7 +19,7 @@ from forerun.blocks import Spec, difference
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import INERT_KEYS
 from forerun.models.families import model_types
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 
 Raw = dict[str, Any]
 PUBLISHED: dict[str, Raw] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))

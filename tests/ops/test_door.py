@@ -17,7 +17,7 @@ import torch
 from forerun.blocks import Spec
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops import load_model
 from forerun.ops.packed import run_numbers

@@ -138,10 +138,8 @@ class Folders:
         made = self._root / "heads"
         if not made.exists():
             made.mkdir()
-            engine = LLM(str(self._small("llama")[0]), draft="none", dtype="float32").engine
-            tokenizer = engine.tokenizer
-            assert tokenizer is not None
-            target = Target(engine.runner.model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
+            llm = LLM(str(self._small("llama")[0]), draft="none", dtype="float32")
+            target = Target.of(llm.checkpoint.model, llm.opened)
             for name in WITH_HEADS:
                 NEEDS[name](target, made)
         return made

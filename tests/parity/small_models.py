@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from forerun.blocks import Spec, weight_shapes
-from forerun.models.loading import read_config
+from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict, save_checkpoint
 from tiny import byte_tokenizer, numbers
 

@@ -247,7 +247,7 @@ class CpuOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
-        x, weight = floatfloat_rows(x.reshape(-1, width), width), weight.detach().float().contiguous()
+        x, weight = float_rows(x.reshape(-1, width), width), weight.detach().float().contiguous()
         out = torch.empty_like(x)
         self.backend.rms_norm(x.data_ptr(), weight.data_ptr(), len(x), width, eps, out.data_ptr())
         return out.view(shape)
