@@ -189,6 +189,7 @@ class Chunks:
         self._base, self._slope, self._level = 0.0, 0.0, 1.0
 
     def observe(self, num_tokens: int, num_keys: int, seconds: float) -> None:
+        """Learn from a step how long its tokens took."""
         self._last.append((num_tokens, num_keys, seconds))
         if len(self._last) == _NUM_CHUNKS:
             seconds = min(seconds, 3 * self.expected_s(num_tokens, num_keys))  # a pause is not to bend the line
