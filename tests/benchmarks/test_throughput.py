@@ -128,9 +128,9 @@ def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pyte
     assert record["plan"].items() >= plan.items()
     assert (record["bench"], record["draft"]) == ("throughput", "lookup")
     plain = [run for run in record["runs"] if run["variant"] == PLAIN]
-    # A step of prompts, five in which the first request decodes, two of them beside the other's prompt; with the third
-    # token of the second request the run is over.
-    assert (plain[0]["num_committed"], plain[0]["num_steps"]) == (5 + 3, 6)
+    # A step of the shorter prompt, and six in which its request decodes, three of them beside the other's prompt; with
+    # the third token of the second request the run is over.
+    assert (plain[0]["num_committed"], plain[0]["num_steps"]) == (6 + 3, 7)
     assert {run["variant"] for run in record["runs"]} == {PLAIN, AGAIN, "K=1", "K=4", AUTO}
     assert [line["wrong_over_plain"] for line in record["lines"]] == [None]
     assert sorted(record["bars"]) == ["again_over_plain", "auto_over_better", "auto_over_max"]

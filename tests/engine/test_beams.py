@@ -26,6 +26,7 @@ from forerun.models.branches import Branches
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.pacing.fixed import FixedPacing
+from forerun.sampling import arithmetic
 from forerun.verify import beams
 
 pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
@@ -95,7 +96,7 @@ def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int
         for place, (score, tokens) in enumerate(live):
             row = model.logits_after([*prompt, *tokens]).numpy()
             top = row.max()
-            log_mass = float(top) + math.log(float(np.exp(row - top).sum()))
+            log_mass = float(top) + float(arithmetic.log(arithmetic.mass_of_logits(row)))
             ids = [i for i in range(V) if row[i] > -np.inf and not (i == end and length <= params.min_tokens)]
             candidates += [(-(score + (float(row[i]) - log_mass)), place, i, tokens) for i in ids]
         candidates.sort()

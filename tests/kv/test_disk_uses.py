@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from forerun.blocks import CacheShape
+from forerun.kv import fetch_slot
 from forerun.kv.cache import BlockCache
 from forerun.kv.disk import Folder, kept
 from forerun.kv.keeping import Keeper
@@ -45,7 +46,7 @@ class Process:
     def run(self, tokens: list[int], slot: int = 0) -> int:
         """Run what is not found of a text, and publish it; returns how many tokens came from disk."""
         num_fetched = 0
-        if (fetch := self.cache.fetch(tokens)) is not None:
+        if (fetch := self.cache.fetch(fetch_slot(0), tokens)) is not None:
             fetch.wait()
             num_fetched = self.cache.arrived(fetch)
         rest = tokens[self.cache.open(slot, tokens) :]

@@ -22,6 +22,7 @@ app = App(
             name: name
             for name in (
                 "gaps",
+                "newcomers",
                 "grammars",
                 "kernels",
                 "kv_disk",

@@ -462,7 +462,10 @@ def _open(
         _check_loaded(target, config)
         return Opened.of_loaded(target, config, has_loaded_draft)
     named = {} if target is None else {"target": target}
-    return Opened.of(EngineConfig.make(**named, **options), has_loaded_draft)
+    config = EngineConfig.make(**named, **options)
+    if config.pacing_log is not None:
+        PacingLog(config.pacing_log).close()  # one that cannot be written is refused before a file is opened
+    return Opened.of(config, has_loaded_draft)
 
 
 def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from forerun import drafters, ops, pacing
-from forerun.blocks import Spec
+from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.kv.disk import Limit
@@ -214,7 +214,7 @@ class Opened:
     @cached_property
     def room(self) -> Room:
         """The tokens of its longest sequence and of its cache. Raises BadOption for more than it has positions."""
-        return room_of(self.config, self.spec)
+        return room_of(self.config, reaching(self.spec, self.config.max_seq_len))
 
     @property
     def max_seq_len(self) -> int:

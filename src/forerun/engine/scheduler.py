@@ -189,6 +189,8 @@ class Scheduler:
             self._give_up(request)
         if request in self.running:
             self._stop(request)
+        if self._owed[0] == request.seq.id:
+            self._owed = -1, 0.0
 
     def blocks_for(self, seq: Sequence) -> int:
         """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""

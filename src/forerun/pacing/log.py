@@ -27,6 +27,10 @@ class PacingLog:
                 f"pacing_log={shown(path)} cannot be written ({error.strerror}): name a file in a folder that exists"
             ) from None
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def __call__(self, report: StepReport) -> None:
         for step, round_ in zip(report.sequences, report.rounds, strict=True):
             line = {
