@@ -15,7 +15,7 @@ from cli.test_plan import needs_native, planned
 from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import Outlines, with_room
+from forerun.engine.fitting import Outlines, with_room
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption, CapacityError
 from forerun.models.opened import read_config
@@ -166,7 +166,7 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
     rounded = dataclasses.replace(dense, quantization="int4")
     needed, least = (outlines_of(c).plan(None).total_bytes for c in (dense, rounded))
     assert least < needed - 10**7
-    monkeypatch.setattr("forerun.engine.factory.available_bytes", lambda device: (needed + least) // 2)
+    monkeypatch.setattr("forerun.engine.fitting.available_bytes", lambda device: (needed + least) // 2)
     with_room(outlines_of(rounded))
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
         with_room(outlines_of(dense))

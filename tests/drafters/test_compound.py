@@ -16,7 +16,7 @@ from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
 from forerun.drafters.mixed import MixedDrafter
 from forerun.drafters.switch import SwitchDrafter
-from forerun.engine import factory
+from forerun.engine import fitting
 from forerun.engine.engine import Engine
 from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption
@@ -64,14 +64,14 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
 
 def test_models_inside_are_planned_for() -> None:
     config = EngineConfig.make(target="shipped", draft="mixed:of=lookup+(cascade:inner=model)")
-    found = factory.Outlines.of(Opened.of(config))
+    found = fitting.Outlines.of(Opened.of(config))
     assert list(found.models) == ["target", "draft", "draft, model 2"]
 
 
 def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     spec = "mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self"
     config = EngineConfig.make(target="shipped", draft=spec, dtype="float32")
-    found = factory.Outlines.of(Opened.of(config))
+    found = fitting.Outlines.of(Opened.of(config))
     assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
 
@@ -82,7 +82,7 @@ def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> 
     same = f"several:of=model+(model:path={path}/.,draft_temperature=0.5)+(self:quantization=int4)"
     options = {"target": "shipped", "max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
     config = EngineConfig.make(draft=same, extra_drafts=f"cascade;self;model:path={path},quantization=int8", **options)
-    plan = factory.Outlines.of(Opened.of(config)).plan(None)
+    plan = fitting.Outlines.of(Opened.of(config)).plan(None)
     llm = LLM.from_config(config)
     members = llm.engine.drafter.members
     first, second, rounded = (

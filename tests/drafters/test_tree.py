@@ -15,7 +15,7 @@ from forerun import pacing
 from forerun.config import EngineConfig
 from forerun.drafters.artifacts import fingerprint, save
 from forerun.drafters.tree import Options, TreeDrafter
-from forerun.engine import factory
+from forerun.engine import fitting
 from forerun.engine.engine import Engine, philox_coins
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
@@ -195,7 +195,7 @@ def test_a_draft_model_that_is_the_target_has_all_shares_at_the_first_child() ->
 
 
 def test_shares_that_cannot_be_used_are_refused_before_any_weight_is_read(tmp_path: Path) -> None:
-    llm_tokenizer = factory.refuse_early(Opened.of(EngineConfig(target="shipped"))).opened.tokenizer
+    llm_tokenizer = fitting.refuse_early(Opened.of(EngineConfig(target="shipped"))).opened.tokenizer
     assert llm_tokenizer is not None
     own = fingerprint(llm_tokenizer, llm_tokenizer.num_ids)
     for name, arrays, tokenizer, error in (
@@ -206,4 +206,4 @@ def test_shares_that_cannot_be_used_are_refused_before_any_weight_is_read(tmp_pa
         save(tmp_path / name, "tree", {"shares": arrays}, tokenizer)
         for spec in ("tree:shape=sequoia,file={}", "mixed:of=lookup+(tree:shape=sequoia,file={})"):
             with pytest.raises(error, match=name):
-                factory.refuse_early(Opened.of(EngineConfig(target="shipped", draft=spec.format(tmp_path / name))))
+                fitting.refuse_early(Opened.of(EngineConfig(target="shipped", draft=spec.format(tmp_path / name))))

@@ -28,7 +28,7 @@ from engine.memory_cases import (
 from forerun.blocks import Block, Spec, resized
 from forerun.config import EngineConfig
 from forerun.drafters import Needs, lookup, model
-from forerun.engine.factory import Outlines
+from forerun.engine.fitting import Outlines
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
@@ -366,7 +366,7 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 CHILD = """
 import ctypes, gc, json, os, sys
 from forerun import LLM, SamplingParams
-from forerun.engine.factory import Outlines
+from forerun.engine.fitting import Outlines
 from forerun.models.opened import OpenedCheckpoint
 
 def status(key):

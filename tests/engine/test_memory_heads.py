@@ -17,7 +17,7 @@ from forerun import LLM
 from forerun.blocks import resized
 from forerun.config import EngineConfig
 from forerun.drafters import artifacts, dflash_model, eagle_model, head_files, hydra
-from forerun.engine.factory import Outlines
+from forerun.engine.fitting import Outlines
 from forerun.engine.opened import Opened
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint

@@ -8,8 +8,8 @@ import pytest
 
 from forerun import LLM, BadOption, EngineConfig
 from forerun.drafters import wanted
-from forerun.engine import factory
-from forerun.engine.factory import usable_drafts
+from forerun.engine import fitting
+from forerun.engine.fitting import usable_drafts
 from forerun.engine.opened import Opened
 from forerun.models.toy import ToyModel
 from forerun.registry import names
@@ -34,7 +34,7 @@ def test_all_of_them_can_be_had() -> None:
 
 def test_without_memory_they_have_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = usable_drafts(Opened.of(CONFIG))
-    monkeypatch.setattr(factory, "available_bytes", lambda device: 1)
+    monkeypatch.setattr(fitting, "available_bytes", lambda device: 1)
     left = usable_drafts(Opened.of(CONFIG))
     assert {"lookup", "suffix", "recycle"} <= set(left) < set(everything)
     known = target_for(ToyModel(100, seed=0)).opened

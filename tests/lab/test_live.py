@@ -15,7 +15,7 @@ import pytest
 
 from forerun import LLM, SamplingParams, verify
 from forerun.config import EngineConfig
-from forerun.engine.factory import usable_drafts
+from forerun.engine.fitting import usable_drafts
 from forerun.engine.opened import Opened
 from forerun.engine.request import Request
 from forerun.lab import live

@@ -13,7 +13,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig
-from forerun.engine import factory
+from forerun.engine import fitting
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, CapacityError, NotFound
 from forerun.serve.aside import LONG_BYTES
@@ -172,25 +172,25 @@ def test_no_two_models_have_one_name(tmp_path: Path) -> None:
 def test_memory_is_planned_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines that would fit alone and not together are refused before a weight is read; with what fits."""
     configs = {"a": EngineConfig(target="shipped", draft="none"), "b": EngineConfig(target="shipped")}
-    found = {name: factory.refuse_early(Opened.of(config)) for name, config in configs.items()}
+    found = {name: fitting.refuse_early(Opened.of(config)) for name, config in configs.items()}
     alone = {name: one.plan(None).total_bytes for name, one in found.items()}
-    whole = factory.plan_together(found, None)
+    whole = fitting.plan_together(found, None)
     assert whole.total_bytes == sum(alone.values())
     assert {part.name.partition(":")[0] for part in whole.parts} == {"a", "b"}
-    factory.refuse_together(configs)
+    fitting.refuse_together(configs)
     room = whole.total_bytes - 1
     assert all(total < room for total in alone.values())
-    monkeypatch.setattr(factory, "available_bytes", lambda device: room)
+    monkeypatch.setattr(fitting, "available_bytes", lambda device: room)
     with pytest.raises(CapacityError, match="these 2 engines together") as refused:
-        factory.refuse_together(configs)
-    plan = factory.plan_together(found, room)
+        fitting.refuse_together(configs)
+    plan = fitting.plan_together(found, room)
     assert [set(one) for one in plan.suggestions] == [{"max_batch_size"}, {"max_seq_len"}]
     for options in plan.suggestions:
         assert all(f"{name}={value}" in str(refused.value) for name, value in options.items())
 
         def with_options(more: int, options: Any = options) -> int:
             changed = {name: value + more for name, value in options.items()}
-            at_most = {name: factory._at_most(one, changed) for name, one in found.items()}
+            at_most = {name: fitting._at_most(one, changed) for name, one in found.items()}
             return sum(one.plan(None, config=at_most[name]).total_bytes for name, one in found.items())
 
         step = 16 if "max_seq_len" in options else 1
@@ -199,4 +199,4 @@ def test_memory_is_planned_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_with_one_model_names_it() -> None:
     with pytest.raises(NotFound, match=r"^b: "):
-        factory.refuse_together({"a": EngineConfig(target="shipped"), "b": EngineConfig(target="./nowhere")})
+        fitting.refuse_together({"a": EngineConfig(target="shipped"), "b": EngineConfig(target="./nowhere")})

@@ -16,7 +16,7 @@ from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import PLAIN, Way
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import Outlines, refuse_early
+from forerun.engine.fitting import Outlines, refuse_early
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened, is_shipped
 from forerun.errors import BadOption, InternalError, UserError, shown

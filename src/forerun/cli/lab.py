@@ -41,7 +41,7 @@ def lab(
     options = LabOptions(**own)
     config = flags.engine_config({**engine, "target": target}, max_batch_size=VIEWERS)
     try:
-        from forerun.engine.factory import usable_drafts
+        from forerun.engine.fitting import usable_drafts
         from forerun.engine.opened import Opened
         from forerun.lab.app import make_lab
         from forerun.serve.server import run

@@ -23,7 +23,7 @@ from forerun.models.named import PAIR
 
 if TYPE_CHECKING:
     from forerun.blocks import Spec
-    from forerun.engine.factory import Outlines
+    from forerun.engine.fitting import Outlines
     from forerun.engine.opened import Opened
     from forerun.memory.plan import MemoryPlan
     from forerun.models.outline import Outline
@@ -93,7 +93,7 @@ class Models:
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read the outline of each model of a configuration. Raises UserError for a model that LLM refuses."""
-        from forerun.engine.factory import planned
+        from forerun.engine.fitting import planned
 
         outlines, unchecked = planned(config, lambda spec: _wide_spec(spec, shape, config.max_seq_len))
         by_name = dict(outlines.models)

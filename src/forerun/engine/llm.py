@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import build, refuse_early, with_room
+from forerun.engine.building import build
+from forerun.engine.fitting import refuse_early, with_room
 from forerun.engine.loop import Loop
 from forerun.engine.opened import Opened
 from forerun.engine.options import LLMOptions, llm_signature

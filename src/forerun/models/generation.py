@@ -1,7 +1,7 @@
 """What a checkpoint says about generating: the ids that end an output, and the sampling values its makers suggest.
 
 End ids are always applied. The suggested sampling values are what a request has that says nothing of them
-(forerun.engine.opened.usual_fields); generation_config="none" leaves them out.
+(`Opened.usual_fields`); generation_config="none" leaves them out.
 
 Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
 honoured, beside do_sample, stop_strings and suppress_tokens; INERT and NEUTRAL change nothing; any other key must be

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.config import EngineConfig
-from forerun.engine.factory import refuse_together
+from forerun.engine.fitting import refuse_together
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, shown

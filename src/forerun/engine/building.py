@@ -1,0 +1,120 @@
+"""From a loaded target to its engine: the cache, the drafters, the policy, and what is kept on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from forerun import __version__, drafters, native, ops, pacing
+from forerun.config import EngineConfig
+from forerun.engine import router
+from forerun.engine.engine import Engine
+from forerun.engine.opened import Opened, disk_limit
+from forerun.engine.router import Router
+from forerun.errors import UserError
+from forerun.kv.cache import BlockCache
+from forerun.kv.disk import Folder, weights_digest
+from forerun.kv.keeping import Keeper
+from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.runner import Runner
+from forerun.pacing.cost import Costs, Traits, usual
+from forerun.text.unwritten import unwritten_ids
+
+
+def build(opened: Opened, checkpoint: Checkpoint, draft: Checkpoint | None = None) -> Engine:
+    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
+    config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
+    runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
+    start_ids = opened.start_ids
+    members = router.make([config.draft, *config.extra_draft_specs], target)
+    members.unwritten = _unwritten_ids(opened)
+    folder, costs = _on_disk(config, runner, members), _costs(config, runner, members)
+    return Engine(
+        runner,
+        members,
+        pacing.make(config.pacing_spec, config.spec_length, costs),
+        tokenizer=opened.tokenizer,
+        end_ids=opened.end_ids,
+        max_seq_len=opened.max_seq_len,
+        max_batch_size=config.max_batch_size,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        catchup_tokens=config.draft_catchup_tokens,
+        prefill_stretch=config.prefill_stretch or None,
+        max_itl_s=config.max_itl_ms / 1e3 if config.max_itl_ms else None,
+        costs=costs,
+        start_ids=start_ids,
+        folder=folder,
+    )
+
+
+def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
+    """The target's cache."""
+    config = opened.config
+    return BlockCache.create(
+        model.config.cache_shape,
+        config.kv_cache_backend,  # type: ignore[arg-type]
+        max_batch_size=config.max_batch_size * model.config.num_slots,
+        max_seq_len=opened.max_seq_len,
+        num_tokens=opened.kv_cache_tokens,
+        dtype=ops.kv_dtype(config.kv_cache_dtype, model),
+        device=model.device,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
+    """What steps take: a usual curve, and whose passes are to be measured."""
+    traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
+    costs = Costs(usual(runner), traits=traits)
+    if config.calibrate:
+        models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
+        costs.runners = {"": [runner], **models}
+    return costs
+
+
+def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:
+    """Let the caches of all models use the folder of kv_disk, which is returned; None where none is asked for."""
+    limit = disk_limit(config)
+    if limit is None:
+        return None
+    folder, name = Folder(limit.path, limit.num_bytes), Path(config.target or "").name
+    _keep_on_disk(runner, folder, name)
+    for own in [own for drafter in members.members.values() for own in drafter.runners]:
+        _keep_on_disk(own, folder, f"a draft model of {name}")
+    return folder
+
+
+def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
+    """Let a model's cache use the folder, under a name for all that decides the bits of its rows."""
+    cache, model = runner.cache, cast(Any, runner.model)
+    if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
+        return
+    about = (
+        __version__,
+        torch.__version__,
+        None if (built := native.extension()) is None else (native.isa(), built.source_hash),
+        type(model).__name__,
+        type(model.ops).__name__,
+        model.precision,
+        repr(model.config),
+        repr(cache.shape),
+        str(cache.dtype),
+        runner.layers,
+        weights_digest(model.stored()),
+    )
+    sizes = [cache.pools.record_bytes(kind) for kind in range(len(cache.kinds))]
+    cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, sizes, name)))
+
+
+def _unwritten_ids(opened: Opened) -> frozenset[int]:
+    """The ids that the chat template alone writes. A template that cannot be read is refused where it is asked for."""
+    if opened.tokenizer is None:
+        return frozenset()
+    try:
+        template = opened.chat_template
+    except UserError:
+        return frozenset()
+    return unwritten_ids(template, opened.tokenizer, opened.end_ids)
