@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from huggingface_hub import constants
 from forerun import LLM, drafters
 from forerun.models import llama
 from forerun.text import tokenizer
+from models.gguf_files import random_weights, split, write_model
 from openings import counted
-from tiny import write_tiny
+from tiny import tiny_config, write_tiny
 
 pytestmark = pytest.mark.once("about files, whatever the speculation")
 
@@ -58,14 +60,13 @@ def calls(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[Any]:
     return seen
 
 
-def test_each_small_file_of_a_pair_is_opened_once(tmp_path: Path) -> None:
+def test_each_file_of_a_pair_is_opened_once(tmp_path: Path) -> None:
     target, draft = chatting(tmp_path / "target"), chatting(tmp_path / "draft", seed=1)
     with counted(target, draft) as seen:
         llm = LLM(target, draft=str(draft), extra_drafts=f"tree:of=(model:path={draft});lookup")
     assert llm.answers_texts
-    del seen["target/model.safetensors"], seen["draft/model.safetensors"]
-    small = [f"target/{name}" for name in (*SMALL, "chat_template.jinja")]
-    assert seen == Counter(small + [f"draft/{name}" for name in SMALL])
+    whole = [f"target/{name}" for name in (*SMALL, "chat_template.jinja", "model.safetensors")]
+    assert seen == Counter(whole + [f"draft/{name}" for name in (*SMALL, "model.safetensors")])
 
 
 def test_what_they_say_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,5 +87,24 @@ def test_a_model_of_the_hub_is_opened_once(tmp_path: Path, monkeypatch: pytest.M
     with counted(blobs) as seen:
         llm = LLM("org/target", draft="none")
     assert (llm.checkpoint.name, llm.checkpoint.folder.name) == ("org/target", COMMIT)
-    del seen["blobs/blob of model.safetensors"]
-    assert seen == Counter(f"blobs/blob of {name}" for name in (*SMALL, "chat_template.jinja"))
+    assert seen == Counter(f"blobs/blob of {name}" for name in (*SMALL, "chat_template.jinja", "model.safetensors"))
+
+
+@pytest.mark.parametrize("ops", ["auto", "reference"])
+def test_each_piece_of_a_gguf_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ops: str) -> None:
+    """Beside a draft model that is a whole file; the first time, when its small files are written, and later."""
+    config = replace(tiny_config("llama"), vocab_size=258)
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name / "a.gguf", config, random_weights(config))
+    pieces = split(tmp_path / "target" / "a.gguf", 8)
+    read = calls(monkeypatch, llama, "read")
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    for _ in range(2):
+        with counted(tmp_path / "target", tmp_path / "draft", tmp_path / "cache") as seen:
+            LLM(pieces[1], draft=str(tmp_path / "draft" / "a.gguf"), ops=ops)
+        weights = {name: num for name, num in seen.items() if name.endswith(".gguf")}
+        assert weights == dict.fromkeys(["draft/a.gguf", *(f"target/{piece.name}" for piece in pieces)], 1)
+    assert {num for name, num in seen.items() if name.startswith("cache")} == {1}
+    assert len(read) == 4

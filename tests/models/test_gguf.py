@@ -20,7 +20,7 @@ from forerun.errors import BadOption, CapacityError, UnsupportedModel
 from forerun.models.llama import GGUF
 from forerun.models.loading import load_checkpoint
 from forerun.models.naming import part_of
-from forerun.models.opened import read_config
+from forerun.models.opened import OpenedCheckpoint, read_config
 from forerun.models.quantising import QuantisingSource, planned, usual_rounding
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import Stored, gguf as source_module, open_source
@@ -47,6 +47,11 @@ from ops.native_cases import needs_native
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
 CONFIG = Plain("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256).spec
 LLAMA3 = Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+
+
+def weights_of(path: Path) -> Any:
+    """The tensors of a file under our names."""
+    return OpenedCheckpoint.of(path, config_only=True).weights
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +81,7 @@ def test_every_weight_is_that_of_the_file(
     tensors = {f"{name}.weight": (kind, rows) for name, rows in data.items()}
     tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
     write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama", alignment)
-    source = open_source(tmp_path / "a.gguf")
+    source = weights_of(tmp_path / "a.gguf")
     heads = {"q": 6, "k": 2}
     for name, ours in {
         "token_embd": "model.embed_tokens",
@@ -109,7 +114,7 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
         tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
         write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
-        (rows,) = open_source(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()  # type: ignore[attr-defined]
+        (rows,) = weights_of(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()
         scheme = rows.scheme
         numbers = scheme.scale_dtype
         assert numbers == (torch.float32 if kind in ("MXFP4", "IQ3_XXS") else torch.float16)
@@ -138,7 +143,7 @@ def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str)
     tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
     tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
     write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source: Any = open_source(tmp_path / "a.gguf")
+    source = weights_of(tmp_path / "a.gguf")
     q, k, v = (source.quantised(f"model.layers.0.self_attn.{x}_proj.weight") for x in "qkv")
     gate, up = (source.quantised(f"model.layers.0.mlp.{x}_proj.weight") for x in ("gate", "up"))
     some, other = part_of(q, [3, 4, 5, 70, *range(100, 180)]), source.quantised("model.embed_tokens.weight")
@@ -171,7 +176,7 @@ def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
     tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
     tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
     write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source: Any = open_source(tmp_path / "a.gguf")
+    source = weights_of(tmp_path / "a.gguf")
     with pytest.raises(BadOption, match="a draft model may be rounded again, as 'int4:group=32:again'"):
         planned(source.tensors, config, Quantization.parse("int4"))
     again: Any = QuantisingSource(source, config, Quantization.parse("int4:again"))
@@ -221,7 +226,7 @@ def test_a_file_that_becomes_shorter_while_it_is_packed(tmp_path: Path) -> None:
     config = resized(CONFIG, hidden_size=512, num_layers=1)
     path = tmp_path / "a.gguf"
     write_tensors(path, tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source: Any = open_source(path)
+    source = weights_of(path)
     path.write_bytes(path.read_bytes()[: -60 * 512])
     with pytest.raises(UnsupportedModel, match=r"a\.gguf has become shorter"):
         CpuOps().pack(source.quantised("model.embed_tokens.weight"))
@@ -232,7 +237,7 @@ def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path
     data.reshape(258, 3, 20)[200, 1, 2:4] = np.array(np.nan, np.float16).reshape(1).view(np.uint8)
     tensors = {"token_embd.weight": ("Q4_1", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
     write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
-    source, name = open_source(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
     for packs in (True, False):
         stored = StoredWeights(source, torch.float32, torch.device("cpu"), lambda scheme, packs=packs: packs)
         with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
@@ -353,7 +358,7 @@ def test_texts_of_all_types_are_plain_decodings_with_drafts_of_any_length(tmp_pa
     texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in experts]
     assert texts[0] == texts[1]
     for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
-        found = torch.cat(list(open_source(path).blocks(name)))
+        found = torch.cat(list(weights_of(path).blocks(name)))
         assert torch.equal(bits(plain.checkpoint.model.weight(name)), bits(found))
 
 
@@ -367,7 +372,7 @@ def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, 
     data.reshape(258, 3, 17)[200, 1] = [exponent, *[code] * 16]
     tensors = {"token_embd.weight": ("MXFP4", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
     write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
-    source, name = open_source(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
     expected = torch.from_numpy(numbers_of(data, "MXFP4"))
     packed = StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)
     dense = StoredWeights(source, torch.float32, torch.device("cpu"))

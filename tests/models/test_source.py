@@ -30,6 +30,8 @@ def recognises(path):
     return path.suffix == ".archive"
 
 class Archive:
+    names = None
+
     def __init__(self, path):
         self.path, self.folder = path, Path(tempfile.mkdtemp(prefix="archive-"))
         with zipfile.ZipFile(path) as file:
@@ -44,6 +46,9 @@ class Archive:
         return {name: Stored(self.path, tuple(shape), torch.float32) for name, shape in shapes.items()}
 
     def check(self, with_tokenizer):
+        pass
+
+    def close(self):
         pass
 
     def blocks(self, name):

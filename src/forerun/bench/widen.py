@@ -96,6 +96,7 @@ class _InMemory:
     folder: Path
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
+    names: None = None
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -103,6 +104,9 @@ class _InMemory:
 
     def check(self, with_tokenizer: bool) -> None:
         """Nothing can be missing."""
+
+    def close(self) -> None:
+        """No file is open."""
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         yield self.weights[name]

@@ -173,6 +173,7 @@ def load_checkpoint(
     with operators.alone():  # unpacking is thousands of small operations, for which torch's threads would wait
         weights = cast(Mapping[str, Tensor], stored) if lazy else _read_all(stored, config)
         model = load_model(config, weights, operators, consume=True)
+    opened.close()
     _give_freed_memory_back()
     return Checkpoint(opened, model, tokenizer, quantization, in_words)
 

@@ -161,8 +161,6 @@ class Place:
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
     """Return by our names where each tensor lies; one whose name is not known lies under its own."""
     found, shapes = dict[str, Place](), weight_shapes(spec)
-    if shapes.keys() <= set(published):  # those of a GGUF file, whose names were read as ours before
-        names = None
     for name in published:
         known = None if names is None else names.ours(name)
         if known is None:

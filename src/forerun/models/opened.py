@@ -157,6 +157,11 @@ class OpenedCheckpoint:
         if self.is_of_hub:
             fetch_weights(str(self.asked), self.path)
 
+    def close(self) -> None:
+        """Let go of the files with weights, which are in memory now."""
+        if self.source is not None:
+            self.source.close()
+
 
 def spec_of(name: str | Path) -> Spec:
     """Read the spec of a folder, a file or a model of the hub, of which nothing but config.json is looked at."""
@@ -165,7 +170,7 @@ def spec_of(name: str | Path) -> Spec:
 
 def under_our_names(source: Source, spec: Spec) -> Source:
     """The same source with the names of blocks.weights, where its family has others."""
-    names = published_names(source.config, spec)
+    names = source.names or published_names(source.config, spec)
     return source if names is None else cast(Source, NamedSource(source, names, spec))
 
 

@@ -211,13 +211,12 @@ class CpuOps(ReferenceOps):
         if (stored := part.stored) is None:
             return None
         try:
-            with stored.file.open("rb") as file:
-                place = (stored.type, file.fileno(), stored.start, address(stored.numbers))
-                rows = (handle, first, part.shape[0], *place)
-                if not stored.rounded:
-                    return self.backend.fill_stored(*rows) or None
-                could, fits = self.backend.round_stored(*rows, stored.rounded)
-                return bool(fits) if could else None
+            place = (stored.type, stored.file.fileno(), stored.start, address(stored.numbers))
+            rows = (handle, first, part.shape[0], *place)
+            if not stored.rounded:
+                return self.backend.fill_stored(*rows) or None
+            could, fits = self.backend.round_stored(*rows, stored.rounded)
+            return bool(fits) if could else None
         except OSError:
             return None
 

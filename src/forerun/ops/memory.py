@@ -24,7 +24,7 @@ PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logi
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
 
-BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
+BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -144,16 +144,22 @@ def mxfp4(codes: Tensor, exponents: Tensor) -> QuantisedRows:
     return QuantisedRows(MXFP4, codes, scales.masked_fill(is_zero, 0.0), zeros)
 
 
+class HasFileno(Protocol):
+    """A file that kernels may read by its descriptor."""
+
+    def fileno(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Where a file has the rows of a matrix, as blocks of a type of GGUF.
+    """Where an open file has the rows of a matrix, as blocks of a type of GGUF.
 
     type: its number there. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None = all
     from row 0 on. rounded: the rows are meant as ops/quantising.py rounds them to 4 bits, in groups of so many; 0 = as
     they are.
     """
 
-    file: Path
+    file: HasFileno
     type: int
     start: int
     numbers: Tensor | None = None

@@ -16,15 +16,15 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.gguf.blocks import NAMES, TYPES, TensorType
 from forerun.models.gguf.pieces import pieces_of
+from forerun.models.open_file import OpenFile
 from forerun.text.files import unreadable
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -41,16 +41,15 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 class Texts:
     """A list of texts where the file has it: a vocabulary and its merges are some 300,000, which most readers skip."""
 
-    file: Path
+    file: OpenFile
     start: int
     num: int
 
     def read(self) -> list[bytes]:
         """Return the texts. Raises as `read_header`."""
-        with self.file.open("rb") as file:
-            reader = _Reader(file, self.file)
-            reader.at = self.start
-            return reader.texts(self.num, "a list")
+        reader = _Reader(self.file)
+        reader.at = self.start
+        return reader.texts(self.num, "a list")
 
 
 Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
@@ -60,7 +59,7 @@ Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
 class Entry:
     """One tensor. shape: rows first, as torch has it. start: its first byte in the file. num_bytes: of all of it."""
 
-    file: Path
+    file: OpenFile
     shape: tuple[int, ...]
     type: TensorType
     start: int
@@ -77,16 +76,13 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file.
-
-    A file that has not changed since is not read again: opening a model asks several times for what is in its header.
+    """Read the header of a file, which stays open as long as the header is kept, or until it is closed.
 
     Raises NotFound for a file that cannot be read, UnsupportedModel for one that is no GGUF file, is broken, or holds
     types of tensors that are not read here.
     """
     try:
-        found = path.stat()
-        return _header(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        return _Reader(OpenFile(path)).header()
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -115,7 +111,7 @@ def read_model(path: Path) -> Header:
                 f"{file} is not there, piece {i + 1} of the {count} that {path.name} is one of: put all of them into "
                 "one folder"
             )
-        headers.append(read_header(file))
+        headers.append(header if i == number else read_header(file))
         if _split(headers[i], file) != (count, i):
             said, at = _split(headers[i], file)
             raise UnsupportedModel(
@@ -147,19 +143,13 @@ def _split(header: Header, file: Path) -> tuple[int, int]:
     return (count, number) if count > 1 else (1, 0)
 
 
-@lru_cache(maxsize=64)  # a target and its draft, of which each may be many files
-def _header(path: Path, version: tuple[int, ...]) -> Header:
-    with path.open("rb") as file:
-        return _Reader(file, path).header()
-
-
 class _Reader:
     """Reads a file from its start to the end of its header."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self.file, self.path = file, path
-        self.at, self.end = 0, file.seek(0, 2)
-        file.seek(0)
+    def __init__(self, source: OpenFile) -> None:
+        self.source, self.path, self.file = source, source.path, source.stream
+        self.at, self.end = 0, self.file.seek(0, 2)
+        self.file.seek(0)
 
     def header(self) -> Header:
         self._magic()
@@ -228,7 +218,7 @@ class _Reader:
         if item == STRING:
             start = self.at
             self._skip_texts(num, key)
-            return Texts(self.path, start, num)
+            return Texts(self.source, start, num)
         if item not in SCALARS:
             self._refuse(f"has items of type {item} in {key!r:.80}, which must be numbers or texts")
         return np.frombuffer(self._take(num * least_bytes, repr(key)), np.dtype("<" + SCALARS[item]))
@@ -264,7 +254,7 @@ class _Reader:
             self._refuse(
                 f"puts {name!r:.80} at byte {offset:,} of its weights, which is no multiple of {self.alignment}"
             )
-        return Entry(self.path, tuple(reversed(dims)), kind, first + offset, num_bytes)
+        return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
         """Refuse a file that ends before its last tensor begins or ends, in the words of what has mostly happened."""

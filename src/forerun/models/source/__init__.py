@@ -52,8 +52,12 @@ class Source(Protocol):
     config: Mapping[str, Any]  # config.json
 
     @property
+    def names(self) -> Any:
+        """What the format calls each tensor, as naming.Names; None = as checkpoints of the family are published."""
+
+    @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Every weight by its name in published checkpoints; only headers are read."""
+        """Every weight by its name in the files; only headers are read."""
 
     def check(self, with_tokenizer: bool) -> None:
         """Raise UserError for what the names of the files show: no weights, foreign ones, a foreign tokenizer."""
@@ -63,6 +67,9 @@ class Source(Protocol):
 
         They may be views of the file: each is to be let go before the next is asked for.
         """
+
+    def close(self) -> None:
+        """Let go of the files, when the weights are in memory; what is read behind that opens them again."""
 
 
 class QuantisedSource(Source, Protocol):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
-from forerun.models.families import family
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
-from forerun.models.naming import Place, chosen, part_of, placed, places
+from forerun.models.naming import Names
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
@@ -60,13 +59,10 @@ class GgufFile:
                     f"{path} holds the tensor {name!r:.80}, which no {self.config['model_type']} has: use another file"
                 )
 
-    @cached_property
-    def _places(self) -> Mapping[str, Place]:
-        """Where each tensor lies, by our names; what config.json asks for may be missing."""
-        # What the file adds of its own has a dot; whether it is refused or left out is not decided here.
-        known = {key: value for key, value in self.config.items() if "." not in key}
-        spec = family(self.config["model_type"]).read(known)
-        return places(self._gguf.names, spec, [name for name in self._header.tensors if name not in ROPE_TENSORS])
+    @property
+    def names(self) -> Names:
+        """See `Source.names`."""
+        return self._gguf.names
 
     @cached_property
     def folder(self) -> Path:
@@ -83,15 +79,21 @@ class GgufFile:
         if with_tokenizer and guesses_cutting(self._header.metadata):
             LOG.warning(NO_CUTTING, self.path)
 
+    def close(self) -> None:
+        """See `Source.close`."""
+        for file in {entry.file for entry in self._header.tensors.values()}:
+            file.close()
+
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`."""
-        return {ours: placed(self._stored(self._header.tensors[p.name]), p) for ours, p in self._places.items()}
+        entries = self._header.tensors
+        return {name: self._stored(entry) for name, entry in entries.items() if name not in ROPE_TENSORS}
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
-        place, offset = self._places[name], self._gguf.stored_offset if "norm" in name else 0.0
-        for rows in chosen(self._whole(place.name), place.rows):
+        offset = self._gguf.stored_offset if "norm" in name else 0.0
+        for rows in self._whole(name):
             yield rows - offset if offset else rows
 
     def _whole(self, name: str) -> Iterator[Tensor]:
@@ -105,21 +107,19 @@ class GgufFile:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `Source.quantised`."""
-        place = self._places[name]
-        entry, turned = self._header.tensors[place.name], self._rows_of_a_head(place.name)
+        entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
         assert entry.type.scheme is not None
         num_out, num_in = entry.shape
         stored = StoredRows(entry.file, entry.type.number, entry.start)
         if turned > 1:
             stored = stored.chosen(_turned_back(torch.arange(num_out), turned).tolist())
-        blocks = partial(self._quantised_rows, place.name)
-        whole = QuantisedMatrix(entry.type.scheme, (num_out, num_in), blocks, stored)
-        return whole if place.rows is None else part_of(whole, place.rows)
+        return QuantisedMatrix(entry.type.scheme, (num_out, num_in), partial(self._quantised_rows, name), stored)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
     def _stored(self, entry: Entry) -> Stored:
-        return Stored(entry.file, entry.shape, entry.type.dtype, entry.type.scheme if len(entry.shape) == 2 else None)
+        scheme = entry.type.scheme if len(entry.shape) == 2 else None
+        return Stored(entry.file.path, entry.shape, entry.type.dtype, scheme)
 
     def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
         entry = self._header.tensors[name]
@@ -135,15 +135,13 @@ class GgufFile:
         row_bytes = entry.num_bytes // num_rows
         step = max(1, BLOCK_BYTES // COPIES * entry.type.num_bytes // entry.type.block // 4 // row_bytes)
         step = -(-step // turned) * turned
-        with entry.file.open("rb") as file:
-            file.seek(entry.start)
-            for first in range(0, num_rows, step):
-                rows = self._read(file, min(step, num_rows - first) * row_bytes, entry)
-                yield _turned_back(rows, turned) if turned > 1 else rows
+        for first in range(0, num_rows, step):
+            rows = self._read(entry, first * row_bytes, min(step, num_rows - first) * row_bytes)
+            yield _turned_back(rows, turned) if turned > 1 else rows
 
-    def _read(self, file: BinaryIO, num_bytes: int, entry: Entry) -> Tensor:
-        numbers = torch.empty(num_bytes, dtype=torch.uint8)
-        if file.readinto(numbers.numpy()) < num_bytes:  # type: ignore[attr-defined]
+    def _read(self, entry: Entry, start: int, num_bytes: int) -> Tensor:
+        numbers = entry.file.read(entry.start + start, num_bytes)
+        if len(numbers) < num_bytes:
             raise UnsupportedModel(f"{entry.file} has become shorter while it was read: fetch it again")
         if entry.type.unpack is None:
             return numbers.view(entry.type.dtype).view(-1, *entry.shape[1:])
@@ -166,9 +164,7 @@ class GgufFile:
                 continue
             if entry.type.name != "F32" or len(entry.shape) != 1:
                 raise UnsupportedModel(f"{entry.file} has no float32 vector as {name}: fetch it again")
-            with entry.file.open("rb") as file:
-                file.seek(entry.start)
-                found[name] = np.frombuffer(file.read(entry.num_bytes), np.float32)
+            found[name] = entry.file.read(entry.start, entry.num_bytes).numpy().view(np.float32)
         return found
 
     # ---------------------------------------------------------------------------------------------------- small files

@@ -1,0 +1,50 @@
+"""A file of weights that is opened once, however many of its tensors are read."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+
+class OpenFile:
+    """A file that is opened at the first look into it, and closed when its weights are in memory or it is forgotten.
+
+    Nothing of it is mapped into memory, where pages that were read would stay. What is read behind `close` opens it
+    again. Raises OSError as `open` does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stream: BinaryIO | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def stream(self) -> BinaryIO:
+        """The file, at whatever place was read last."""
+        if self._stream is None:
+            self._stream = self.path.open("rb")
+            self._end = weakref.finalize(self, self._stream.close)
+        return self._stream
+
+    def fileno(self) -> int:
+        """Return the descriptor, for kernels that read the file themselves."""
+        return self.stream.fileno()
+
+    def read(self, start: int, num_bytes: int) -> Tensor:
+        """Return bytes from a place on, uint8: fewer where the file ends before."""
+        numbers = torch.empty(num_bytes, dtype=torch.uint8)
+        self.stream.seek(start)
+        num_read = self.stream.readinto(numbers.numpy())  # type: ignore[attr-defined]
+        return numbers[:num_read]
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        if self._stream is not None:
+            self._end()
+            self._stream = None
