@@ -8,6 +8,7 @@ compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the mod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -353,6 +354,8 @@ ALL = slice(None)
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the integers of int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
+    if bits == 8 and sys.byteorder == "little":
+        return words.contiguous().view(torch.uint8)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 

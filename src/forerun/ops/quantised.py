@@ -84,11 +84,11 @@ class QuantisedRows:
     def dequantise(self) -> Tensor:
         """Return the weights in float32 [R, I], rounded in the order in which GGUF's own package rounds them."""
         scales = _expanded(self.scales, self.super_scales, self.scheme)
-        codes = torch.unflatten(self._integers(), -1, (-1, self.scheme.group))
+        numbers = torch.unflatten(self._integers(), -1, (-1, self.scheme.group))
         if self.zeros is not None:
-            return ((codes - self.zeros.float().unsqueeze(-1)) * scales).flatten(-2)
+            return numbers.sub_(self.zeros.float().unsqueeze(-1)).mul_(scales).flatten(-2)
         assert self.minimums is not None
-        return (codes * scales - _expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
+        return numbers.mul_(scales).sub_(_expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
 
     def looked_up(self) -> QuantisedRows:
         """Return the same weights with what their codes stand for as codes of 8 bits."""
@@ -99,7 +99,7 @@ class QuantisedRows:
         return replace(self, scheme=self.scheme.looked_up(), codes=codes, zeros=zeros)
 
     def _integers(self) -> Tensor:
-        """Return what the codes stand for, float32 [R, I]."""
+        """Return what the codes stand for, float32 [R, I], which nobody else holds."""
         if self.scheme.table:
             return _taken(self.codes, self.scheme.table, torch.float32)
         if self.scheme.floats:
@@ -184,9 +184,9 @@ class QuantisedMatrix:
     stored: StoredRows | None = None
 
 
-def dequantised(matrix: QuantisedMatrix) -> Tensor:
-    """Return a whole matrix in bfloat16, for a product whose other parts are dense."""
-    return torch.cat([rows.dequantise().bfloat16() for rows in matrix.blocks()])
+def dequantised(matrix: QuantisedMatrix, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a whole matrix, in the type of a product whose other parts are dense."""
+    return torch.cat([rows.dequantise().to(dtype) for rows in matrix.blocks()])
 
 
 def _taken(codes: Tensor, table: Sequence[int], dtype: torch.dtype) -> Tensor:
