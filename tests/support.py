@@ -27,10 +27,10 @@ VOCAB = 61
 
 
 def random_decoder(
-    seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3
+    seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, ffn: int = 48, scale: float = 0.3
 ) -> TorchModel:
     """Make a llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
-    config = Plain("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512).spec
+    config = Plain("llama", VOCAB, hidden, layers, 4, 2, 8, ffn, 1e-5, 512).spec
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in weight_shapes(config).items():

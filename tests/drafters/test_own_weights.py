@@ -25,6 +25,7 @@ from forerun.models.runner import Run
 from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu_model import CpuModel
+from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.torch import TorchModel
 from forerun.testing.engines import target_for
 from forerun.train.skip import Scorer, search, windows_of
@@ -234,11 +235,23 @@ def test_passes_of_a_rounded_model_and_of_a_part_are_timed_as_their_own():
 
 
 @needs_native
+def test_weights_of_8_bits_are_rounded_to_4():
+    """What the 8 bits stand for is rounded, as it is where it is dense; embedding and LM head keep 8."""
+    packed = on_native(random_decoder(3, hidden=64, ffn=64)).rounded(Quantization(8))
+    rounded = packed.rounded(Quantization(4))
+    assert rounded.weight_bits == (4, 8)
+    name = "model.layers.0.mlp.down_proj.weight"
+    wanted = quantise(packed.weight(name), scheme_of(4, 32)).dequantise()
+    assert torch.equal(rounded.weight(name), wanted)
+    assert not torch.equal(packed.weight(name), wanted)
+
+
+@needs_native
 def test_what_cannot_be_rounded_is_refused():
     model = random_decoder(3, hidden=64)
     twice = on_native(model).rounded(Quantization(8, 16))
     with pytest.raises(UserError, match="the model has 8-bit weights in memory; load it with dtype='float32'"):
-        twice.rounded(Quantization(4))
+        twice.rounded(Quantization(8))
     with pytest.raises(BadOption, match="groups of 32 do not divide the 48 inputs"):
         built("self", target_of(model), {"quantization": "int4"})
     with pytest.raises(BadOption, match="int3"):

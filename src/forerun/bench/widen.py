@@ -25,7 +25,7 @@ from forerun.blocks import Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
-from forerun.engine.opened import SHIPPED_DRAFT, Opened
+from forerun.engine.opened import SHIPPED_DRAFT, Opened, torch_device
 from forerun.errors import BadOption, shown
 from forerun.models import named
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
@@ -250,11 +250,16 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
 def _load_unpacked(opened: Opened) -> Checkpoint:
     """Load the target with weights that can be read, for a caller that makes another model of them.
 
-    They have the type that `Opened.load` gives them. They are not quantised: the other model will be.
+    They have the type that `Opened.load` gives them. They are what quantised ones stand for: the other model will be
+    rounded.
     """
-    if not opened.operators.packs:
-        return opened.under(dataclasses.replace(opened.config, quantization=None)).load()
-    return load_checkpoint(opened.files, dtype=opened.dtype, with_tokenizer=True, max_seq_len=opened.config.max_seq_len)
+    return load_checkpoint(
+        opened.files,
+        dtype=opened.dtype,
+        device="cpu" if opened.operators.packs else torch_device(opened.config.device),
+        with_tokenizer=True,
+        max_seq_len=opened.config.max_seq_len,
+    )
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:

@@ -40,8 +40,8 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Round the target's weights to a draft model beside it, once for all drafters of one engine.
 
-    Raises BadOption where they are quantised already, as those of a GGUF file are in bfloat16: the same file with
-    dtype float32 is dequantised, and can be rounded.
+    Raises BadOption where they have no more bits already, as those of most GGUF files have in bfloat16: the same file
+    with dtype float32 is dequantised, and can be rounded.
     """
     holes: Seq[int] = target.holes
     bits = Quantization.parse(options.quantization)

@@ -67,13 +67,20 @@ class Outlines:
                 found[name] = Outline.of(opened.open(path), needs.loads.quantization, opened.packs)
         for name, method, needs in self._with_models():
             if (made := needs.makes) is not None:
-                if made.quantization is not None and opened.is_packed:
+                if made.quantization is not None and self._has_no_more_bits(made.quantization):
                     raise BadOption(
-                        f"the drafter {method!r} is not possible: the target's weights are quantised already; use an "
-                        "unquantised target, or dtype='float32'"
+                        f"the drafter {method!r} is not possible with quantization={made.quantization!r}: the target's "
+                        "weights have no more bits already; round them to fewer, use a target of more bits, or "
+                        "dtype='float32'"
                     )
                 found[name] = opened.outline.made(made.quantization, made.num_layers, made.config)
         return found
+
+    def _has_no_more_bits(self, quantization: str) -> bool:
+        """Whether weights of the target will be in memory as integers that rounding would not make smaller."""
+        opened = self.opened
+        packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
+        return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
 
     @property
     def has_models(self) -> bool:

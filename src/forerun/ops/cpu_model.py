@@ -350,9 +350,9 @@ class CpuModel:
     def rounded(self, quantization: Quantization) -> CpuModel:
         """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
 
-        Raises BadOption where the weights are quantised already, or groups do not divide a row.
+        Raises BadOption where weights have no more bits already, or groups do not divide a row.
         """
-        if self.weight_bits:
+        if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
                 f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
                 "it with dtype='float32' or from an unquantised checkpoint"

@@ -721,21 +721,22 @@ class CudaModel(TorchModel):
     def rounded(self, quantization: Quantization) -> CudaModel:
         """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
 
-        Raises BadOption where the weights are quantised already, or groups do not divide a row.
+        Raises BadOption where weights have no more bits already, or groups do not divide a row.
         """
-        if self.weight_bits:
+        if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
                 f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
                 "it from an unquantised checkpoint"
             )
         weights = RoundedWeights(
-            blocks.weights(self.config),
-            lambda name, rows: self.weights[name][rows.start : rows.stop],
-            self.weights.__getitem__,
-            quantization,
-            None,
+            blocks.weights(self.config), self._dense_rows, self.weights.__getitem__, quantization, None
         )
         return CudaModel(self.config, Laid(self.config, weights), self.ops)
+
+    def _dense_rows(self, name: str, rows: range) -> Tensor:
+        """Return what some rows of a matrix stand for."""
+        own = self.weights[name][rows.start : rows.stop]
+        return own.float() if isinstance(own, Packed) else own
 
 
 MOST_AHEAD = 256  # passes of one run ahead
