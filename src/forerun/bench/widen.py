@@ -36,6 +36,7 @@ from forerun.models.source import Source, Stored
 from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
 from forerun.ops import load_model
+from forerun.ops.quantised import QuantisedMatrix, dequantised
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import unknown
 from forerun.text.grow import grow
@@ -170,7 +171,8 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
     """
     config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
     small, own = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
-    weights = head_files.tensors(folder / head_files.WEIGHTS)
+    stored = head_files.stored(folder)
+    weights = {name: dequantised(own) if isinstance(own, QuantisedMatrix) else own for name, own in stored.items()}
     layer = {name: weights[name] for name in layer_shapes(config)}
     decoder, made = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
     wide = dataclasses.replace(config, decoder=decoder)

@@ -201,7 +201,7 @@ def needs(options: Options, target: Known) -> Needs:
     """
     path = head_files.located(options.path, "dflash")
     config = _config(path, target.fingerprint)
-    rounded = quantization_of(options.quantization, target.is_packed)
+    rounded = quantization_of(options.quantization, shapes(config).values(), pays=target.is_packed)
     weights = head_files.own_weights(path, target, rounded, all_rows=False)
     return Needs(config.layers, makes=OwnModel(config=config.decoder), weights=weights)
 
@@ -224,6 +224,7 @@ def build(options: Options, target: Target) -> Drafter:
     weights = head_files.read_weights(path, shapes(config), model, target.num_ids)
     d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
     ids = head_files.draft_ids(path, d2t, target.num_ids)
-    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, is_packed(model)))
+    rounded = quantization_of(options.quantization, shapes(config).values(), pays=is_packed(model))
+    made = DFlashModel(config, weights, ids, model, rounded)
     cache = cache_for(cast(Model, made), target, prefix_caching=False, kv_cache_dtype="auto")
     return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

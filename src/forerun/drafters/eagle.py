@@ -289,13 +289,14 @@ def needs(options: Options, target: Known) -> Needs:
     found = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
     if found is None:
         config = _own_config(path, target.fingerprint)
-        layers, rounded = config.layers, _rounded(options, config, target.is_packed)
+        layers = config.layers
+        rounded = _rounded(options, config, is_own=True, is_packed=target.is_packed)
         # The rows of the LM head as those of a model's, see models/quantising.py.
         rows = None if rounded is None else replace(rounded, bits=max(8, rounded.bits))
     else:
         config = head_layouts.eagle_config(found)
         layers = head_layouts.eagle_layers(found, target.num_layers)
-        rounded = rows = _rounded(options, None, target.is_packed)
+        rounded = rows = _rounded(options, config, is_own=False, is_packed=target.is_packed)
     weights = head_files.own_weights(path, target, rounded, rows, all_rows=False)
     return Needs(layers, makes=OwnModel(config=config.decoder), weights=weights)
 
@@ -309,7 +310,7 @@ def build(options: Options, target: Target) -> Drafter:
         config, weights, ids = head_layouts.read_eagle(found, published, target)
     else:
         config, weights, ids = _read_own(path, target)
-    rounded = _rounded(options, config if found is None else None, is_packed(target.model))
+    rounded = _rounded(options, config, is_own=found is None, is_packed=is_packed(target.model))
     model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
     cache = cache_for(cast(Model, model), target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
     drafter = EagleDrafter(model, cache, target.num_ids)
@@ -317,17 +318,13 @@ def build(options: Options, target: Target) -> Drafter:
     return drafter
 
 
-def _rounded(options: Options, own: EagleConfig | None, is_packed: bool) -> Quantization | None:
-    """What the weights are rounded to. own: of a head of `forerun train head`; None = a published one.
+def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
+    """What the weights are rounded to. is_own: a head of `forerun train head`, and no published one.
 
     A pass of the head reads all of its weights, and 8 bits draft what 16 do; what others trained is left as it is.
     """
-    option = options.quantization
-    if option == "auto" and own is not None:
-        shapes = {**input_shapes(own), **layer_shapes(own)}.values()
-        fits = all(shape[1] % Quantization.parse("int8").group == 0 for shape in shapes if len(shape) == 2)
-        option = "int8" if fits else option
-    return quantization_of(option, is_packed)
+    shapes = {**input_shapes(config), **layer_shapes(config)}.values()
+    return quantization_of(options.quantization, shapes, pays=is_own or is_packed)
 
 
 def _read_own(path: str, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,14 @@ from torch import Tensor
 from forerun.blocks import EMBEDDING, Spec, weight_shapes
 from forerun.config import Quantization
 from forerun.drafters import head_files
-from forerun.drafters.head_matrices import joined_product
+from forerun.drafters.head_matrices import Weight, dense_of, joined_product, quantised
 from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
+from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.quantising import scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections, TorchModel
 from forerun.types import Model, RaggedBatch, Stop
@@ -116,7 +118,7 @@ class EagleModel:
     def __init__(
         self,
         config: EagleConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         ids: Tensor,
         target: Model,
         quantization: str,
@@ -125,12 +127,15 @@ class EagleModel:
         self.head_config, self.config, self.ids, self._target = config, config.decoder, ids, target
         self.device, self.ops, self.cache_dtype = target.device, target.ops, target.cache_dtype
         self.weight_dtype, self.activation_dtype = target.weight_dtype, target.activation_dtype
-        own = {name: weight.to(self.device, self.weight_dtype) for name, weight in weights.items()}
+        own = {
+            name: weight if isinstance(weight, QuantisedMatrix) else weight.to(self.device, self.weight_dtype)
+            for name, weight in weights.items()
+        }
         self._rounded = None if quantization == "none" else Quantization.parse(quantization)
-        norms = {n: w for n, w in own.items() if w.ndim == 1 and n.endswith(".weight")}
+        norms = {n: w for n, w in own.items() if isinstance(w, Tensor) and w.ndim == 1 and n.endswith(".weight")}
         self._norms = {name: weight.to(self.activation_dtype) for name, weight in norms.items()}
         self._fc, self._input = (self._product(own, [n]) if f"{n}.weight" in own else None for n in ("fc", "input"))
-        self._embedding = own.get(OWN_EMBEDDING)
+        self._embedding: Any = own.get(OWN_EMBEDDING)
         self._model, self._logits = self._made(own, num_ids)
         if hasattr(self._model, "best"):
             self.best = self._model.best
@@ -139,7 +144,7 @@ class EagleModel:
             self.run_ahead = self._run_ahead
             self.tells_confidence = bool(self._model.tells_confidence)
 
-    def _made(self, own: Mapping[str, Tensor], num_ids: int | None) -> tuple[Any, Logits]:
+    def _made(self, own: Mapping[str, Weight], num_ids: int | None) -> tuple[Any, Logits]:
         """The layers as a model, and what makes logits of its rows.
 
         A head whose layers are a decoder's runs as one, with its rows of the target's LM head as its own. Others have
@@ -148,9 +153,7 @@ class EagleModel:
         c = self.config
         shapes = {name: own[name] for name in layer_shapes(self.head_config)}
         if c.final_norm is not None and c.blocks[0].pre_attention is not None:
-            rows = self._target.head(self.ids.tolist()).to(self.weight_dtype)
-            whole = load_model(c, {EMBEDDING: rows, **shapes}, self.ops)
-            whole = whole if self._rounded is None else whole.rounded(self._rounded)
+            whole = self._whole(shapes, self._target.head(self.ids.tolist()).to(self.weight_dtype))
             return whole, whole.logits
         model = TorchModel(c, shapes, self.ops, self._product)
         if OWN_HEAD not in own and len(self.ids) == num_ids:
@@ -159,6 +162,18 @@ class EagleModel:
         head = self._product({OWN_HEAD: rows}, ["lm_head"])
         self._head_bytes = head.nbytes
         return model, _Head(self.ops, head)
+
+    def _whole(self, weights: Mapping[str, Weight], rows: Tensor) -> Any:
+        """The layers and rows of an LM head as a decoder; matrices that are rounded as asked for stay as they are."""
+        stored = [weight for weight in weights.values() if isinstance(weight, QuantisedMatrix)]
+        wanted = None if self._rounded is None else scheme_of(self._rounded.bits, self._rounded.group)
+        is_rounded = bool(stored) and all(weight.scheme == wanted for weight in stored)
+        if is_rounded and self._rounded is not None and wanted is not None and self.ops.packs_scheme(wanted):
+            head = quantised(rows, scheme_of(max(8, wanted.bits), wanted.group))
+            return load_model(self.config, cast(Mapping[str, Tensor], {EMBEDDING: head, **weights}), self.ops)
+        dense = {name: dense_of(weight).to(self.device, self.weight_dtype) for name, weight in weights.items()}
+        whole = load_model(self.config, {EMBEDDING: rows, **dense}, self.ops)
+        return whole if self._rounded is None or is_rounded else whole.rounded(self._rounded)
 
     tells_confidence = False  # whether `run_ahead` is there and takes stops
     joins_ahead = False  # whether it takes the target's rows as they are
@@ -300,5 +315,5 @@ class EagleModel:
         norms = [self._norms.get(f"{name}.weight") for name in names]
         return self.ops.join(parts, norms, self._eps, weight, bias)
 
-    def _product(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
+    def _product(self, weights: Mapping[str, Any], names: list[str]) -> Projections:
         return joined_product(self._target, self._rounded, weights, names)

@@ -26,10 +26,13 @@ from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.drafters import Known
+from forerun.drafters.head_matrices import quantised
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.models import hub, named
 from forerun.models.outline import Beside
-from forerun.ops.quantised import Scheme
+from forerun.models.saving_quantised import parts_of, said_of
+from forerun.models.source.safetensors import Parts, SafetensorsFolder
+from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import scheme_of
 from forerun.sampling.arithmetic import mass
 from forerun.text.files import unreadable
@@ -162,14 +165,13 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     return config
 
 
-def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model, num_ids: int) -> dict[str, Tensor]:
-    """The weights of a head as they are stored, by name.
+def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model, num_ids: int) -> dict[str, Any]:
+    """The weights of a head as they are stored, by name: tensors, and matrices that are quantised.
 
     shapes: those that it must have. Raises UnsupportedModel for a file that is cut short, lacks a tensor, or has one of
     another shape or one that is not known; BadOption for a head of another target.
     """
-    file = Path(path) / WEIGHTS
-    found = tensors(file)
+    file, found = Path(path) / WEIGHTS, stored(Path(path))
     had = found.pop(PROBE, None)
     if had is not None:
         _check_probe(path, had.float(), probe(target.embed, num_ids).float())
@@ -177,6 +179,53 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
         str(file), {name: tuple(tensor.shape) for name, tensor in found.items()}, shapes, "train the head again"
     )
     return found
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """All that a head's file has, by name: tensors, and QuantisedMatrix. Raises UnsupportedModel for a broken file."""
+    source, matrices = _quantised(folder)
+    parts = {name for own in matrices.values() for name in own.names.values()}
+    found: dict[str, Any] = {n: own for n, own in tensors(folder / WEIGHTS).items() if n not in parts}
+    return found | {name: source.quantised(name) for name in matrices}
+
+
+def _quantised(folder: Path) -> tuple[SafetensorsFolder, Mapping[str, Parts]]:
+    """A folder, and its quantised matrices by name, of which none is read; published heads have none."""
+    source = SafetensorsFolder(folder)
+    return source, source.matrices if "forerun" in source.config else {}
+
+
+def is_head(folder: Path) -> bool:
+    """Whether this is a folder that `forerun train head` has written."""
+    return (folder / CONFIG).is_file() and "forerun" in read_json(folder / CONFIG)
+
+
+def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
+    """Write a head with matrices of fewer bits into a new folder; returns its weights' bytes before and after.
+
+    Raises BadOption for a folder that is not empty, for groups that do not divide rows, and for what is rounded.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
+    config, weights = dict(read_json(folder / CONFIG)), stored(folder)
+    own, made, scheme = config.pop("forerun"), dict[str, Tensor](), scheme_of(quantization.bits, quantization.group)
+    for name, weight in weights.items():
+        if isinstance(weight, QuantisedMatrix):
+            raise BadOption(f"{folder} is quantised already ({name}: {weight.scheme}): name the unquantised head")
+        if weight.ndim != 2 or name in (*TABLES, PROBE):
+            made[name] = weight
+            continue
+        if weight.shape[1] % scheme.group:
+            raise BadOption(
+                f"quantization={str(quantization)!r} is not possible: groups of {scheme.group} do not divide the "
+                f"{weight.shape[1]} inputs of {name}"
+            )
+        parts = parts_of(quantised(weight, scheme))
+        made |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+    said = {"quantization_config": said_of(quantization)}
+    save(out, own["method"], made, {**config, **said}, own["tokenizer"])
+    before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, made))
+    return before, after
 
 
 def tensors(file: Path, names: Container[str] | None = None) -> dict[str, Tensor]:
@@ -207,6 +256,9 @@ def own_weights(
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
     found = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
+    _, matrices = _quantised(folder)
+    for name, own in matrices.items():
+        found = {n: s for n, s in found.items() if n not in own.names.values()} | {name: own.shape}
     num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), target.vocab_size if all_rows else 0)
     kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
     matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]

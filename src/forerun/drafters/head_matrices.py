@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +11,13 @@ from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.errors import BadOption
-from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Projections
 from forerun.types import Model
+
+Weight = Tensor | QuantisedMatrix  # of a head, as its file has it
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,20 @@ class Product:
 
     @classmethod
     def of(
-        cls, target: Model, parts: Seq[Tensor], bias: Tensor | None = None, rounded: Quantization | None = None
+        cls, target: Model, parts: Seq[Weight], bias: Tensor | None = None, rounded: Quantization | None = None
     ) -> Product:
         """Join matrices [O, I] of one input along their outputs, in the target's type.
 
         rounded: to how many bits; None = not. Raises BadOption where its groups do not divide I.
         """
-        ops = target.ops
-        own = [part.to(target.device, target.weight_dtype) for part in parts]
-        bias = None if bias is None else bias.to(target.device, target.weight_dtype)
-        if rounded is not None and own[0].shape[1] % rounded.group:
-            raise BadOption(
-                f"quantization={str(rounded)!r} is not possible: the head has rows of {own[0].shape[1]} weights; "
-                "choose a group that divides them, or none"
-            )
-        scheme = None if rounded is None else scheme_of(rounded.bits, rounded.group)
+        ops, dtype = target.ops, target.weight_dtype
+        bias = None if bias is None else bias.to(target.device, dtype)
+        own = [taken(part, target, rounded) for part in parts]
         if ops.packs:
-            made = own if scheme is None else [_quantised(part, scheme) for part in own]
-            return cls(ops, cast(Any, ops).pack(made, bias))
-        dense = own if scheme is None else [quantise(part, scheme).dequantise().to(part.dtype) for part in own]
+            return cls(ops, cast(Any, ops).pack(own, bias))
+        dense = [
+            (dense_of(part) if isinstance(part, QuantisedMatrix) else part).to(target.device, dtype) for part in own
+        ]
         return cls(ops, dense[0] if len(dense) == 1 else torch.cat(dense), bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -55,25 +51,53 @@ class Product:
         return self.ops.linear(rows, self.matrix, self.bias)
 
 
+def taken(part: Weight, target: Model, rounded: Quantization | None) -> Weight:
+    """Return a matrix as a product takes it: dense, or rounded, which a matrix of that scheme is already.
+
+    Raises BadOption where groups do not divide its rows.
+    """
+    scheme = None if rounded is None else scheme_of(rounded.bits, rounded.group)
+    if isinstance(part, QuantisedMatrix):
+        if part.scheme == scheme:
+            return part
+        part = dense_of(part)
+    own = part.to(target.device, target.weight_dtype)
+    if scheme is None:
+        return own
+    if own.shape[1] % scheme.group:
+        raise BadOption(
+            f"quantization={str(rounded)!r} is not possible: the head has rows of {own.shape[1]} weights; "
+            "choose a group that divides them, or none"
+        )
+    return quantised(own, scheme)
+
+
+def dense_of(weight: Weight) -> Tensor:
+    """Return what a weight of a head stands for: in its own type, or float32."""
+    return dequantised(weight, torch.float32) if isinstance(weight, QuantisedMatrix) else weight
+
+
 def joined_product(
-    target: Model, rounded: Quantization | None, weights: Mapping[str, Tensor], names: Seq[str]
+    target: Model, rounded: Quantization | None, weights: Mapping[str, Any], names: Seq[str]
 ) -> Projections:
     """Make one product of the matrices of these names, which read the same rows; see `Product.of`."""
     parts = [weights[f"{name}.weight"] for name in names]
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    made, sizes = Product.of(target, parts, torch.cat(biases) if biases else None, rounded), [len(p) for p in parts]
+    made, sizes = Product.of(target, parts, torch.cat(biases) if biases else None, rounded), [p.shape[0] for p in parts]
     whole = made.matrix, made.bias
     return Projections([whole], sizes, None) if len(parts) == 1 else Projections([], sizes, whole)
 
 
-def quantization_of(option: str, is_packed: bool) -> Quantization | None:
-    """What a head is rounded to. option: none, a number of bits, or auto: 8 beside a target of 4 or 8 bits.
+def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
+    """Return what a head is rounded to: what an option says, or by auto 8 bits where that pays and groups divide rows.
 
-    is_packed: whether the target has such weights in memory.
+    shapes: of its weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8.
     """
-    if option == "auto":
-        option = "int8" if is_packed else "none"
-    return None if option == "none" else Quantization.parse(option)
+    if option != "auto":
+        return None if option == "none" else Quantization.parse(option)
+    usual = Quantization(8)
+    fits = all(shape[1] % usual.group == 0 for shape in shapes if len(shape) == 2)
+    return usual if pays and fits else None
 
 
 def is_packed(target: Model) -> bool:
@@ -81,10 +105,6 @@ def is_packed(target: Model) -> bool:
     return bool(getattr(target, "weight_bits", ()))
 
 
-def _quantised(weight: Tensor, scheme: Scheme) -> QuantisedMatrix:
-    return QuantisedMatrix(scheme, (weight.shape[0], weight.shape[1]), partial(_rows, weight, scheme))
-
-
-def _rows(weight: Tensor, scheme: Scheme) -> Any:
-    rows: QuantisedRows = quantise(weight, scheme)
-    return iter([rows])
+def quantised(weight: Tensor, scheme: Scheme) -> QuantisedMatrix:
+    """Return a matrix that is rounded when it is read."""
+    return QuantisedMatrix(scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight, scheme)]))

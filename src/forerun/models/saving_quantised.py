@@ -7,7 +7,7 @@ source. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), bu
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from forerun.models.quantising import QuantisingSource
 from forerun.models.refusals import CONFIG
 from forerun.models.saving import SHARD_BYTES, write_json, write_weights
 from forerun.models.source import Stored
+from forerun.ops.quantised import QuantisedMatrix
 
 
 def quantise_checkpoint(
@@ -80,9 +81,13 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Tens
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: torch.cat([block.clone() for block in source.blocks(name)])}
-    bits = stored.scheme.bits
-    codes, scales, zeros = [], [], []
-    for rows in source.quantised(name).blocks():
+    return parts_of(source.quantised(name))
+
+
+def parts_of(matrix: QuantisedMatrix) -> dict[str, Tensor]:
+    """Return a rounded matrix as compressed-tensors stores it, by the ends of names."""
+    bits, codes, scales, zeros = matrix.scheme.bits, list[Tensor](), list[Tensor](), list[Tensor]()
+    for rows in matrix.blocks():
         assert rows.zeros is not None
         codes.append(pack(rows.codes, bits))
         scales.append(rows.scales)
@@ -90,7 +95,7 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Tens
     made = {
         "weight_packed": torch.cat(codes),
         "weight_scale": torch.cat(scales),
-        "weight_shape": torch.tensor(stored.shape),
+        "weight_shape": torch.tensor(matrix.shape),
     }
     if bits == 4:  # 8 bits are symmetric
         made["weight_zero_point"] = pack(torch.cat(zeros).T, bits).T.contiguous()
@@ -100,7 +105,12 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Tens
 def quantization_config(source: QuantisingSource, names: Names | None = None) -> dict[str, Any]:
     """Return what config.json says of weights that `save_quantised` writes."""
     whole = [name.rpartition(".")[0] for name, stored in source.tensors.items() if _is_whole_matrix(stored)]
-    bits, group = source.quantization.bits, source.quantization.group
+    return said_of(source.quantization, whole if names is None else [names.published(module) for module in whole])
+
+
+def said_of(quantization: Quantization, whole: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what config.json says of rounded weights. whole: modules whose matrices are as they were."""
+    bits, group = quantization.bits, quantization.group
     if bits == 8:
         groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}
     else:
@@ -111,7 +121,7 @@ def quantization_config(source: QuantisingSource, names: Names | None = None) ->
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": whole if names is None else [names.published(module) for module in whole],
+        "ignore": list(whole),
         "kv_cache_scheme": None,
     }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun import registry
 from forerun.drafters import artifacts, head_files
+from forerun.drafters.head_matrices import dense_of
 from forerun.errors import BadOption, shown
 from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.saving import config_to_dict
@@ -198,7 +199,7 @@ class Before:
         found = head_files.read_weights(self.folder, {**shapes, **own}, model, num_ids)
         for name, weight in head.weights.items():
             if name in found:  # the weights of a target that is trained along stand elsewhere
-                weight.copy_(found[name])
+                weight.copy_(dense_of(found[name]))
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:

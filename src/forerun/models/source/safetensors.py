@@ -112,7 +112,7 @@ class SafetensorsFolder:
         }
 
     @cached_property
-    def _quantised(self) -> Mapping[str, Parts]:
+    def matrices(self) -> Mapping[str, Parts]:
         """The quantised matrices by their names in the unquantised checkpoint; it raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Layout):
@@ -189,7 +189,7 @@ class SafetensorsFolder:
         Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit types of an
         unquantised checkpoint, and for quantised matrices that are not read.
         """
-        taken = {name for parts in self._quantised.values() for name in parts.names.values()}
+        taken = {name for parts in self.matrices.values() for name in parts.names.values()}
         taken |= {name for matrix in self._floats.values() for name in matrix.names}
         found = {}
         for name, entry in self._entries.items():
@@ -198,7 +198,7 @@ class SafetensorsFolder:
             if entry.dtype not in READABLE:
                 raise refusals.quantised_tensor(name, entry.file.path, entry.dtype)
             found[name] = Stored(entry.file.path, entry.shape, READABLE[entry.dtype])
-        for name, parts in self._quantised.items():
+        for name, parts in self.matrices.items():
             file = self._entries[parts.names[parts.layout.codes]].file.path
             found[name] = Stored(file, parts.shape, torch.float32, parts.scheme)
             if parts.groups is not None:
@@ -211,8 +211,8 @@ class SafetensorsFolder:
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`."""
-        if name in self._quantised:
-            groups = self._quantised[name].groups
+        if name in self.matrices:
+            groups = self.matrices[name].groups
             for rows in self._quantised_rows(name):
                 yield rows.dequantise() if groups is None else in_order(rows, groups)
             return
@@ -252,11 +252,11 @@ class SafetensorsFolder:
                 matrix.shape,
                 lambda: (floats(*found, spans, scheme) for found in self._float_rows(name)),
             )
-        parts = self._quantised[name]
+        parts = self.matrices[name]
         return QuantisedMatrix(parts.scheme, parts.shape, partial(self._quantised_rows, name))
 
     def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
-        parts = self._quantised[name]
+        parts = self.matrices[name]
         num_out, num_in = parts.shape
         step = max(1, BLOCK_WEIGHTS // num_in // 32) * 32
         whole = dict[str, Tensor]()  # of parts that have an output's weights in all rows
