@@ -56,7 +56,8 @@ from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
 from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint
-from forerun.models.opened import spec_of
+from forerun.models.opened import OpenedCheckpoint, spec_of
+from forerun.models.packings import layout_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
 from forerun.registry import option
@@ -243,7 +244,8 @@ def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Pa
     shape = shape or ("llama-3.2-1b" if config.target is None else "none")
     if spec_of(source).encoder is not None:
         raise BadOption(f"{source} is an encoder-decoder: `python -m benchmarks.peers_t5` compares those")
-    path = (source if shape == "none" else widened(source, shape, work)).resolve()
+    own = unpacked(source, work) if source.is_dir() else source  # a folder of integers that not all of them read
+    path = (own if shape == "none" else widened(source, shape, work)).resolve()
     say(f"loading {path.name} ...")
     return path, Opened.of(replace(config, target=str(path))).load()
 
@@ -264,13 +266,13 @@ def widened(source: Path, shape: str, work: Path) -> Path:
 
 
 def unpacked(source: Path, work: Path) -> Path:
-    """Return a checkpoint folder: the source, or what a GGUF file holds in bfloat16, written below `work` once.
+    """Return a checkpoint folder that every engine reads: the source, or what a quantised one stands for in bfloat16.
 
-    Raises CapacityError where the disk has no room.
+    The latter is written below `work` once. Raises CapacityError where the disk has no room.
     """
-    if source.is_dir():
+    if source.is_dir() and layout_of(OpenedCheckpoint.of(source, config_only=True).raw) is None:
         return source
-    folder = work / f"{source.stem}-{source.stat().st_size}"
+    folder = work / (f"{source.name}-dense" if source.is_dir() else f"{source.stem}-{source.stat().st_size}")
 
     def write(new: Path) -> None:
         checkpoint = load_checkpoint(source, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import transformers
 
 from forerun import SamplingParams
 from forerun.functional import speculate_with
+from forerun.models.loading import load_checkpoint
 from forerun.models.named import DATA
 
 NUM_PROMPTS, NUM_TOKENS, REPETITIONS = 8, 64, 3
@@ -26,8 +27,16 @@ def timed(run):
     return min(found), result
 
 
+def module_of(name):
+    """A model of the pair as a module, with the numbers that its weights stand for."""
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(DATA / name))
+    module.load_state_dict(load_checkpoint(DATA / name, dtype="float32").model.weights, strict=False)
+    module.tie_weights()
+    return module.eval()
+
+
 torch.set_num_threads(1)
-target, draft = (transformers.LlamaForCausalLM.from_pretrained(DATA / name).eval() for name in ("target", "draft"))
+target, draft = map(module_of, ("target", "draft"))
 tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(DATA / "target" / "tokenizer.json"))
 lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
 texts = [json.loads(line)["text"] for line in lines[:NUM_PROMPTS]]

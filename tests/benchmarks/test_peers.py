@@ -24,10 +24,13 @@ from benchmarks.peers import PeersPlan, measure, open_own, run, unpacked, widene
 from forerun import ops
 from forerun.bench import widen
 from forerun.blocks import weight_shapes
-from forerun.config import EngineConfig
-from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
+from forerun.config import EngineConfig, Quantization
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
+from forerun.models.opened import OpenedCheckpoint
+from forerun.models.packings import layout_of
+from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.models.widening import WideShape
 from models.gguf_files import write_model, write_tiny_model
 from models.gguf_vocabularies import smollm2
@@ -45,7 +48,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def question(work: Path) -> Question:
-    return Question(SHIPPED_TARGET, SHIPPED_DRAFT, work, num_threads=1, spec_lengths=(3,), lookup_max_n=3)
+    return Question(SHIPPED_DRAFT, SHIPPED_DRAFT, work, num_threads=1, spec_lengths=(3,), lookup_max_n=3)
 
 
 # ------------------------------------------------------------------------------------------------- the whole command
@@ -89,7 +92,7 @@ def test_the_command_without_peers(
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
-    """transformers on the shipped pair."""
+    """transformers on the shipped draft model, which drafts for itself."""
     process = PeerProcess("transformers", Path(sys.executable), question(tmp_path_factory.mktemp("work")))
     yield process
     process.close()
@@ -251,6 +254,16 @@ def test_a_file_is_unpacked_once(tmp_path: Path) -> None:
     assert unpacked(folder, tmp_path / "work") == folder
 
 
+def test_a_quantised_folder_is_unpacked_for_others(tmp_path: Path) -> None:
+    dense = write_tiny(tmp_path / "dense")
+    quantise_checkpoint(dense, tmp_path / "int8", Quantization(8, 16))
+    folder = unpacked(tmp_path / "int8", tmp_path / "work")
+    assert layout_of(OpenedCheckpoint.of(folder, config_only=True).raw) is None
+    ours, theirs = (load_checkpoint(path, dtype="bfloat16").tensors for path in (tmp_path / "int8", folder))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert unpacked(dense, tmp_path / "work") == dense
+
+
 def test_chats_are_as_long_as_their_answers(tmp_path: Path) -> None:
     """A target with a template gets the project's chats, and all engines write as many tokens as its answer has."""
     template = "{% for m in messages %}{{ m['content'][:20] }}{% endfor %}"
@@ -320,7 +333,7 @@ def test_forwards_beside_a_real_peer(
 
 def test_a_pass_sees_the_tokens_before_it() -> None:
     """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
-    checkpoint = Opened.of(EngineConfig(target="shipped", dtype="float32")).load()
+    checkpoint = Opened.of(EngineConfig(target=str(SHIPPED_DRAFT), dtype="float32")).load()
     text = text_of(checkpoint, 60)
     own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
     whole = own.forward(text[:1], text[1:], 0).best
@@ -352,7 +365,7 @@ class Dying:
 @pytest.mark.parametrize("num_passes", [0, 12])
 def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
     """At once, or in the middle: what is left is measured, and the reason is kept."""
-    checkpoint = Opened.of(EngineConfig(target="shipped", dtype="bfloat16")).load()
+    checkpoint = Opened.of(EngineConfig(target=str(SHIPPED_DRAFT), dtype="bfloat16")).load()
     own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
     left_out: dict[str, str] = {}
     text = text_of(checkpoint, 40)
@@ -363,7 +376,7 @@ def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
 
 @pytest.mark.parity
 def test_a_real_peer_fails_goes_on_and_dies(tmp_path: Path) -> None:
-    text = text_of(Opened.of(EngineConfig(target="shipped", dtype="bfloat16")).load(), 40)
+    text = text_of(Opened.of(EngineConfig(target=str(SHIPPED_DRAFT), dtype="bfloat16")).load(), 40)
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
     peer = PeerProcess("transformers", Path(sys.executable), asked)
     try:

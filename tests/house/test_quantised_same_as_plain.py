@@ -13,7 +13,7 @@ from parity.covering import design
 @pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4:group=64"])
 def test_packed_weights(quantization: str) -> None:
-    models = Models.shipped("bfloat16", CpuOps(), quantization)
+    models = Models.shipped(quantization, CpuOps())
     found = compare(models, models, design({2: 2, 4: 2}, seed=5), cut_prompts(16, seed=5, longest=200), 16)
     assert models.target.model.weight_bits
     assert found.num_outputs == 16

@@ -130,13 +130,14 @@ def test_target_and_draft_are_rounded_independently() -> None:
     options = {"ops": "reference_row_by_row", "dtype": "float32", "spec_length": 3}
     texts = {}
     for target in (None, "int4"):
-        for draft in ("none", "model:quantization=int8", "model"):
-            llm = LLM("shipped", draft=draft, quantization=target, **options)
-            (out,) = llm.generate(["def fib(n):\n    if n"], params)
-            texts[target, draft] = out.token_ids
-    assert texts[None, "none"] == texts[None, "model"] == texts[None, "model:quantization=int8"]
-    assert texts["int4", "none"] == texts["int4", "model"] == texts["int4", "model:quantization=int8"]
-    assert texts["int4", "none"] != texts[None, "none"]
+        for draft in ("none", f"model:path={SHIPPED_DRAFT},quantization=int8", f"model:path={SHIPPED_DRAFT}"):
+            llm = LLM(str(SHIPPED_DRAFT), draft=draft, quantization=target, **options)
+            outs = llm.generate(["def fib(n):\n    if n", "import os\n", "class Shape:", '"""Read the'], params)
+            texts[target, draft] = [out.token_ids for out in outs]
+    plain, rounded = ([texts[given] for given in texts if given[0] == target] for target in (None, "int4"))
+    assert plain[0] == plain[1] == plain[2]
+    assert rounded[0] == rounded[1] == rounded[2]
+    assert plain[0] != rounded[0]
     draft = load_checkpoint(SHIPPED_DRAFT, dtype="float32", with_tokenizer=True)
     with pytest.raises(BadOption, match=r"quantization='int8' contradicts the loaded model \(None\)"):
         LLM(load_checkpoint(SHIPPED_TARGET, with_tokenizer=True), quantization="int8")
@@ -174,21 +175,24 @@ READS = {
     "input_layernorm.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "post_attention_layernorm.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 }
-OUTLIERS = (7, 100, 201)  # channels of the shipped target's 384, a hundred times as large as their neighbours
+OUTLIERS = (7, 100, 201)  # channels of the shipped target's 512
 
 
-def planted(folder: Path) -> Path:
-    """The shipped target with outlier channels that its norms make and its matrices undo: the same function."""
+def planted(folder: Path, size: int) -> Path:
+    """The shipped target in float32, with channels so many times as large as their neighbours: the same function.
+
+    Its norms make them, and its matrices undo them.
+    """
     model = load_checkpoint(SHIPPED_TARGET, dtype="float32").model
     weights, channels = dict(model.weights), list(OUTLIERS)
     for i in range(model.config.num_layers):
         for norm, names in READS.items():
             layer = f"model.layers.{i}."
             weights[layer + norm] = weights[layer + norm].clone()
-            weights[layer + norm][channels] *= 100
+            weights[layer + norm][channels] *= size
             for name in names:
                 weights[layer + name] = weights[layer + name].clone()
-                weights[layer + name][:, channels] /= 100
+                weights[layer + name][:, channels] /= size
     save_checkpoint(folder, model.config, weights, torch.float32, tokenizer_folder=SHIPPED_TARGET)
     return folder
 
@@ -196,7 +200,7 @@ def planted(folder: Path) -> Path:
 @pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.parity), True])
 def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
     """Perplexity on held-out code: the bars of the shipped pair, with and without outliers; logits are bounded, too."""
-    folder = planted(tmp_path / "planted") if outliers else SHIPPED_TARGET
+    folder = planted(tmp_path / "planted", 100 if outliers else 1)
     given = load_checkpoint(SHIPPED_TARGET, with_tokenizer=True)
     loaded = {
         name: load_checkpoint(folder, dtype="bfloat16", ops=ops.make("auto", "cpu"), quantization=quantization)

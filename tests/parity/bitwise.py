@@ -18,12 +18,13 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint
 from forerun.models.named import DATA
 from forerun.models.runner import Run, Runner, Scores
 from forerun.ops.reference import ReferenceOps
@@ -85,9 +86,15 @@ class Models:
     draft: Checkpoint
 
     @classmethod
-    def shipped(cls, dtype: str, ops: ReferenceOps, quantization: str | None = None) -> Models:
-        load = partial(load_checkpoint, dtype=dtype, ops=ops, with_tokenizer=True, quantization=quantization)
-        return cls(load(SHIPPED_TARGET), load(SHIPPED_DRAFT))
+    def shipped(cls, weights: str, ops: ReferenceOps) -> Models:
+        """The shipped pair with weights of a type, or of 8 bits, as the target's file has them, or rounded to fewer."""
+        dtype, few = (weights, None) if weights in DTYPES else ("bfloat16", weights)
+        again = None if few in (None, "int8") else f"{few}:again"
+        load = partial(load_checkpoint, dtype=dtype, ops=ops, with_tokenizer=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if few is None:  # what the target's 8 bits stand for
+                patch.setattr(ops, "packs_scheme", lambda scheme: False)
+            return cls(load(SHIPPED_TARGET, quantization=again), load(SHIPPED_DRAFT, quantization=few))
 
 
 @dataclass(frozen=True)

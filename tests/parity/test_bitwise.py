@@ -47,10 +47,7 @@ def say(text: str) -> None:
 @pytest.mark.parametrize("weights", ["bfloat16", "float32", "int8", "int4"])
 def test_a_thousand_prompts(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     ops = CpuOps()
-    if weights.startswith("int"):
-        models = Models.shipped("bfloat16", ops, quantization=weights)
-    else:
-        models = Models.shipped(weights, ops)
+    models = Models.shipped(weights, ops)
     with capsys.disabled():
         say(f"\nshipped pair, {name_of(ops, weights)}")
         found = compare(models, models, design(THOUSAND, seed=1), cut_prompts(1000, seed=1), NUM_TOKENS, say)

@@ -34,7 +34,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Needs:
 @pytest.mark.parametrize("part", range(6))
 def test_three_hundred_prompts(part: int, heads: Needs, capsys: pytest.CaptureFixture[str]) -> None:
     """In each part by other drafters and rules; an engine has each drafter, and a few with options of their own."""
-    models = Models.shipped(("bfloat16", "float32")[part % 2], CpuOps())
+    models = Models.shipped(("bfloat16", "float32", "int8")[part % 3], CpuOps())
     prompts = cut_prompts(300, seed=8)
     with capsys.disabled():
         say(f"\nshipped pair, part {part + 1} of 6")
