@@ -20,7 +20,7 @@ def response(name: str, text: str = "x") -> dict[str, Any]:
 
 def test_a_body_is_extended_by_the_conversation_before() -> None:
     memory = Kept()
-    memory.put("me", response("resp_1"), [{"role": "user", "content": "a"}])
+    memory.put("me", response("resp_1"), b'[{"role":"user","content":"a"}]')
     body = json.dumps({"input": "b", "previous_response_id": "resp_1"}).encode()
     extended = json.loads(memory.extend("me", body))
     assert [item["content"] for item in extended["input"]] == ["a", "x", "b"]
@@ -40,7 +40,7 @@ def test_references_stand_for_the_items_of_kept_responses() -> None:
     memory = Kept()
     call = {"id": "fc_1a_1", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     said = {"id": "msg_1a", "type": "message", "role": "assistant", "content": "x"}
-    memory.put("me", {"id": "resp_1a", "output": [said, call]}, [])
+    memory.put("me", {"id": "resp_1a", "output": [said, call]}, b"[]")
     asked, result = {"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "1"}
     refers = [{"type": "item_reference", "id": "msg_1a"}, {"type": "item_reference", "id": "fc_1a_1"}]
     body = json.dumps({"input": [asked, *refers, result]}).encode()
@@ -61,17 +61,17 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Kept(lambda: now_s)
     monkeypatch.setattr(kept, "MOST_RESPONSES", 3)
     for i in range(5):
-        memory.put("me", response(f"resp_{i}"), [])
+        memory.put("me", response(f"resp_{i}"), b"[]")
     with pytest.raises(Refused):
         memory.get("me", "resp_1")
     assert memory.get("me", "resp_2")["id"] == "resp_2"
     monkeypatch.setattr(kept, "MOST_BYTES", 2200)
-    memory.put("me", response("long", "y" * 1000), [])
+    memory.put("me", response("long", "y" * 1000), b"[]")
     assert list(memory._kept) == ["long"]
     assert memory._num_bytes == memory._kept["long"].num_bytes
-    memory.put("me", response("too long", "y" * 5000), [])
+    memory.put("me", response("too long", "y" * 5000), b"[]")
     assert (memory._num_bytes, len(memory._kept)) == (0, 0)
-    memory.put("me", response("old"), [])
+    memory.put("me", response("old"), b"[]")
     now_s = kept.MOST_AGE_S + 1
     with pytest.raises(Refused, match="unless store is false"):
         memory.get("me", "old")

@@ -21,6 +21,7 @@ app = App(
         **{
             name: name
             for name in (
+                "attacks",
                 "gaps",
                 "newcomers",
                 "grammars",

@@ -170,7 +170,8 @@ class Exchange:
         headers = {"content-type": self._api.kind, "cache-control": "no-cache"}
         await self._start(200, headers, job)
         try:
-            await self._write(await self._guarded(events.begin, in_loop=True))
+            # What is repeated of the body may be long.
+            await self._write(await self._guarded(events.begin, in_loop=not job.given))
             is_over = not generation.requests  # one that has ended already still has all to tell
             while not is_over:
                 try:
@@ -178,6 +179,7 @@ class Exchange:
                     await self._wait(generation, max(0.0, self._services.limits.keep_alive_s - silent_s))
                 except TimeoutError:
                     await self._write(self._api.sign_of_life)
+                    self._wrote_s = time.monotonic()  # also where there is none
                     continue
                 is_over = generation.is_over
                 is_short = generation.num_new_tokens() <= MOST_IN_LOOP_TOKENS

@@ -7,6 +7,7 @@ request's id in the header x-request-id, and in request-id, where the client of 
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -151,10 +152,10 @@ def _counting(services: Services, url: str) -> Callable[[Request], Any]:
             with services.gate.enter():
                 made, ignored = await services.read(url, body)
             if url == ollama.SHOW:
-                made = ollama.show(services.of(made["model"]), services.started_s)
+                made = as_json(ollama.show(services.of(json.loads(made)["model"]), services.started_s))
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
-            return Response(as_json(made), 200, headers, "application/json")
+            return Response(made, 200, headers, "application/json")
         except ClientGone:
             return Response(status_code=400)
         except ForerunError as error:

@@ -113,7 +113,7 @@ class Job:
     effort: str | None = None  # how long the model is to think, as a word
     max_thinking_tokens: int | None = None  # of the reasoning
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
-    items: list[Any] | None = None  # of /v1/responses: the input, where the response is kept
+    items: bytes | None = None  # of /v1/responses: the input as a JSON list, where the response is kept
     echo: bool = False  # whether the answer repeats the prompt
     only_prompt: bool = False  # and has nothing else
     context: int | None = None  # tokens of a conversation that the client counts on

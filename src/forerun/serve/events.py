@@ -27,7 +27,7 @@ def in_slices(data: Any) -> bytes:
 
 
 def _slices(data: Any) -> Iterator[bytes]:
-    if not isinstance(data, dict | list) or _weight(data, _MOST_VALUES) <= _MOST_VALUES:
+    if not isinstance(data, dict | list) or num_values(data, _MOST_VALUES) <= _MOST_VALUES:
         yield as_json(data)
         return
     pairs = [(b"", value) for value in data]
@@ -41,13 +41,13 @@ def _slices(data: Any) -> Iterator[bytes]:
     yield end
 
 
-def _weight(data: Any, most: int) -> int:
+def num_values(data: Any, most: int) -> int:
     """How many values there are in it; if more than `most`, something above that."""
     num = 1
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         if num > most:
             break
-        num += _weight(value, most - num)
+        num += num_values(value, most - num)
     return num
 
 

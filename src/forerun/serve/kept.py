@@ -18,10 +18,12 @@ from typing import Any
 
 from forerun.errors import shown
 from forerun.serve.bodies import Refused
+from forerun.serve.events import as_json, in_slices
 
 MOST_AGE_S = 3600.0
 MOST_RESPONSES = 1024
 MOST_BYTES = 64 << 20
+MOST_NAMING_BYTES = 1 << 20  # of a body that names some of them: a thread of the server reads it
 REFERENCE = "item_reference"
 _NAMED = (b'"previous_response_id"', f'"{REFERENCE}"'.encode())
 
@@ -36,6 +38,11 @@ class _Kept:
     @property
     def num_bytes(self) -> int:
         return len(self.items) + len(self.response)
+
+
+def _joined(items: bytes, more: bytes) -> bytes:
+    """Two lists as one, both as JSON, which is not read."""
+    return items[:-1] + (b"," if len(items) > 2 and len(more) > 2 else b"") + more[1:]
 
 
 def names_kept(body: bytes) -> bool:
@@ -55,10 +62,10 @@ class Kept:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_bytes = 0
 
-    def put(self, key: str, response: dict[str, Any], items: list[Any]) -> None:
-        """Keep a response. items: of its input, those of earlier responses included. key: whose it is."""
-        conversation = json.dumps([*items, *response["output"]]).encode()
-        one = _Kept(key, self._clock(), conversation, json.dumps(response).encode())
+    def put(self, key: str, response: dict[str, Any], items: bytes) -> None:
+        """Keep a response. items: of its input, those of earlier responses included, as JSON. key: whose it is."""
+        conversation = _joined(items, in_slices(response["output"]))
+        one = _Kept(key, self._clock(), conversation, in_slices(response))
         with self._lock:
             self._kept[response["id"]] = one
             self._num_bytes += one.num_bytes
@@ -85,6 +92,12 @@ class Kept:
         """
         if not names_kept(body):
             return body
+        if len(body) > MOST_NAMING_BYTES:
+            message = (
+                f"the body has {len(body):,} bytes, and one that names what is kept here may have "
+                f"{MOST_NAMING_BYTES:,}: send the whole conversation as input"
+            )
+            raise Refused(message, "input", code="body_too_large", status=413)
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
@@ -96,9 +109,10 @@ class Kept:
         goes_on = isinstance(previous, str)
         if not isinstance(items, list) or not (goes_on or any(map(_is_reference, items))):
             return body
-        before = json.loads(self._find(key, str(previous), 400).items) if goes_on else []
-        given["input"] = [*before, *self._resolved(key, items)]
-        return json.dumps(given).encode()
+        before = self._find(key, str(previous), 400).items if goes_on else b"[]"
+        del given["input"]
+        conversation = _joined(before, in_slices(self._resolved(key, items)))
+        return b'{"input":' + conversation + (b"," if given else b"") + as_json(given)[1:]
 
     def _resolved(self, key: str, items: list[Any]) -> list[Any]:
         """Items, those that are referred to in place of the references. Each response is read once."""

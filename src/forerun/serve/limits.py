@@ -18,30 +18,37 @@ _HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past whe
 class Arriving:
     """The bodies that are not whole yet. One thread, that of the event loop, uses it.
 
-    They take no place in the Gate, so their number is not limited; most_bytes is what all of them may hold. Beyond it
-    the oldest is given up: whoever sends a body at once is not kept out by those who never end theirs.
+    They take no place in the Gate. most: of them at once; most_bytes: that all of them may hold. Beyond either the
+    oldest is given up: whoever sends a body at once is not kept out by those who never end theirs.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._bytes = most_bytes, dict[asyncio.Timeout, int]()
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes, self._bytes = most, most_bytes, dict[asyncio.Timeout, int]()
         self.num_bytes = 0
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return len(self._bytes)
 
     @asynccontextmanager
     async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
         """Reading of one body; gives what is to be told how many bytes came. Raises Refused (408) where it is late."""
         limit = asyncio.timeout(timeout_s)
-        self._bytes[limit] = 0
 
         def came(num_bytes: int) -> None:
             if limit not in self._bytes:  # given up meanwhile, and its reader has not heard of it
                 raise TimeoutError
             self._bytes[limit] += num_bytes
             self.num_bytes += num_bytes
-            if self.num_bytes > self._most:
+            if self.num_bytes > self._most_bytes:
                 self._give_up_oldest()
 
         try:
             async with limit:
+                self._bytes[limit] = 0
+                if self.num > self._most:
+                    self._give_up_oldest()
                 yield came
         except TimeoutError:
             late = f"the body did not come within {timeout_s:g} s: send it faster"

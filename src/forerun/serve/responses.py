@@ -31,7 +31,7 @@ from forerun.serve.bodies import (
     variables,
     wants_report,
 )
-from forerun.serve.events import event
+from forerun.serve.events import event, in_slices, num_values
 from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import chat_logprobs
 from forerun.serve.openai import INERT
@@ -82,6 +82,7 @@ _REPEATED = (
     ),
     *("prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
+MOST_REPEATED = 20_000  # values of such a field
 _OWN = {
     *("model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"),
     *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "previous_response_id", "store", "max_tool_calls"),
@@ -115,13 +116,23 @@ def read_body(
         calls=calls,
         effort=effort,
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
-        items=_items(given.get("input")) if flag(given, "store", True) else None,
+        items=in_slices(_items(given.get("input"))) if flag(given, "store", True) else None,
         variables=variables(given),
         stream=flag(given, "stream"),
         report=wants_report(given),
         ignored=tuple(read.ignored),
-        given={name: body[name] for name in _REPEATED if name in body},
+        given=_repeated(body),
     )
+
+
+def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer repeats of its body. Raises Refused where that is so much that other answers would wait for it."""
+    repeated = {name: body[name] for name in _REPEATED if name in body}
+    for name, value in repeated.items():
+        if num_values(value, MOST_REPEATED) > MOST_REPEATED:
+            message = f"{name} has more than {MOST_REPEATED:,} values, which the answer would repeat: leave some out"
+            raise Refused(message, name)
+    return repeated
 
 
 def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:

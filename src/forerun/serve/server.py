@@ -39,13 +39,15 @@ from forerun.serve.metrics import Families, Metrics
 from forerun.serve.options import ServerOptions
 from forerun.serve.origins import ANY, Origins, is_local
 from forerun.serve.service import Service, Services
+from forerun.serve.turns import MOST_AT_ONCE, new_loop
 from forerun.text.terminal import note, visible
 
 LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
+SWITCH_S = 0.0005  # that the engine's thread waits for another one of Python; ten times as long is usual
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
 STALL_MARGIN_S = 1.0  # a route that has a limit of its own says first why it ends
-BACKLOG = 2048
+BACKLOG = 2048  # connections that the system keeps until they are taken
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
 _IN_A_FILE = "write them into a file, each below [models.NAME], and give it with --config"
@@ -68,7 +70,9 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
             )
         opened = refuse_together({names[0]: config for names, config in models}) if len(models) > 1 else {}
         llms = [(names, loaded(opened.get(names[0]) or Opened.of(config))) for names, config in models]
-        return asyncio.run(_serve(llms, options, listening, pages or {}))
+        sys.setswitchinterval(SWITCH_S)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(_serve(llms, options, listening, pages or {}))
 
 
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
@@ -166,6 +170,7 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
+            listening.listen(BACKLOG)
             _say_where(services, listening, pages)
         await serving
     finally:
@@ -203,7 +208,7 @@ def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[s
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
+        backlog=MOST_AT_ONCE,  # for asyncio it is how many it takes in one go, too
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
         # Behind the last answer: connections whose readers take nothing must not keep the server from its end.

@@ -29,7 +29,8 @@ from forerun.types import SamplingParams
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
-MOST_ARRIVING = 16  # the longest bodies that are kept while they are not whole; shorter ones are as many more
+MOST_ARRIVING = 256  # bodies that are not whole, or as many as there are places
+MOST_LONG = 16  # of them, if they are as long as may be
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 
 
@@ -143,7 +144,8 @@ class Services:
         # A request enters here before its model is known, and then at its model's gate: one that is busy keeps nobody
         # out of the others.
         self.gate = Gate(sum(own.gate.capacity for own in services), sum(own.gate.batch for own in services))
-        self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
+        most = max(MOST_ARRIVING, self.gate.capacity)
+        self.arriving = Arriving(most, MOST_LONG * self.limits.max_body_bytes)
         options = [own.text_options([name for name in self.names if name not in own.names]) for own in services]
         self._library = Library([_texts(own.llm, one) for own, one in zip(services, options, strict=True)])
         self.aside, self.trial = Aside(options), Aside(options)

@@ -23,6 +23,7 @@ from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve import llama_server, messages, ollama, openai, responses
 from forerun.serve.bodies import Form, Job, Refused, check, flag
+from forerun.serve.events import in_slices
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
 from forerun.text.filling import filling_ids
@@ -42,6 +43,7 @@ OF_CHATS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt"
 _TOKENIZE = Form(TOKENIZE, {"model", "prompt", "add_special_tokens", "return_token_strs", *OF_CHATS, *_OF_LLAMA_SERVER})
 _DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"})
 Counted = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
+Written = tuple[bytes, tuple[str, ...]]  # the same, as JSON
 # How the body of each API is read.
 READERS: Mapping[str, Callable[..., Job]] = {
     **{url: partial(openai.read_body, url) for url in openai.URLS},
@@ -99,7 +101,7 @@ class Library:
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first, self._by_name = texts[0], {name: own for own in texts for name in own.options.names}
 
-    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Counted:
+    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Written:
         """What the route of a body makes of it. Raises UserError."""
         try:
             given = parse(body)
@@ -153,9 +155,12 @@ class Texts:
         longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
         self._most_chars = _MARGIN * longest * options.max_seq_len
 
-    def work(self, url: str, body: Any) -> tuple[Job, list[list[int]]] | Counted:
-        """What the route of a body, as JSON, makes of it: `read`, or one of COUNTERS."""
-        return COUNTERS[url](self, body) if url in COUNTERS else self.read(url, body)
+    def work(self, url: str, body: Any) -> tuple[Job, list[list[int]]] | Written:
+        """What the route of a body, as JSON, makes of it: `read`, or the answer of one of COUNTERS."""
+        if url not in COUNTERS:
+            return self.read(url, body)
+        made, ignored = COUNTERS[url](self, body)
+        return in_slices(made), ignored
 
     def read(self, url: str, body: Any) -> tuple[Job, list[list[int]]]:
         """The job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
@@ -176,8 +181,8 @@ class Texts:
         prompts = self.encode(job)
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
-        # Prompts and messages are ids now, but for what the answer repeats.
-        echoed = job.prompts if job.echo else ()
+        # Prompts and messages are ids now, but for the texts that the answer repeats.
+        echoed = tuple(prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, reader: Callable[..., Job], body: Any) -> Job:
@@ -289,6 +294,9 @@ class Texts:
     def detokenize(self, body: Any) -> Counted:
         """The text of {"tokens": ids}."""
         ids, num_ids = self._given(_DETOKENIZE, body).get("tokens"), self.tokenizer.num_ids
+        if isinstance(ids, list) and len(ids) > (most := self.options.max_seq_len):
+            message = f"tokens has {len(ids):,} ids and the context {most:,}, so no text is as long: send them in parts"
+            raise Refused(message, "tokens")
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_ids for token in ids):
             message = f"tokens={shown(ids)} is not possible: it must be a list of ids in 0 .. {num_ids - 1}"
             raise Refused(message, "tokens")
