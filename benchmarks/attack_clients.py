@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 NUM_SLOW, NUM_UNREAD, NUM_NEW, NUM_LARGE = 900, 200, 900, 4
 LARGE_BYTES = (4 << 20) - 4096  # nearly as much as a server takes of a body
 TRICKLE_S = 0.5  # between two bytes of a slow body
-PAUSE_S = 1.0  # between two floods of new connections
+PAUSE_S, FOR_EVER_S = 1.0, 1e9  # between two floods of new connections; of a stream that is not read
 NICE = 5  # of the process of an attack: where all cores are busy it is not the clients that hold up a stream
 COMPLETION = "/v1/completions"
 Answers = Counter[str]
@@ -38,29 +38,37 @@ def _post(path: str, body: Mapping[str, Any]) -> bytes:
     return _head(path, len(data)) + data
 
 
+@asynccontextmanager
+async def _connected(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that is closed in the end. Where the server cuts it, or takes none, what is done in it is over."""
+    with suppress(OSError):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            yield reader, writer
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+
 async def _status(reader: asyncio.StreamReader) -> str:
     """The status of an answer; what else comes is not read."""
     words = (await reader.readline()).split()
     return words[1].decode() if len(words) > 1 else "cut"
 
 
-async def _again(request: bytes, host: str, port: int, answers: Answers) -> None:
-    """Send a request on a connection of its own, read all of the answer, and so on."""
-    while True:
-        with suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, port, limit=1 << 26)
-            try:
-                writer.write(request.replace(b"Host:", b"Connection: close\r\nHost:", 1))
+async def large(path: str, body: Mapping[str, Any], host: str, port: int, answers: Answers) -> None:
+    """Several large bodies at once, each answer read to its end, again and again."""
+    request = _post(path, body).replace(b"Host:", b"Connection: close\r\nHost:", 1)
+
+    async def one() -> None:
+        while True:
+            async with _connected(host, port) as (reader, writer):
+                writer.write(request)
                 answers[await _status(reader)] += 1
                 await reader.read(-1)
-            finally:
-                writer.close()
 
-
-async def large(path: str, body: Mapping[str, Any], host: str, port: int, answers: Answers) -> None:
-    """Several large bodies at once, again and again."""
-    request = _post(path, body)
-    await asyncio.gather(*(_again(request, host, port, answers) for _ in range(NUM_LARGE)))
+    await asyncio.gather(*(one() for _ in range(NUM_LARGE)))
 
 
 async def slow_bodies(host: str, port: int, answers: Answers) -> None:
@@ -68,31 +76,29 @@ async def slow_bodies(host: str, port: int, answers: Answers) -> None:
 
     async def one() -> None:
         while True:
-            with suppress(OSError):
-                reader, writer = await asyncio.open_connection(host, port)
+            async with _connected(host, port) as (reader, writer):
                 writer.write(_head(COMPLETION, LARGE_BYTES))
                 status = asyncio.create_task(_status(reader))
                 while not status.done():
                     writer.write(b" ")
                     await asyncio.wait((status,), timeout=TRICKLE_S)
                 answers[await status] += 1
-                writer.close()
 
     await asyncio.gather(*(one() for _ in range(NUM_SLOW)))
 
 
 async def unread_streams(host: str, port: int, answers: Answers) -> None:
-    """Many streams of which nothing but the first line is read. One that ends begins anew."""
+    """Many streams of which nothing but the first line is read. One that is refused asks again."""
     request = _post(COMPLETION, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True})
 
     async def one() -> None:
         while True:
-            with suppress(OSError):
-                reader, writer = await asyncio.open_connection(host, port, limit=1 << 10)
+            async with _connected(host, port) as (reader, writer):
                 writer.write(request)
                 status = await _status(reader)
                 answers[status] += 1
-                await asyncio.sleep(PAUSE_S if status != "200" else 1e9)
+                writer.transport.pause_reading()  # type: ignore[attr-defined]
+                await asyncio.sleep(PAUSE_S if status != "200" else FOR_EVER_S)
 
     await asyncio.gather(*(one() for _ in range(NUM_UNREAD)))
 
@@ -102,11 +108,9 @@ async def new_connections(host: str, port: int, answers: Answers) -> None:
     request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 
     async def one() -> None:
-        with suppress(OSError):
-            reader, writer = await asyncio.open_connection(host, port)
+        async with _connected(host, port) as (reader, writer):
             writer.write(request)
             answers[await _status(reader)] += 1
-            writer.close()
 
     while True:
         await asyncio.gather(*(one() for _ in range(NUM_NEW)))

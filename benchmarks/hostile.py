@@ -63,10 +63,10 @@ class HostileLine:
 
 
 class Streams:
-    """Plain streams that go on until the end, and when their tokens came."""
+    """Plain streams that go on until the end, and when their tokens came. fields: of their bodies, beside the usual."""
 
-    def __init__(self, url: str, num: int) -> None:
-        self._url, self._is_over = url, False
+    def __init__(self, url: str, num: int, **fields: Any) -> None:
+        self._url, self._fields, self._is_over = url, fields, False
         self.times: list[list[float]] = [[] for _ in range(num)]
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(num)]
         for thread in self._threads:
@@ -91,7 +91,8 @@ class Streams:
         body = {"prompt": "def f(", "max_tokens": 1000, "ignore_eos": True, "temperature": 0.7, "stream": True}
         while not self._is_over:
             self.times[index].append(-1.0)  # what comes first waits for its prompt
-            with httpx.stream("POST", self._url + COMPLETION, json=body | {"draft": "none"}, timeout=600) as answer:
+            asked = body | {"draft": "none"} | self._fields
+            with httpx.stream("POST", self._url + COMPLETION, json=asked, timeout=600) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         self.times[index].append(time.perf_counter())
@@ -100,9 +101,9 @@ class Streams:
 
 
 @contextmanager
-def streaming(url: str, num: int) -> Iterator[Streams]:
+def streaming(url: str, num: int, **fields: Any) -> Iterator[Streams]:
     """Plain streams beside what is done."""
-    streams = Streams(url, num)
+    streams = Streams(url, num, **fields)
     try:
         yield streams
     finally:

@@ -7,12 +7,14 @@ import json
 import socket
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 
+from benchmarks import attack_clients, attacks
 from forerun import LLM
 from forerun.serve import kept, ollama, responses, server
 from forerun.serve.aside import LONG_BYTES
@@ -22,6 +24,7 @@ from forerun.serve.limits import Arriving, Patience
 from forerun.serve.options import ServerOptions
 from forerun.serve.service import MOST_ARRIVING
 from forerun.serve.turns import MOST_AT_ONCE, Turns, new_loop
+from serve.running import CODE, Running, wait_for
 from serve.test_serve_inside import begun, run, served
 from speculation import llm_options
 
@@ -209,3 +212,30 @@ def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Patience, "wait", wait)
     run(test)
+
+
+# ------------------------------------------------------------------------------------------------------------- attacks
+
+
+@pytest.mark.parametrize("attack", [attack_clients.slow_bodies, attack_clients.unread_streams])
+def test_a_server_is_well_behind_a_flood(attack: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, num in (("NUM_SLOW", 40), ("NUM_UNREAD", 30), ("TRICKLE_S", 0.01)):
+        monkeypatch.setattr(attack_clients, name, num)
+    answers, port = Counter[str](), int(server.url.rsplit(":", 1)[1])
+    before = server.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 4, "temperature": 0}).json()
+
+    async def flood() -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(attack("127.0.0.1", port, answers), 0.5)
+
+    asyncio.run(flood())
+    wait_for(server.is_idle)
+    behind = server.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 4, "temperature": 0}).json()
+    assert behind["choices"] == before["choices"]
+    assert set(answers) <= {"200"}
+
+
+def test_numbers_of_an_attack() -> None:
+    made = attacks.line("x", {"408": 2, "200": 1000}, [0.25, 0.125, 1.0, 0.125], 0.25)
+    assert made == attacks.AttackLine("x", "200: 1,000, 408: 2", 187.5, 250.0, 1000.0, 4.0)
+    assert list(attack_clients.ATTACKS)[-1] == "900 new connections"
