@@ -9,6 +9,7 @@ beside the median step of the streams when nothing else is asked.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -102,12 +103,14 @@ class Streams:
 
 @contextmanager
 def streaming(url: str, num: int, **fields: Any) -> Iterator[Streams]:
-    """Plain streams beside what is done."""
+    """Plain streams beside what is done. This process collects no garbage meanwhile: that took up to 0.1 s of a gap."""
+    gc.disable()
     streams = Streams(url, num, **fields)
     try:
         yield streams
     finally:
         streams.end()
+        gc.enable()
 
 
 def megabytes_of(pid: int) -> float:

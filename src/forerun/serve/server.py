@@ -32,6 +32,7 @@ from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, shown
 from forerun.models.named import default
+from forerun.memory.machine import spare_what_is_loaded
 from forerun.sampling.grammar import vocabulary
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
@@ -129,7 +130,6 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def loaded(opened: Opened) -> LLM:
     """The model, warm: what is measured or compiled at the first step is done before the first request."""
-    from forerun.memory.machine import spare_what_is_loaded
     from forerun.types import SamplingParams
 
     tokenizer = opened.text_tokenizer()  # the APIs answer with texts
@@ -171,6 +171,7 @@ async def _serve(
             await asyncio.sleep(0.005)
         if server.started:
             listening.listen(BACKLOG)
+            spare_what_is_loaded()  # the routes and what they read bodies with, too
             _say_where(services, listening, pages)
         await serving
     finally:

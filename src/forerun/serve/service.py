@@ -29,7 +29,7 @@ from forerun.types import SamplingParams
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
-MOST_ARRIVING = 256  # bodies that are not whole, or as many as there are places
+MOST_ARRIVING = 1024  # bodies that are not whole, or as many as there are places
 MOST_LONG = 16  # of them, if they are as long as may be
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 

@@ -22,7 +22,7 @@ from typing import Any
 from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve import llama_server, messages, ollama, openai, responses
-from forerun.serve.bodies import Form, Job, Refused, check, flag
+from forerun.serve.bodies import Form, Job, Prompt, Refused, check, flag
 from forerun.serve.events import in_slices
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
@@ -182,7 +182,7 @@ class Texts:
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
         # Prompts and messages are ids now, but for the texts that the answer repeats.
-        echoed = tuple(prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
+        echoed = tuple[Prompt, ...](prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, reader: Callable[..., Job], body: Any) -> Job:
