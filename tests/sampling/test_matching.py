@@ -103,7 +103,7 @@ def start_of(params: SamplingParams, spelling: Tokenizer) -> Callable[[], Constr
     grammar = vocabulary(spelling).compiled(params)
     held = grammar if params.thinking is None else Limited(params.thinking, grammar, spelling.num_ids)
     assert held is not None
-    return lambda: held.start(frozenset(spelling.encode(END)), 0)
+    return functools.partial(held.start, frozenset(spelling.encode(END)), 0)
 
 
 def of_chat(

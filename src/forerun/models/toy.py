@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.blocks import Block
 from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache, CacheShape
@@ -32,6 +33,10 @@ class ToyConfig:
     max_positions: int
     model_type: str = "toy"
     encoder: ToyConfig | None = None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return ()
 
     @property
     def hidden_size(self) -> int:
