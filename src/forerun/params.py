@@ -137,6 +137,8 @@ FORMATS = frozenset(
         "relative-json-pointer",
     )
 )
+NO_LIMIT = 1 << 24  # characters, items or properties: no context holds a text with so many
+_MOST, _LEAST = ("maxLength", "maxItems", "maxProperties"), ("minLength", "minItems", "minProperties")
 MAX_BEAMS = 64
 NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 
@@ -559,6 +561,21 @@ _FIELDS = SamplingParams.__dataclass_fields__
 
 # Of the fields, for help() and completion: that of __new__ would say nothing.
 SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a JSON schema that say something of a text.
+
+    Formats that JSON Schema does not define do not, nor do maxima that no text reaches; a minimum that none reaches is
+    one that can be counted.
+    """
+    kept = dict[str, Any]()
+    for key, value in schema.items():
+        is_large = isinstance(value, int | float) and value >= NO_LIMIT
+        if (key == "format" and isinstance(value, str) and value not in FORMATS) or (key in _MOST and is_large):
+            continue
+        kept[key] = NO_LIMIT if key in _LEAST and is_large else value
+    return kept
 
 
 def no_field(name: str) -> str:

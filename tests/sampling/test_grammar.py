@@ -272,6 +272,18 @@ def test_what_cannot_be_honoured_is_refused_when_it_is_compiled(tokenizer, field
         vocabulary(tokenizer).compiled(SamplingParams(**fields))
 
 
+@pytest.mark.parametrize(
+    ("schema", "most", "value"),
+    [({"type": "string"}, "maxLength", "abc"), ({"type": "array"}, "maxItems", [1]), ({}, "maxProperties", {"a": 1})],
+)
+def test_a_maximum_that_no_text_reaches_says_nothing(tokenizer, schema, most, value):
+    """Nobody can count to it, and a property may have its name."""
+    whole = {"type": "object", "properties": {most: {**schema, most: 2**40}}, "required": [most]}
+    assert takes(tokenizer, walk(tokenizer, json_schema=whole), json.dumps({most: value}))
+    least = {"type": "string", "minLength": 2**40}
+    assert texts(tokenizer, walk(tokenizer, json_schema=least), '"abc') & {"d", '"'} == {"d"}
+
+
 def hostile() -> list[dict]:
     """200 grammars that are meant to take long, to take much, or to break what reads them."""
     deep = '{"type": "array", "items": ' * 2000 + "true" + "}" * 2000

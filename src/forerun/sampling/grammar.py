@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.errors import BadOption, shown
-from forerun.params import FORMATS
+from forerun.params import telling
 from forerun.sampling.behind import Behind
 from forerun.sampling.matching import Matching
 from forerun.types import SamplingParams
@@ -419,7 +419,7 @@ def _source(kind: str, text: str) -> str:
     if name in ("json_schema", "json_object"):
         whole = json.loads(text)
         _refuse_values(name, whole)
-        text = json.dumps(_without_notes(whole), ensure_ascii=False) if '"format"' in text else text
+        text = json.dumps(_telling(whole), ensure_ascii=False)
         schema = text if text.lstrip().startswith("{") else '{"anyOf": [' + text + "]}"
         return LLMatcher.grammar_from_json_schema(schema, overrides=_SEPARATORS[whitespace])  # type: ignore[arg-type]
     if name == "regex":
@@ -443,17 +443,13 @@ def _refuse_values(name: str, schema: Any) -> None:
         raise BadOption(f"{name} has {num:,} values: it must have at most {MOST_VALUES:,}")
 
 
-def _without_notes(schema: Any) -> Any:
-    """Return a schema without formats that JSON Schema does not define."""
+def _telling(schema: Any) -> Any:
+    """Return a schema without what says nothing of a text."""
     if isinstance(schema, list):
-        return [_without_notes(one) for one in schema]
+        return [_telling(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in ("enum", "const") else _without_notes(value)
-        for key, value in schema.items()
-        if not (key == "format" and isinstance(value, str) and value not in FORMATS)
-    }
+    return {key: value if key in ("enum", "const") else _telling(value) for key, value in telling(schema).items()}
 
 
 def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:

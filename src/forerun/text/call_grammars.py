@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from forerun.params import FORMATS
+from forerun.params import telling
 from forerun.text.tools import Tools, choices_of, kinds, several
 
 Schema = Mapping[str, Any]
@@ -102,13 +102,11 @@ def _without_words(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     made = {}
-    for key, value in schema.items():
+    for key, value in telling(schema).items():
         if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, Mapping):
             made[key] = {name: _without_words(one) for name, one in value.items()}
         elif key in ("enum", "const", "required"):
             made[key] = value
-        elif key == "format" and isinstance(value, str) and value not in FORMATS:
-            continue
         elif key not in ("description", "title", "examples", "default", "$comment", "$schema"):
             made[key] = _without_words(value)
     return made
@@ -120,7 +118,8 @@ def text_of(schema: Schema) -> str:
         before, after = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
         inner = pattern.removeprefix("^").removesuffix("$").replace(r"\/", "/").replace("/", r"\/")
         return f"/{before}({inner}){after}/"
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    counted = telling(schema)
+    least, most = counted.get("minLength", 0), counted.get("maxLength", "")
     return TEXT if least == 0 and most == "" else f"/(?s:.{{{least},{most}}})/"
 
 
