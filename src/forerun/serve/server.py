@@ -31,8 +31,8 @@ from forerun.engine.fitting import refuse_together
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, shown
-from forerun.models.named import default
 from forerun.memory.machine import spare_what_is_loaded
+from forerun.models.named import default
 from forerun.sampling.grammar import vocabulary
 from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
