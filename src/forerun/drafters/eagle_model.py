@@ -155,7 +155,7 @@ class EagleModel:
         if c.final_norm is not None and c.blocks[0].pre_attention is not None:
             whole = self._whole(shapes, self._target.head(self.ids.tolist()).to(self.weight_dtype))
             return whole, whole.logits
-        model = TorchModel(c, shapes, self.ops, self._product)
+        model = TorchModel(c, cast(Mapping[str, Tensor], shapes), self.ops, self._product)
         if OWN_HEAD not in own and len(self.ids) == num_ids:
             return model, self._target.logits
         rows = own[OWN_HEAD] if OWN_HEAD in own else self._target.head(self.ids.tolist()).to(self.weight_dtype)

@@ -256,8 +256,7 @@ def own_weights(
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
     found = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
-    _, matrices = _quantised(folder)
-    for name, own in matrices.items():
+    for name, own in _quantised(folder)[1].items():
         found = {n: s for n, s in found.items() if n not in own.names.values()} | {name: own.shape}
     num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), target.vocab_size if all_rows else 0)
     kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
