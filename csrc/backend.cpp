@@ -95,6 +95,11 @@ void check_join(const Join& join, int width) {
         throw std::invalid_argument("the parts of a row must be as wide as the inputs of the product");
 }
 
+const float* cut(const float* x, int width, float largest, float* out) {
+    for (int i = 0; i < width; ++i) out[i] = std::clamp(x[i], -largest, largest);
+    return out;
+}
+
 void join_rows(Backend& backend, const Join& join, const std::vector<const float*>& parts, int num_rows, float* out) {
     static thread_local Scratch kept;
     const Matrix& w = *join.w;
@@ -108,9 +113,11 @@ void join_rows(Backend& backend, const Join& join, const std::vector<const float
                 for (size_t i = 0; i < parts.size(); ++i) {
                     const float* from = parts[i] + static_cast<size_t>(row) * static_cast<size_t>(width);
                     float* const to = row_buffer + i * static_cast<size_t>(width);
+                    if (join.largest > 0) from = cut(from, width, join.largest, to);
                     if (join.norms[i]) backend.kernels.rms_norm(from, join.norms[i], width, join.norm_eps, to);
-                    else std::memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
+                    else if (from != to) std::memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
                 }
+                if (join.whole_norm) backend.kernels.rms_norm(row_buffer, join.whole_norm, w.num_in, join.norm_eps, row_buffer);
                 backend.kernels.put_row(x, row, row_buffer, w.num_in);
             }
         });

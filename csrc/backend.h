@@ -51,10 +51,15 @@ struct Join {
     std::vector<const float*> norms;  // of each part; null = the part as it is
     float norm_eps;
     const Matrix* w;
+    const float* whole_norm = nullptr;  // of all parts side by side; null = none
+    float largest = 0.0f;               // parts are cut to -largest .. largest before; 0 = they are not
 };
 
 // Throws std::invalid_argument unless parts of this width are the inputs of the product.
 void check_join(const Join& join, int width);
+
+// Writes the numbers of a row, but no smaller than -largest and no larger than `largest`, and returns where they are.
+const float* cut(const float* x, int width, float largest, float* out);
 
 // parts: of each float32 [num_rows, inputs of w / parts]. out: float32 [num_rows, outputs of w].
 void join_rows(Backend& backend, const Join& join, const std::vector<const float*>& parts, int num_rows, float* out);

@@ -105,11 +105,14 @@ struct Pools {
 
 std::unique_ptr<Model> make_model(Backend& b, nb::handle spec, bool bfloat16,
                                   const std::unordered_map<std::string, const Packed*>& matrices, const Places& vectors,
-                                  const Places& tables) {
+                                  const Places& tables, const Model* target, const Ids& ids) {
+    if (target)
+        for (int64_t id : ids)
+            if (id < 0 || id >= target->parts().vocab_size) throw std::invalid_argument("an id is none of the target's");
     WeightPlaces places{{}, vectors, tables};
     for (const auto& [name, packed] : matrices) places.matrices[name] = &packed->matrix();
     auto [parts, kept] = read_spec(spec, bfloat16 ? Type::bfloat16 : Type::float32, &places);
-    return std::make_unique<Model>(b, std::move(parts), std::move(kept));
+    return std::make_unique<Model>(b, std::move(parts), std::move(kept), Lent{target, ids});
 }
 
 size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, bool quantised, int num_rows, int context,
@@ -186,15 +189,14 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rot
 // input: 0 = embeddings of the tokens. taps: see Pass.
 std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Rotations& rotations, int num_runs,
              const std::vector<Numbers>& numbers, const Pools& pools, const std::vector<int>& layers, Address input,
-             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read,
-             const Numbers& source_numbers) {
+             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, const Numbers& source_numbers) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
     check_layers(m, layers, pools);
     const std::vector<Runs> runs = runs_of(m, numbers, num_runs, layers, pools);
     runs[0].check_rows(static_cast<int>(tokens.size()));
     const Runs sources = sources_of(m, source_numbers, num_runs, layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
-    pass.input = at<const float>(input), pass.read = at<const float>(read);
+    pass.input = at<const float>(input);
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
     const int num_blocks = static_cast<int>(m.parts().blocks.size());
     for (const auto& [k, address] : taps) {
@@ -239,26 +241,54 @@ Found found_of(std::vector<Continued>&& runs) {
     return found;
 }
 
+void check_layer_rows(const Model& m, const Addresses& layer_rows) {
+    if (!m.parts().features || static_cast<size_t>(m.parts().features->num) != layer_rows.size())
+        throw std::invalid_argument("a head is given rows of as many layers as it joins");
+}
+
+void features(const Model& m, const Addresses& layer_rows, int num_rows, Address out) {
+    check_layer_rows(m, layer_rows);
+    require(num_rows >= 0, "features are of rows that are there");
+    std::vector<const float*> rows;
+    for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
+    nb::gil_scoped_release release;
+    m.features(rows, num_rows, at<float>(out));
+}
+
+// As `forward`, of a head's context.
+void remember(Model& m, const Ids& positions, const Rotations& rotations, int num_runs, const std::vector<Numbers>& numbers,
+              const Pools& pools, const Addresses& layer_rows) {
+    check_layer_rows(m, layer_rows);
+    if (m.parts().features->begins != Begins::context) throw std::invalid_argument("only a head with a context remembers rows");
+    std::vector<int> layers(m.parts().blocks.size());
+    for (size_t i = 0; i < layers.size(); ++i) layers[i] = static_cast<int>(i);
+    check_layers(m, layers, pools);
+    const std::vector<Runs> runs = runs_of(m, numbers, num_runs, layers, pools);
+    runs[0].check_rows(static_cast<int>(positions.size()));
+    const Ids tokens(positions.size());
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources_of(m, {}, num_runs, layers, pools), pools, layers);
+    std::vector<const float*> rows;
+    for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
+    nb::gil_scoped_release release;
+    m.remember(pass, rows);
+}
+
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
                                const std::vector<int>& lengths, const Rotations& rotations, const std::vector<Numbers>& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
-                               const Ahead* ahead, const std::vector<Stop>& stops, const Addresses& layer_rows,
-                               const Numbers& source_numbers, const std::vector<Draw>& draws) {
-    if ((input != 0) + !layer_rows.empty() != (ahead != nullptr))
+                               const std::vector<Stop>& stops, const Addresses& layer_rows, const Numbers& source_numbers,
+                               const std::vector<Draw>& draws) {
+    const bool is_head = m.parts().features.has_value();
+    if ((input != 0) + !layer_rows.empty() != is_head)
         throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
-    if (!layer_rows.empty() && (!ahead->layers || ahead->layers->norms.size() != layer_rows.size()))
-        throw std::invalid_argument("a head is given rows of as many layers as it joins");
-    for (int64_t token : tokens)
-        if (ahead && (token < 0 || token >= ahead->target->parts().embedding.num_rows))
-            throw std::out_of_range("there is no token with the id " + std::to_string(token));
+    if (!layer_rows.empty()) check_layer_rows(m, layer_rows);
     require(num_ids > 0, "logits are of rows and ids that are there");
-    if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
-    if (ahead) check_join(ahead->join, m.parts().hidden_size);
+    if (is_head && m.lent().ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     if (!stops.empty() && stops.size() != counts.size()) throw std::invalid_argument("every run needs a stop, or none does");
-    if (!draws.empty() && ahead) throw std::invalid_argument("the ids of a head are not those that its coins are of");
+    if (!draws.empty() && is_head) throw std::invalid_argument("the ids of a head are not those that its coins are of");
     if (!draws.empty() && draws.size() != counts.size()) throw std::invalid_argument("every run needs a draw, or none does");
     for (const Stop& stop : stops)
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
@@ -285,7 +315,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
     bool are_numbers;
     {
         nb::gil_scoped_release release;
-        are_numbers = m.run_ahead(pass, lengths, num_ids, ahead, rows, stops, draws, found);
+        are_numbers = m.run_ahead(pass, lengths, num_ids, rows, stops, draws, found);
     }
     if (!are_numbers) return {};
     return found_of(std::move(found));
@@ -327,16 +357,22 @@ void bind_model(nb::module_& m) {
         .def_prop_ro("rotations", [](const Model& self) { return self.parts().rotations; },
                      "Of each table of cos and sin that a pass takes, the first block that it is of.")
         .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
-             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "read"_a = 0, "sources"_a = Numbers(),
+             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "sources"_a = Numbers(),
              "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
              "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. "
-             "numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
-             "of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block "
-             "k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. "
+             "numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
+             "of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block "
+             "k. is_normed: whether the final norm is applied. "
              "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. "
              "Returns how many experts some row chose, of each of these blocks that has experts. "
              "Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError "
              "for numbers that do not hold together: of runs, blocks, sources, layers and taps.")
+        .def("features", &features, "layer_rows"_a, "num_rows"_a, "out"_a,
+             "Writes what a head makes of its target's rows behind each of its layers, float32 [num_rows, size], to `out`, float32 "
+             "[num_rows, hidden_size].")
+        .def("remember", &remember, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layer_rows"_a,
+             "Writes keys and values of what a head makes of its target's rows into all pools, as its blocks' context.\n\n"
+             "positions: of the rows. The rest is as for `forward` and `features`.")
         .def("norm", [](Model& self, Address hidden, int rows, Address out) {
             require(rows >= 0, "a norm is of rows that are there");
             self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
@@ -347,36 +383,19 @@ void bind_model(nb::module_& m) {
              "Returns the ids of the largest of the first `num_ids` logits of some of the rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
-             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(), "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
+             "layers"_a, "num_ids"_a, "input"_a = 0, "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
              "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(),
              "Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the "
              "distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None "
              "where a logit is NaN.\n\ndraws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens "
-             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, "
-             "whose tokens are ids of its target. input: of a head, the features of these tokens, float32 "
+             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 "
              "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.");
-    nb::class_<Ahead>(m, "Ahead", "How a head reads: the target's embedding of a token and its features are joined. Behind a found "
-                                  "id its own row before stands for the features.")
-        .def("__init__", [](Ahead* self, const Model& target, const Ids& ids, const std::array<Address, 2>& norms, float eps,
-                            const Packed& input, const Addresses& layer_norms, const Packed* layers, float largest) {
-            for (int64_t id : ids)
-                if (id < 0 || id >= target.parts().vocab_size) throw std::invalid_argument("an id is none of the target's");
-            new (self) Ahead{&target, ids, {{at<const float>(norms[0]), at<const float>(norms[1])}, eps, &input.matrix()}, {}, largest};
-            check_join(self->join, target.parts().hidden_size);
-            if (!layers) return;
-            self->layers = Join{{}, eps, &layers->matrix()};
-            for (Address norm : layer_norms) self->layers->norms.push_back(at<const float>(norm));
-            check_join(*self->layers, target.parts().hidden_size);
-            if (layers->matrix().num_out != target.parts().hidden_size) throw std::invalid_argument("features are as wide as a row");
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), "target"_a, "ids"_a, "norms"_a, "eps"_a, "input"_a,
-             "layer_norms"_a = Addresses(), "layers"_a.none() = nb::none(), "largest"_a = 0.0f,
-             "layers: joins the target's rows behind its layers, each behind one of `layer_norms` (0 = none) and cut to "
-             "-largest .. largest before; None = it is given features.");
     m.def("make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
-          nb::keep_alive<0, 1>(),
+          "target"_a.none() = nb::none(), "ids"_a = Ids(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 7>(),
           "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "
           "packed, by the products of blocks.weights(spec), with their biases; gate and up paired; \"head\" unless it is "
           "\"embedding\". vectors: addresses of norms' weights and biases, float32, by name. "
-          "tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. "
+          "tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. target: of a head, whose embedding it reads where it has none of its own; ids: those of "
+          "the target that its own stand for. "
           "Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.");
 }

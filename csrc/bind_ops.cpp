@@ -145,7 +145,7 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
     return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
 }
 
-// Of each section its outputs, then the fields of its Format that ops/packed.py has, the numbers of its table last.
+// Of each section its outputs, then the fields of its Format that ops/cpu/packed.py has, the numbers of its table last.
 using SectionNumbers = std::vector<std::array<int, 9 + 16>>;
 
 std::vector<Section> sections_of(const SectionNumbers& numbers) {
@@ -207,17 +207,6 @@ std::pair<bool, bool> round_stored(Backend& b, Packed& packed, int first, int co
     return {is_good, fits};
 }
 
-void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed& w, const std::vector<Address>& parts,
-          int width, int num_rows, Address out) {
-    Join made{{}, eps, &w.matrix()};
-    std::vector<const float*> rows;
-    for (Address norm : norms) made.norms.push_back(at<const float>(norm));
-    for (Address part : parts) rows.push_back(at<const float>(part));
-    check_join(made, width);
-    if (rows.size() != norms.size()) throw std::invalid_argument("every part needs a norm, or 0");
-    join_rows(b, made, rows, num_rows, at<float>(out));
-}
-
 }  // namespace
 
 void bind_ops(nb::module_& m) {
@@ -267,8 +256,5 @@ void bind_ops(nb::module_& m) {
         .def("gated", &gated, Free())
         .def("rope", &rope, Free())
         .def("attention", &attention, Free(), "type"_a, "q"_a, "num_rows"_a, "keys"_a, "values"_a, "pool_rows"_a, "num_heads"_a,
-             "num_kv_heads"_a, "dim"_a, "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a)
-        .def("join", &join, Free(), "norms"_a, "eps"_a, "w"_a, "parts"_a, "width"_a, "num_rows"_a, "out"_a,
-             "Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].\n\nparts: addresses of float32 "
-             "[num_rows, width] each. norms: of each part's weights, 0 = the part as it is.");
+             "num_kv_heads"_a, "dim"_a, "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a);
 }

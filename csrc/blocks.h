@@ -39,6 +39,7 @@ struct MlpPart {
     Act act;
     bool gated;
     const Matrix *up, *down;  // up: gate and up, paired, where it is gated
+    bool has_down;            // else it is act(up(x)), as wide as a row
 };
 
 // What the scores of a router become: a softmax of all of them, a sigmoid of each, or a softmax of those that are chosen.
@@ -97,6 +98,22 @@ struct LayerInputs {
     std::optional<Norm> norm;
 };
 
+// What the residual stream of a head begins with: a product of the embedding of a token and features, or features, beside
+// which the first block's attention reads both; features alone; or the embedding, and the features of other tokens are context.
+enum class Begins { product, read, features, context };
+
+// How a head begins: the embedding of a token beside features, which are made of rows of a target.
+struct FeatureParts {
+    Begins begins;
+    int num_ids, size, num;  // ids of tokens; width of the target's rows, and how many are read of a token
+    Join layers;             // makes features of these; without a matrix there is one, which is taken as it is
+    std::optional<Act> act;  // features are the first half of what it makes, and the act of the second
+    std::optional<Norm> context_norm;
+    Join sides;              // of the embedding and the features: norms, and where both make the stream, the matrix
+    bool normed_stream;      // whether a stream that begins with features has them behind their norm
+    bool feeds_normed;       // whether the next step's features are behind the final norm
+};
+
 struct ModelParts {
     int vocab_size, hidden_size;
     Type type;  // of dense weights, keys and values
@@ -107,6 +124,7 @@ struct ModelParts {
     float embed_scale;
     int position_offset;  // the row of position 0
     std::optional<LayerInputs> layer_inputs;
+    std::optional<FeatureParts> features;
     LogitRange range;
     const Matrix* head;   // null = none
 };

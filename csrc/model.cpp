@@ -35,7 +35,7 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     for (const Block& block : model.blocks) {
         has_branch |= (block.post_attention || block.post_mlp) && !block.norms_sum;
         has_branch |= block.branch_scale != 1.0f;
-        if (block.mlp) ffn = std::max(ffn, steps(block.mlp->size));
+        if (block.mlp) ffn = std::max(ffn, steps(block.mlp->size)), has_branch |= !block.mlp->has_down;
         if (block.experts) {
             const ExpertsPart& e = *block.experts;
             const size_t choices = rows * static_cast<size_t>(e.chosen), size = steps(e.parts[0].size);
@@ -203,8 +203,18 @@ static std::vector<uint16_t> key_order(const AttentionPart& a) {
     return order;
 }
 
-Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors)
-    : backend_(backend), parts_(std::move(parts)), vectors_(std::move(vectors)) {
+static void check_features(const FeatureParts& f, int width) {
+    if (f.sides.w) check_join(f.sides, width);
+    if (f.layers.w) check_join(f.layers, f.size);
+    if ((f.sides.w && f.sides.w->num_out != width) || (f.layers.w && f.layers.w->num_out != width * (f.act ? 2 : 1)))
+        throw std::invalid_argument("features are as wide as a row");
+    if (!f.layers.w && f.size != width) throw std::invalid_argument("features that no matrix makes are as wide as a row");
+}
+
+Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent)
+    : backend_(backend), parts_(std::move(parts)), lent_(std::move(lent)), vectors_(std::move(vectors)) {
+    if (parts_.features) check_features(*parts_.features, parts_.hidden_size);
+    if (parts_.features && embedder().parts_.hidden_size != parts_.hidden_size) throw std::invalid_argument("a head's embedding is as wide as a row");
     const auto count = [&](const Matrix* w) {
         bytes_ += w->bytes();
         is_any_quantised_ |= is_quantised(w->type);
@@ -219,7 +229,9 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
             shape = static_cast<size_t>(std::find(shapes_.begin(), shapes_.end(), wanted) - shapes_.begin());
             if (shape == shapes_.size()) shapes_.push_back(wanted);
         }
-        if (block.mlp) count(block.mlp->up), count(block.mlp->down);
+        if (block.mlp) count(block.mlp->up);
+        if (block.mlp && block.mlp->has_down) count(block.mlp->down);
+        else if (block.mlp && block.mlp->up->num_out != parts_.hidden_size) throw std::invalid_argument("a part is as wide as a row");
         if (block.experts) {
             for (const MlpPart& part : block.experts->parts) {
                 const size_t before = bytes_;
@@ -269,12 +281,13 @@ void Model::enter(const Pass& pass, int row, float* x) const {
 
 void Model::check(const Pass& pass) const {
     if (pass.rotations.size() != parts_.rotations.size()) throw std::invalid_argument("every kind of rotation needs a table");
-    const bool reads_tokens = !pass.input || parts_.layer_inputs;
-    if (reads_tokens && !parts_.embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
+    const bool reads_tokens = !pass.input || parts_.layer_inputs || joins_tokens();
+    const Table& embedding = embedder().parts_.embedding;
+    if (reads_tokens && !embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
     for (size_t i = 0; i < pass.layers.size(); ++i) {
         const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
-        if (attention && attention->reads != parts_.hidden_size && !(pass.read && i == 0))
-            throw std::invalid_argument("a block that reads rows of another width needs them");
+        const int width = parts_.hidden_size * (begins(Begins::read) && pass.layers[i] == 0 ? 2 : 1);
+        if (attention && attention->reads != width) throw std::invalid_argument("a block reads rows of another width than there are");
         if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs[0].size())
             throw std::invalid_argument("every run of a decoder that sees a source needs one");
         if (!attention) continue;
@@ -289,7 +302,7 @@ void Model::check(const Pass& pass) const {
     int64_t end = INT64_MAX;
     for (const auto& rotation : pass.rotations) end = std::min(end, rotation.second);
     for (int row = 0; row < pass.num_rows; ++row) {
-        if (reads_tokens && (pass.tokens[row] < 0 || pass.tokens[row] >= parts_.embedding.num_rows))
+        if (reads_tokens && (pass.tokens[row] < 0 || pass.tokens[row] >= embedding.num_rows))
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
         const int64_t at = pass.positions[row] + parts_.position_offset;
         if (pass.positions[row] < 0 || pass.positions[row] >= end || (positions.is_there() && (at < 0 || at >= positions.num_rows)))
@@ -297,8 +310,75 @@ void Model::check(const Pass& pass) const {
     }
 }
 
+void Model::features(const std::vector<const float*>& layer_rows, int num_rows, float* out) const {
+    const FeatureParts& f = *parts_.features;
+    const size_t width = static_cast<size_t>(parts_.hidden_size);
+    if (!f.layers.w) {
+        cut(layer_rows[0], num_rows * f.size, f.layers.largest, out);
+        return;
+    }
+    if (!f.act) return join_rows(backend_, f.layers, layer_rows, num_rows, out);
+    std::vector<float> both(2 * static_cast<size_t>(num_rows) * width), ones(width, 1.0f);
+    join_rows(backend_, f.layers, layer_rows, num_rows, both.data());
+    for (size_t row = 0; row < static_cast<size_t>(num_rows); ++row) {
+        float *const plain = both.data() + 2 * row * width, *const acted = plain + width;
+        backend_.kernels.act_mul(*f.act, acted, ones.data(), parts_.hidden_size, acted);
+        for (size_t i = 0; i < width; ++i) out[row * width + i] = plain[i] + acted[i];
+    }
+}
+
+void Model::remember(const Pass& pass, const std::vector<const float*>& layer_rows) {
+    check(pass);
+    const FeatureParts& f = *parts_.features;
+    const size_t width = static_cast<size_t>(parts_.hidden_size);
+    std::vector<float> rows(static_cast<size_t>(pass.num_rows) * width);
+    features(layer_rows, pass.num_rows, rows.data());
+    for (float* x = rows.data(); x < rows.data() + rows.size(); x += width)
+        norm_row(backend_.kernels, *f.context_norm, x, parts_.hidden_size, x);
+    Pass kept = pass;
+    kept.read = rows.data();
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    Buffers b = buffers(room, kept);
+    backend_.team.run(alone(pass.num_rows), [&](int thread) {
+        for (int i : kept.layers) keep_keys(thread, i, kept, b);
+    });
+}
+
+// A pass of a head as its first block begins it. stream, read: receive what that gets and, in place of it, its attention.
+Pass Model::begun(const Pass& given, std::vector<float>& stream, std::vector<float>& read) const {
+    const FeatureParts& f = *parts_.features;
+    const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(given.num_rows) * width;
+    std::vector<float> embedded(num_floats), zeros(given.input ? 0 : num_floats);
+    const float* const features = given.input ? given.input : zeros.data();
+    for (int row = 0; row < given.num_rows; ++row) embedder().embed(given.tokens[row], embedded.data() + static_cast<size_t>(row) * width);
+    stream.resize(num_floats);
+    Pass pass = given;
+    pass.input = stream.data();
+    if (f.begins == Begins::product) {
+        join_rows(backend_, f.sides, {embedded.data(), features}, given.num_rows, stream.data());
+        return pass;
+    }
+    read.resize(2 * num_floats);
+    for (size_t at = 0; at < num_floats; at += width) {
+        float* const both = read.data() + 2 * at;
+        backend_.kernels.rms_norm(embedded.data() + at, f.sides.norms[0], parts_.hidden_size, f.sides.norm_eps, both);
+        backend_.kernels.rms_norm(features + at, f.sides.norms[1], parts_.hidden_size, f.sides.norm_eps, both + width);
+        std::memcpy(stream.data() + at, f.normed_stream ? both + width : features + at, width * sizeof(float));
+    }
+    pass.read = read.data();
+    return pass;
+}
+
 std::vector<int> Model::forward(const Pass& pass) {
     check(pass);
+    if (!joins_tokens() || pass.layers.empty() || pass.layers[0] != 0) return run(pass);
+    std::vector<float> stream, read;
+    return run(begun(pass, stream, read));
+}
+
+// Runs a pass that was checked.
+std::vector<int> Model::run(const Pass& pass) {
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
     Buffers b = buffers(room, pass);
@@ -319,7 +399,7 @@ std::vector<int> Model::forward(const Pass& pass) {
         for_rows([&](int row, size_t at) {
             float* const x = b.residual + at;
             if (pass.input) std::memcpy(x, pass.input + at, width * sizeof(float));
-            else embed(pass.tokens[row], x);
+            else embedder().embed(pass.tokens[row], x);
             if (enters) enter(pass, row, x);
         });
         if (parts_.layer_inputs) make_layer_inputs(thread, pass, b);
@@ -343,13 +423,15 @@ std::vector<int> Model::forward(const Pass& pass) {
 void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
     // Of a parallel block the feed-forward part reads the rows before attention adds to them.
-    if (block.parallel && block.mlp) feed(thread, block, b);
+    const bool is_fed = block.mlp && block.mlp->has_down;
+    if (block.parallel && is_fed) feed(thread, block, b);
     if (block.attention) run_attention(thread, index, pass, b);
-    if (!block.parallel && block.mlp) feed(thread, block, b);
-    const bool is_beside = block.mlp && block.experts;  // the experts add what both give
-    const Inputs inner = block.mlp ? b.inputs_of(*block.mlp->down, b.ffn) : Inputs{};
+    if (!block.parallel && is_fed) feed(thread, block, b);
+    if (block.mlp && !is_fed) add_activated(thread, block, b);
+    const bool is_beside = is_fed && block.experts;  // the experts add what both give
+    const Inputs inner = is_fed ? b.inputs_of(*block.mlp->down, b.ffn) : Inputs{};
     if (is_beside) product(backend_, thread, *block.mlp->down, inner, stored(b.shared_out, static_cast<size_t>(b.width)));
-    else if (block.mlp) add_branch(thread, block, block.post_mlp, *block.mlp->down, inner, b);
+    else if (is_fed) add_branch(thread, block, block.post_mlp, *block.mlp->down, inner, b);
     if (block.experts) {
         run_experts(thread, index, block, b);
         join_branch(thread, block, block.post_mlp, b);
@@ -401,15 +483,34 @@ void Model::add_layer_input(int thread, int index, const Block& block, Buffers& 
     });
 }
 
+// Adds a feed-forward part that has no last matrix.
+void Model::add_activated(int thread, const Block& block, Buffers& b) {
+    static thread_local std::vector<float> ones;
+    ones.resize(static_cast<size_t>(b.width), 1.0f);
+    times_rows(thread, b.residual, b.width, block.pre_mlp, *block.mlp->up, stored(b.branch, static_cast<size_t>(b.width)), b);
+    backend_.team.tiles(thread, b.num_rows, [&](int row) {
+        float* const x = b.row(b.branch, row);
+        backend_.kernels.act_mul(block.mlp->act, x, ones.data(), b.width, x);
+    });
+    join_branch(thread, block, block.post_mlp, b);
+}
+
+// Writes keys and values of what a pass gives attention to read, or of the residual stream, into the cache, beside its queries.
+void Model::keep_keys(int thread, int index, const Pass& pass, Buffers& b) {
+    const Block& block = parts_.blocks[static_cast<size_t>(index)];
+    const AttentionPart& a = *block.attention;
+    const bool reads_pass = pass.read && (index == pass.layers[0] || begins(Begins::context));
+    times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
+               stored(b.qkv, static_cast<size_t>(a.qkv_size())), b);
+    backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
+}
+
 void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
     const AttentionPart& a = *block.attention;
     const Kernels& kernels = backend_.kernels;
     const size_t stride = static_cast<size_t>(a.qkv_size());
-    const bool reads_pass = pass.read && index == pass.layers[0];
-    times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
-               stored(b.qkv, stride), b);
-    backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
+    keep_keys(thread, index, pass, b);
     const int from = keys_of(index);
     const Attention attention{pass.kept,   b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
                               a.head_dim,  order_of(from, pass), a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
@@ -672,33 +773,12 @@ std::vector<Model::Next> Model::drawn(const float* hidden, const std::vector<int
     return next;
 }
 
-// What the first block of a head gets for the rows of a pass.
-std::vector<float> Model::head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const {
-    const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(pass.num_rows) * width;
-    std::vector<float> embedded(num_floats), input(num_floats), features, cut;
-    for (int row = 0; row < pass.num_rows; ++row)
-        ahead.target->embed(pass.tokens[row], embedded.data() + static_cast<size_t>(row) * width);
-    if (!layer_rows.empty()) {
-        std::vector<const float*> layers;
-        features.resize(num_floats), cut.resize(layer_rows.size() * num_floats);
-        for (size_t i = 0; i < layer_rows.size(); ++i) {
-            float* const to = cut.data() + i * num_floats;
-            for (size_t k = 0; k < num_floats; ++k) to[k] = std::clamp(layer_rows[i][k], -ahead.largest, ahead.largest);
-            layers.push_back(to);
-        }
-        join_rows(backend_, *ahead.layers, layers, pass.num_rows, features.data());
-    }
-    join_rows(backend_, ahead.join, {embedded.data(), layer_rows.empty() ? pass.input : features.data()}, pass.num_rows, input.data());
-    return input;
-}
-
-bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                      const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, const std::vector<Draw>& draws,
-                      std::vector<Continued>& found) {
+bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const std::vector<const float*>& layer_rows,
+                      const std::vector<Stop>& stops, const std::vector<Draw>& draws, std::vector<Continued>& found) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
     const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
     std::vector<float> hidden(num_floats), survival(num_runs, 1.0f);
-    std::vector<float> left, embedded, before, input;
+    std::vector<float> left, before, made;
     std::vector<char> stopped(num_runs, 0);
     std::vector<int64_t> tokens, positions;
     std::vector<const Draw*> own_draws;
@@ -708,12 +788,18 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
     const bool is_told = !stops.empty();
     Pass pass = first;
     pass.hidden = hidden.data();
-    if (ahead) {
-        left.resize(num_floats), embedded.resize(num_runs * width), before.resize(num_runs * width);
-        input = head_input(*ahead, first, layer_rows);  // of at least as many rows as follow
-        pass.input = input.data();
+    const bool is_head = parts_.features.has_value(), feeds_stream = is_head && !parts_.features->feeds_normed;
+    if (is_head) before.resize(num_runs * width);
+    if (feeds_stream) {
+        left.resize(num_floats);
         pass.taps = {{static_cast<int>(parts_.blocks.size()), left.data()}};
     }
+    if (!layer_rows.empty()) {
+        made.resize(num_floats);
+        features(layer_rows, first.num_rows, made.data());
+        pass.input = made.data();
+    }
+    const std::vector<float>& fed = feeds_stream ? left : hidden;
     for (size_t i = 0; i < num_runs; ++i) {
         const Run& run = first.runs[0][i];
         going[i] = i;
@@ -743,25 +829,23 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             const Run& run = first.runs[0][i];
             const int at = run.cached + run.num_rows + depth - 1;
             const size_t row = going.size();
-            if (ahead) {
-                ahead->target->embed(ahead->ids[static_cast<size_t>(found[i].ids.back())], embedded.data() + row * width);
-                const float* const from = left.data() + static_cast<size_t>(row_of[i]) * width;
+            if (is_head) {
+                const float* const from = fed.data() + static_cast<size_t>(row_of[i]) * width;
                 std::memcpy(before.data() + row * width, from, width * sizeof(float));
             }
             rows.push_back(row_of[i] = static_cast<int>(row));
             for (size_t kind = 0; kind < pass.runs.size(); ++kind)
                 pass.runs[kind].push_back({rows.back(), 1, at, 0, first.runs[kind][i].rows, nullptr});
             if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
-            tokens.push_back(found[i].ids.back());
+            const int64_t id = found[i].ids.back();
+            tokens.push_back(is_head ? lent_.ids[static_cast<size_t>(id)] : id);
             positions.push_back(at);
             going.push_back(i);
         }
         if (going.empty()) return true;
         pass.num_rows = static_cast<int>(going.size());
         pass.tokens = tokens.data(), pass.positions = positions.data();
-        if (ahead) {
-            join_rows(backend_, ahead->join, {embedded.data(), before.data()}, pass.num_rows, input.data());
-        }
+        if (is_head) pass.input = before.data();
     }
 }
 

@@ -57,15 +57,10 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
 
 class Model;
 
-// How a head reads and goes on: a row joins the embedding of its token, the target's, with features: at first those of what
-// the target has computed, then what the last block has left of the row before. layers: makes features of rows behind
-// several of the target's layers, which are cut to -largest .. largest before; none = it is given features alone.
-struct Ahead {
-    const Model* target;
-    std::vector<int64_t> ids;  // the target's, of each own id
-    Join join;
-    std::optional<Join> layers;
-    float largest;
+// What a head has of its target: the embedding, where it has none of its own, and the ids that its own stand for.
+struct Lent {
+    const Model* target = nullptr;  // null = no head
+    std::vector<int64_t> ids;
 };
 
 // When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of all ids
@@ -94,8 +89,9 @@ struct Continued {
 
 class Model {
   public:
-    // vectors: weights of norms that the parts point to and that nobody else keeps.
-    Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors);
+    // vectors: weights of norms that the parts point to and that nobody else keeps. Throws std::invalid_argument for matrices of
+    // a head that do not fit its rows.
+    Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent = {});
 
     // Returns how many experts some row chose, of each block with experts, in the order of the layers.
     // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none, and WrongNumbers
@@ -113,13 +109,18 @@ class Model {
                 float* probs = nullptr);
     // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
-    // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. ahead: of a head, whose tokens are the target's ids and whose input are their
-    // features, or null where `layer_rows` are what it makes them of, by layer [num_rows, hidden_size]; null = a found id is
-    // fed by its embedding. stops: of each run, or none at all; then the probability of every id is told.
-    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
-                   const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops, const std::vector<Draw>& draws,
-                   std::vector<Continued>& found);
+    // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. A head is
+    // given the features of the tokens as input, or `layer_rows`, of which it makes them (see `features`); behind a found id the
+    // row before stands for them. stops: of each run, or none at all; then the probability of every id is told.
+    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const std::vector<const float*>& layer_rows,
+                   const std::vector<Stop>& stops, const std::vector<Draw>& draws, std::vector<Continued>& found);
+    // What a head makes of its target's rows, by layer [num_rows, features.size], to `out` [num_rows, hidden_size].
+    void features(const std::vector<const float*>& layer_rows, int num_rows, float* out) const;
+    // Writes keys and values of what a head makes of its target's rows of the tokens of a pass, as its blocks' context.
+    void remember(const Pass& pass, const std::vector<const float*>& layer_rows);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
+    const Model& embedder() const { return parts_.embedding.is_there() || !lent_.target ? *this : *lent_.target; }
+    const Lent& lent() const { return lent_; }
     const ModelParts& parts() const { return parts_; }
     int keys_of(int block) const;  // the block whose keys and values a block reads
 
@@ -133,6 +134,12 @@ class Model {
     };
     const Matrix& head() const;
     void check(const Pass& pass) const;
+    std::vector<int> run(const Pass& pass);
+    Pass begun(const Pass& pass, std::vector<float>& stream, std::vector<float>& read) const;
+    bool begins(Begins with) const { return parts_.features && parts_.features->begins == with; }
+    bool joins_tokens() const { return begins(Begins::product) || begins(Begins::read); }  // with features
+    void keep_keys(int thread, int index, const Pass& pass, Buffers& b);
+    void add_activated(int thread, const Block& block, Buffers& b);
     Buffers buffers(Room& room, const Pass& pass) const;
     Inputs head_inputs(Room& room, const Matrix& head, int num_rows) const;
     void enter(const Pass& pass, int row, float* x) const;
@@ -152,7 +159,6 @@ class Model {
     std::vector<Next> drawn(const float* hidden, const std::vector<int>& rows, int num_ids, const std::vector<const Draw*>& draws,
                             uint64_t depth, bool is_told);
     void join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b);
-    std::vector<float> head_input(const Ahead& ahead, const Pass& pass, const std::vector<const float*>& layer_rows) const;
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     KeyOrder order_of(int block, const Pass& pass) const;
     std::vector<int> kinds_of(const Pass& pass) const;
@@ -160,6 +166,7 @@ class Model {
 
     Backend& backend_;
     ModelParts parts_;
+    Lent lent_;
     std::vector<std::vector<float>> vectors_;
     std::vector<HeadShape> shapes_;    // of attention, each once
     std::vector<size_t> shape_of_;     // by block

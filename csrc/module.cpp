@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 void bind_system(nanobind::module_& m);
+void bind_numbers(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_model(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
@@ -11,6 +12,7 @@ NB_MODULE(_native, m) {
     nanobind::set_leak_warnings(false);  // a process that called gc.freeze() exits with its engines alive
     bind_system(m);
     bind_ops(m);
+    bind_numbers(m);
     bind_model(m);
     bind_sampling(m);
 }

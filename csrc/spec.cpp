@@ -30,7 +30,7 @@ const std::map<string, std::set<string>> READ = {
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
                    "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
-    {"Mlp", {"size", "act", "gated", "bias"}},
+    {"Mlp", {"size", "act", "gated", "bias", "down"}},
     {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
                  "reads_stream", "score_scale", "scaled"}},
     {"LayerInput", {"size", "act", "norm"}},
@@ -39,7 +39,9 @@ const std::map<string, std::set<string>> READ = {
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
               "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder",
-              "own_embedding"}},
+              "own_embedding", "features"}},
+    {"Features", {"num_ids", "size", "num", "joined", "bias", "act", "row_norms", "whole_norm", "side_norms", "context_norm", "input", "input_bias", "normed_stream",
+                  "feeds", "eps", "largest"}},
 };
 
 // What a field stands for, for people.
@@ -83,6 +85,23 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     }
     if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
         return no("experts beside attention");
+    const auto yes = [&](const char* name) { return nb::cast<bool>(object.attr(name)); };
+    if (type == "Features") {
+        const string input = nb::cast<string>(object.attr("input"));
+        if (input == "read" && !yes("side_norms")) return no("features that attention reads without a norm");
+        if (!yes("joined") && (yes("row_norms") || yes("whole_norm"))) return no("norms of rows that no matrix joins");
+        if ((input == "context") == object.attr("context_norm").is_none()) return no("context without a norm, or a norm of one that is not there");
+        if (!object.attr("act").is_none() && (!yes("joined") || ACTS.count(nb::cast<string>(object.attr("act"))) == 0))
+            return no("activation of features that no matrix makes, or other than silu, gelu, gelu_tanh and relu");
+    }
+    if (type == "Mlp" && !yes("down") && yes("gated")) return no("feed-forward part with a gate and no last matrix");
+    if (type == "Experts")
+        for (const char* name : {"mlp", "shared"})
+            if (!object.attr(name).is_none() && !nb::cast<bool>(object.attr(name).attr("down"))) return no("experts without a last matrix");
+    if (type == "Block" && !object.attr("mlp").is_none() && !nb::cast<bool>(object.attr("mlp").attr("down")))
+        if (!object.attr("experts").is_none() || yes("parallel")) return no("feed-forward part without a last matrix beside another part");
+    if (type == "Features" && !nb::cast<bool>(object.attr("joined")) && number("num") != 1)
+        return no("features of several rows that no matrix joins");
     if (type == "Mlp" || type == "LayerInput") {
         const string act = nb::cast<string>(object.attr("act"));
         const bool is_gated = type == "Mlp" && nb::cast<bool>(object.attr("gated"));
@@ -145,6 +164,11 @@ class Reader {
         m.embed_scale = rounded(real(spec, "embed_scale"));
         m.range = {real(spec, "logit_scale"), real(spec, "logit_softcap")};
         m.embedding = {maybe(places_ ? &places_->matrices : nullptr, "embedding"), table("model.embed_tokens.weight"), m.vocab_size};
+        const nb::object features = spec.attr("features");
+        if (!features.is_none()) {
+            m.features = this->features(features);
+            m.embedding.num_rows = m.features->num_ids;
+        }
         const nb::object inputs = spec.attr("layer_input");
         if (!inputs.is_none()) m.layer_inputs = layer_inputs(inputs, m.vocab_size);
         const nb::object positions = spec.attr("positions");
@@ -153,7 +177,7 @@ class Reader {
             m.positions = {nullptr, table("model.embed_positions.weight"), whole(positions, "num") + m.position_offset};
             if (places_ && !m.positions.rows) throw std::invalid_argument("there is no weight model.embed_positions.weight");
         }
-        if (yes(spec, "head")) {
+        if (yes(spec, "head") || m.features) {  // of a head without one it is the target's
             m.head = maybe(places_ ? &places_->matrices : nullptr, "head");
             if (!m.head && yes(spec, "tied")) m.head = m.embedding.packed;
         }
@@ -184,6 +208,23 @@ class Reader {
             found.layer_input = LayerInputPart{whole(input, "size"), act_of(text(input, "act")), matrix(at + "layer_gate"), matrix(at + "layer_up"),
                                                norm(input.attr("norm"), at + "post_per_layer_input_norm", hidden_)};
         found.out_scale = yes(b, "out_scale") && places_ ? *vector(at + "layer_scalar.weight") : 1.0f;
+        return found;
+    }
+
+    FeatureParts features(nb::handle f) {
+        FeatureParts found{};
+        found.num_ids = whole(f, "num_ids"), found.size = whole(f, "size"), found.num = whole(f, "num");
+        const auto norm_of = [&](const string& name, bool is_there) { return is_there && places_ ? vector(name + ".weight") : nullptr; };
+        const float eps = real(f, "eps");
+        const string input = text(f, "input");
+        found.begins = input == "product" ? Begins::product : input == "read" ? Begins::read : input == "features" ? Begins::features : Begins::context;
+        if (!f.attr("act").is_none()) found.act = act_of(text(f, "act"));
+        found.layers = {{}, eps, yes(f, "joined") ? matrix("fc") : nullptr, norm_of("input_norm", yes(f, "whole_norm")), real(f, "largest")};
+        for (int i = 0; i < found.num; ++i) found.layers.norms.push_back(norm_of("fc_norm." + std::to_string(i), yes(f, "row_norms")));
+        found.sides = {{}, eps, found.begins == Begins::product ? matrix("input") : nullptr};
+        for (const char* side : {"embedding_norm", "hidden_norm"}) found.sides.norms.push_back(norm_of(side, yes(f, "side_norms")));
+        found.context_norm = norm(f.attr("context_norm"), "hidden_norm", hidden_);
+        found.normed_stream = yes(f, "normed_stream"), found.feeds_normed = text(f, "feeds") == "normed";
         return found;
     }
 
@@ -234,7 +275,8 @@ class Reader {
     }
 
     MlpPart mlp(nb::handle m, const string& at) {
-        return {whole(m, "size"), act_of(text(m, "act")), yes(m, "gated"), matrix(at + "gate_up"), matrix(at + "down")};
+        const bool has_down = yes(m, "down");
+        return {whole(m, "size"), act_of(text(m, "act")), yes(m, "gated"), matrix(at + "gate_up"), has_down ? matrix(at + "down") : nullptr, has_down};
     }
 
     ExpertsPart experts(nb::handle e, const string& at) {

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from forerun import LLM
 from forerun.blocks import Plain
 from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
+from forerun.host_tensor import HostTensor
 from forerun.models.named import DATA
 from forerun.train import datastore
 from tiny import numbers
@@ -43,7 +44,7 @@ def random_eagle(target: Target, folder: Path, every: int = 1) -> Mapping[str, A
     decoder = Plain("llama", num_own, width, 1, 2, 1, 4, 8, 1e-5, positions, tied=True).spec
     config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
     weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
-    offsets = torch.arange(num_own) * (every - 1)
+    offsets = np.arange(num_own) * (every - 1)
     return _saved(target, folder, "eagle", weights, config.to_json(), offsets=offsets)
 
 
@@ -93,27 +94,27 @@ def random_pass(target: Target, folder: Path) -> Mapping[str, Any]:
 PARTS = ("weight", "bias")
 
 
-def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
-    made = {
-        name: numbers(40 + seed, *shape) / np.float32(width**0.5) for seed, (name, shape) in enumerate(shapes.items())
+def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, HostTensor]:
+    return {
+        name: HostTensor.of(numbers(40 + seed, *shape) / np.float32(width**0.5))
+        for seed, (name, shape) in enumerate(shapes.items())
     }
-    return {name: torch.from_numpy(weight) for name, weight in made.items()}
 
 
 def _saved(
     target: Target,
     folder: Path,
     method: str,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, HostTensor],
     config: Mapping[str, Any],
     *,
     has_ids: bool = True,
-    offsets: torch.Tensor | None = None,
+    offsets: npt.NDArray[np.int64] | None = None,
 ) -> Mapping[str, Any]:
     """Write a head. offsets [own ids]: the target's id of each own one, less the own one; None = it has all of them."""
-    offsets = torch.zeros(target.num_ids, dtype=torch.int64) if offsets is None else offsets
-    whole = {**weights, **({"d2t": offsets} if has_ids else {})}
-    whole[head_files.PROBE] = head_files.probe(target.model.embed, target.num_ids)
+    offsets = np.zeros(target.num_ids, np.int64) if offsets is None else offsets
+    whole = {**weights, **({"d2t": HostTensor.of(offsets)} if has_ids else {})}
+    whole[head_files.PROBE] = head_files.probe(target.model, target.num_ids)
     head_files.save(folder / method, method, whole, config, artifacts.fingerprint(target.tokenizer, target.num_ids))
     return {"path": str(folder / method)}
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from forerun.blocks import Plain, weight_shapes
+from forerun.blocks import Plain, Spec, weight_shapes
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
 from forerun.ops import load_model
+from forerun.ops.cpu import CpuOps
+from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import host_of
 from forerun.registry import load, make_options
 from forerun.testing.engines import checkpoint_of, everyone, target_for
 from methods import NEEDS
@@ -38,26 +42,34 @@ def random_decoder(
     return load_model(config, weights, ReferenceOps(row_by_row=row_by_row))
 
 
-def noisy_copy(model: TorchModel, seed: int, noise: float = 0.02) -> TorchModel:
-    """Make a draft model that agrees with `model` most of the time."""
+def noisy_copy(model: TorchModel | CpuModel, seed: int, noise: float = 0.02) -> Any:
+    """Make a draft model that agrees with `model` most of the time, and is computed as it is."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in model.weights.items()}
-    return load_model(model.config, weights, model.ops)
+    if isinstance(model, TorchModel):
+        weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in model.weights.items()}
+        return load_model(model.config, weights, model.ops)
+    named = {name: torch.from_numpy(model.weight(name)) for name in weight_shapes(model.config)}
+    weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in named.items()}
+    return on_native(model.config, weights, model.weight_dtype)
+
+
+def on_native(spec: Spec, weights: Mapping[str, Tensor], dtype: str) -> CpuModel:
+    """Make a model of these weights, rounded to a type, that the native operators compute."""
+    host = {name: host_of(weight).to(dtype) for name, weight in weights.items()}
+    return cast(CpuModel, load_model(spec, host, CpuOps()))
 
 
 def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
-    cache = BlockCache.create(
-        model.config.cache_shape, backend, max_batch_size=8, max_seq_len=max_seq_len, dtype=model.cache_dtype
-    )
+    cache = BlockCache.of(model, backend, max_batch_size=8, max_seq_len=max_seq_len)
     return Runner(model, cache)
 
 
-def drafter_for(name: str, model: TorchModel, backend: str = "paged", **options: Any) -> Drafter:
+def drafter_for(name: str, model: TorchModel | CpuModel, backend: str = "paged", **options: Any) -> Drafter:
     """Make any drafter; a draft model, by itself or within another drafter, is a noisy copy of the target.
 
     A target that is no decoder has no copy, and none of these drafters.
     """
-    draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, TorchModel) else None
+    draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, TorchModel | CpuModel) else None
     return built(name, target_for(model, num_ids=VOCAB, kv_cache_backend=backend, loaded_draft=draft), options)
 
 
@@ -79,7 +91,7 @@ def needed(name: str, target: Target) -> Mapping[str, Any]:
 
 
 def engine_for(
-    model: TorchModel,
+    model: TorchModel | CpuModel,
     draft: str | None = None,
     *,
     backend: str = "paged",

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.blocks import Plain, Spec, weight_shapes
 from forerun.models.opened import read_config
-from forerun.models.saving import save_checkpoint
+from saved import save_checkpoint
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}  # fmt: skip

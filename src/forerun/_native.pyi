@@ -139,14 +139,18 @@ class Backend:
         out: int,
         sees_all: bool,
     ) -> None: ...
-    def join(
-        self, norms: Sequence[int], eps: float, w: Packed, parts: Sequence[int], width: int, num_rows: int, out: int
-    ) -> None:
-        """
-        Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].
 
-        parts: addresses of float32 [num_rows, width] each. norms: of each part's weights, 0 = the part as it is.
-        """
+def empty(num_bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    """
+    Makes so many bytes that are not written yet, uint8 [num_bytes]: aligned to 64, in huge pages from 2 MiB on where the system has them.
+    """
+
+def convert(backend: Backend, source: int, source_type: str, target: int, target_type: str, count: int) -> None:
+    """
+    Writes numbers of one type as those of another, on all threads, from an address to an address.
+
+    Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then to the nearest of the type, ties to even.
+    """
 
 def refusal(spec: object) -> str | None:
     """
@@ -244,13 +248,32 @@ class Model:
         taps: Sequence[tuple[int, int]],
         is_normed: bool,
         hidden: int,
-        read: int = 0,
         sources: Sequence[int] = [],
     ) -> list[int]:
         """
         Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
+        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
+        """
+
+    def features(self, layer_rows: Sequence[int], num_rows: int, out: int) -> None:
+        """
+        Writes what a head makes of its target's rows behind each of its layers, float32 [num_rows, size], to `out`, float32 [num_rows, hidden_size].
+        """
+
+    def remember(
+        self,
+        positions: Sequence[int],
+        rotations: Sequence[tuple[int, int]],
+        num_runs: int,
+        numbers: Sequence[Sequence[int]],
+        pools: Pools,
+        layer_rows: Sequence[int],
+    ) -> None:
+        """
+        Writes keys and values of what a head makes of its target's rows into all pools, as its blocks' context.
+
+        positions: of the rows. The rest is as for `forward` and `features`.
         """
 
     def norm(self, hidden: int, num_rows: int, out: int) -> None:
@@ -282,7 +305,6 @@ class Model:
         layers: Sequence[int],
         num_ids: int,
         input: int = 0,
-        ahead: Ahead | None = None,
         stops: Sequence[Stop] = [],
         layer_rows: Sequence[int] = [],
         sources: Sequence[int] = [],
@@ -291,27 +313,7 @@ class Model:
         """
         Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None where a logit is NaN.
 
-        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. ahead: of a head, whose tokens are ids of its target. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
-        """
-
-class Ahead:
-    """
-    How a head reads: the target's embedding of a token and its features are joined. Behind a found id its own row before stands for the features.
-    """
-
-    def __init__(
-        self,
-        target: Model,
-        ids: Sequence[int],
-        norms: Sequence[int],
-        eps: float,
-        input: Packed,
-        layer_norms: Sequence[int] = [],
-        layers: Packed | None = None,
-        largest: float = 0.0,
-    ) -> None:
-        """
-        layers: joins the target's rows behind its layers, each behind one of `layer_norms` (0 = none) and cut to -largest .. largest before; None = it is given features.
+        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
         """
 
 def make_model(
@@ -321,11 +323,13 @@ def make_model(
     matrices: Mapping[str, Packed],
     vectors: Mapping[str, int],
     tables: Mapping[str, int],
+    target: Model | None = None,
+    ids: Sequence[int] = [],
 ) -> Model:
     """
     Makes a model of a forerun.blocks.Spec.
 
-    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding". vectors: addresses of norms' weights and biases, float32, by name. tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
+    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding". vectors: addresses of norms' weights and biases, float32, by name. tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. target: of a head, whose embedding it reads where it has none of its own; ids: those of the target that its own stand for. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
     """
 
 class Sampler:

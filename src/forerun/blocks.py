@@ -15,12 +15,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    import torch
 
 Role = Literal["matrix", "vector", "table", "experts"]
 Split = Literal["out", "in"]
@@ -151,12 +148,16 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
 @dataclass(frozen=True)
 class Mlp:
-    """A feed-forward part of `size` inner outputs: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+    """A feed-forward part of `size` inner outputs: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
+
+    down: whether it has this last matrix; without it and a gate it is act(up(x)), as wide as a row.
+    """
 
     size: int
     act: Act = "silu"
     gated: bool = True
     bias: bool = False
+    down: bool = True
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,40 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What a head reads beside the embedding of a token: rows of its target, and behind drafted tokens its own rows.
+
+    num_ids: of the embedding, which is the target's. num, size: how many rows of the target are read of a token, and
+    how wide these are. joined: whether a matrix makes features of them; else there is one, which is taken as it is.
+    act: features are then fc(rows) + act(fc_act(rows)). row_norms, whole_norm: whether each row has a norm before, and
+    all side by side. side_norms: whether embedding and features have norms. input: the residual stream is a product of
+    both (product); or begins with the features, and the first block's attention reads both in its place (read); or is
+    the features alone (features); or the embedding alone, and every block keeps keys and values of the features of
+    earlier tokens behind a norm, context_norm (context). normed_stream: where both are read, it begins with features
+    behind their norm. feeds: what stands for the features of the next step, the residual stream or the rows behind the
+    final norm. eps: of all other norms, which are of root mean squares. largest: what the target's rows are cut to, for
+    an infinite number would make all that follow no numbers.
+    """
+
+    num_ids: int
+    size: int
+    num: int = 1
+    joined: bool = False
+    bias: bool = False
+    act: Act | None = None
+    row_norms: bool = False
+    whole_norm: bool = False
+    side_norms: bool = False
+    context_norm: Norm | None = None
+    input: Literal["product", "read", "features", "context"] = "product"
+    input_bias: bool = False
+    normed_stream: bool = False
+    feeds: Literal["stream", "normed"] = "stream"
+    eps: float = 1e-6
+    largest: float = 6e4
+
+
+@dataclass(frozen=True)
 class Spec:
     """A whole model; all that decides the function it computes.
 
@@ -248,7 +283,9 @@ class Spec:
     that are added; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what
     they are multiplied by. encoder: of an encoder-decoder; it has no head, and the decoder's token embedding or, by its
     spec's own_embedding, one of its own.
-    next_tokens: the blocks that guess further tokens (MTP).
+    next_tokens: the blocks that guess further tokens (MTP). features: of a trained head, whose tokens are ids of its
+    target and whose vocabulary are the ids that it drafts; it has the target's embedding, or by own_embedding one of
+    its own, and the target's LM head where it has none.
     """
 
     model_type: str
@@ -268,6 +305,7 @@ class Spec:
     encoder: Spec | None = None
     own_embedding: bool = False
     next_tokens: Spec | None = None
+    features: Features | None = None
 
     def __post_init__(self) -> None:
         _above_zero(logit_softcap=self.logit_softcap)
@@ -364,6 +402,24 @@ def _ropes(spec: Spec) -> list[Rope]:
     return [a.rope for block in spec.blocks if (a := block.attention) is not None and a.rope is not None]
 
 
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "int64": 8,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one number of a type, by the name that torch, safetensors and config.json share."""
+    return ITEMSIZES[dtype]
+
+
 # Of keys and values in 8 bits, as in csrc/kernels.h: dimensions that share a scale; those of keys with second codes.
 KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 
@@ -411,15 +467,15 @@ class CacheShape:
         """Return the shape of a cache for a model that runs these layers alone."""
         return replace(self, layers=tuple(layer for layer in layers if layer in self.kept))
 
-    def bytes_per_token(self, dtype: torch.dtype, kind: int | None = None) -> int:
+    def bytes_per_token(self, dtype: str, kind: int | None = None) -> int:
         """Return the bytes of keys and values of one token over all layers, or over those of a kind."""
         layers = [layer for layer in self.kept if kind is None or self.kind_of(layer) == kind]
-        return dtype.itemsize * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
+        return itemsize(dtype) * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
 
-    def widths_of(self, layer: int, dtype: torch.dtype) -> tuple[int, int]:
+    def widths_of(self, layer: int, dtype: str) -> tuple[int, int]:
         """Return how many numbers of this type a head of keys and one of values take, with their scales in 8 bits."""
         dim = self.size_of(layer)[1]
-        if str(dtype) != "torch.int8":  # torch is not loaded for a spec
+        if dtype != "int8":
             return dim, dim
         key_dim = dim + REFINED * self.refined_keys
         return key_dim + 2 * -(-key_dim // KEY_GROUP), dim + 2 * -(-dim // VALUE_GROUP)
@@ -450,6 +506,8 @@ class Weight:
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
+BEFORE_BLOCKS = ("fc", "input", "embedding_norm", "hidden_norm")  # how names of a head's weights before them begin
+SIDES = ("embedding_norm", "hidden_norm")  # of a head: of its token's embedding, and of features
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every block, side by side
 LAYER_PRODUCTS = (
     "model.layer_embedding",
@@ -461,8 +519,13 @@ MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's error
 
 def weights(spec: Spec) -> list[Weight]:
     """Every stored tensor of a spec, block by block; the LM head comes last."""
-    hidden = spec.hidden_size
-    found = [Weight(EMBEDDING, (spec.vocab_size, hidden), "table", "embedding", TABLE_BITS, "out")]
+    hidden, features = spec.hidden_size, spec.features
+    num_ids = spec.vocab_size if features is None else features.num_ids
+    found = list[Weight]()
+    if features is None or spec.own_embedding:
+        found += [Weight(EMBEDDING, (num_ids, hidden), "table", "embedding", TABLE_BITS, "out")]
+    if features is not None:
+        found += _features(features, hidden)
     if spec.encoder is not None:
         shared = None if spec.encoder.own_embedding else EMBEDDING
         own = [weight for weight in weights(spec.encoder) if weight.name != shared]
@@ -483,6 +546,24 @@ def weights(spec: Spec) -> list[Weight]:
     if spec.head and spec.head_bias:
         found += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
     return found
+
+
+def _features(features: Features, hidden: int) -> Iterator[Weight]:
+    """The tensors of a head before its first block."""
+    whole = features.num * features.size
+    if features.row_norms:
+        yield from (Weight(f"fc_norm.{i}.weight", (features.size,), "vector") for i in range(features.num))
+    if features.whole_norm:
+        yield Weight("input_norm.weight", (whole,), "vector")
+    if features.side_norms:
+        yield from (Weight(f"{side}.weight", (hidden,), "vector") for side in SIDES)
+    yield from _norm(SIDES[1], features.context_norm, hidden)
+    if features.joined:
+        yield from _matrix("fc", hidden, whole, "fc", features.bias, None)
+    if features.act is not None:
+        yield from _matrix("fc_act", hidden, whole, "fc", features.bias, None)
+    if features.input == "product":
+        yield from _matrix("input", hidden, 2 * hidden, "input", features.input_bias, None)
 
 
 def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:
@@ -606,7 +687,8 @@ def _mlp(mlp: Mlp, hidden: int, at: str) -> Iterator[Weight]:
     if mlp.gated:
         yield from _matrix(f"{at}gate_proj", mlp.size, hidden, f"{at}gate_up", mlp.bias, "out")
     yield from _matrix(f"{at}up_proj", mlp.size, hidden, f"{at}gate_up", mlp.bias, "out")
-    yield from _matrix(f"{at}down_proj", hidden, mlp.size, f"{at}down", mlp.bias, "in")
+    if mlp.down:
+        yield from _matrix(f"{at}down_proj", hidden, mlp.size, f"{at}down", mlp.bias, "in")
 
 
 def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:

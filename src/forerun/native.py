@@ -31,6 +31,22 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = {".cpp", ".h", ".inc"}
 
 
+def needs_torch(what: str, extra: str = "torch") -> str:
+    """Return the sentence for something that torch computes, where there is none."""
+    command = pip(f"install '.[{extra}]'")
+    return f"{what} needs torch: {command} in the folder of forerun's sources"
+
+
+def torch_version() -> str | None:
+    """Return the version of torch that is installed beside; None where there is none. It is not imported."""
+    from importlib import metadata  # whose own imports take time, and most commands say nothing of torch
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 # ------------------------------------------------------------------------------------------------------ the extension
 
 

@@ -3,7 +3,7 @@
 A method is a file that a scan of its room finds. `name:option=value,...` becomes the validated Options of a method; a
 field of an Options dataclass carries `metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). For an
 option's name in another engine the error message names ours: data/peers.json is the table, docs/coming-from.md shows
-it, and a test compares the two. Nothing here imports torch.
+it, and a test compares the two. Nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -91,17 +91,19 @@ def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
 
 
 def stated(package: str, constant: str) -> dict[str, str]:
-    """Return what the files of a room state as a constant text, by the names of the files. None of them is imported.
+    """Return what the files and folders of a room state as a constant text or number, by their names; none is imported.
 
     It is how backends are found: those files of ops/ that have a NAME.
     """
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    pattern = re.compile(rf'^{constant} = "([^"]*)"', re.MULTILINE)
+    pattern = re.compile(rf'^{constant} = "?([^"#\n]*?)"?(?:  #.*)?$', re.MULTILINE)
     found = {}
-    for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
+    for file in sorted(
+        file for folder in folders for end in ("*.py", "*/__init__.py") for file in Path(folder).glob(end)
+    ):
         if (match := pattern.search(file.read_text(encoding="utf-8"))) is not None:
-            found[file.stem] = match[1]
+            found[file.parent.name if file.name == "__init__.py" else file.stem] = match[1]
     return found
 
 

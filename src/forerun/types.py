@@ -1,4 +1,4 @@
-"""The nouns that every room shares. No arithmetic on models happens here, and nothing imports torch at run time.
+"""The nouns that every room shares. No arithmetic on models happens here, and nothing imports torch.
 
 Shape legend, used in every docstring of the package:
 
@@ -15,18 +15,19 @@ import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from forerun.errors import InternalError, shown
 from forerun.params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    import numpy as np
+    import numpy.typing as npt
 
     from forerun.blocks import CacheShape
     from forerun.config import Quantization
-    from forerun.ops.reference import ReferenceOps
+    from forerun.kv.pool import MakePools
+    from forerun.ops.operators import Operators
 
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
@@ -237,15 +238,26 @@ class Probs:
     The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
     few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
     soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it. afar: in place of
-    the vector, a distribution that is still on a device, and comes when its weights are asked for.
+    the vector, a distribution that is still on a device, and comes when its weights are asked for. Whatever numpy takes
+    for an array may be given, and is kept as one, of the same memory.
     """
 
     point: int | None = None  # the id that has probability 1
-    dense: Tensor | None = None  # [V], float32 or wider
-    ids: Tensor | None = None  # [n] int64, ascending
-    listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
+    dense: npt.NDArray[np.floating[Any]] | None = None  # [V], float32 or wider
+    ids: npt.NDArray[np.int64] | None = None  # [n], ascending
+    listed: npt.NDArray[np.floating[Any]] | None = None  # [n], float32 or wider: the probabilities of `ids`
     soft: Probs | None = None
     afar: Afar | None = None
+
+    def __post_init__(self) -> None:
+        if self.point is not None:
+            return
+        import numpy as np  # a module that only names things does not wait for numpy
+
+        for name in ("dense", "ids", "listed"):
+            given = getattr(self, name)
+            if given is not None and type(given) is not np.ndarray:
+                object.__setattr__(self, name, np.asarray(given))
 
     @staticmethod
     @functools.cache
@@ -261,13 +273,13 @@ class Probs:
             return self.afar.chances[token]
         place = token
         if self.ids is not None:
-            place = int(self.ids.numpy().searchsorted(token))
+            place = int(self.ids.searchsorted(token))
             if place == len(self.ids) or int(self.ids[place]) != token:
                 return 0.0
         return float(self.weights[place]) if 0 <= place < len(self.weights) else 0.0
 
     @property
-    def weights(self) -> Tensor:
+    def weights(self) -> npt.NDArray[np.floating[Any]]:
         """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
         if weights is None and self.afar is not None:
@@ -286,12 +298,14 @@ class Afar:
 
     __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
 
-    def __init__(self, fetch: Callable[[], Tensor], chances: Mapping[int, float], draw: Draw, token: int) -> None:
+    def __init__(
+        self, fetch: Callable[[], npt.NDArray[np.floating[Any]]], chances: Mapping[int, float], draw: Draw, token: int
+    ) -> None:
         self._fetch, self.chances, self.draw, self.token = fetch, chances, draw, token
-        self._weights: Tensor | None = None
+        self._weights: npt.NDArray[np.floating[Any]] | None = None
 
     @property
-    def weights(self) -> Tensor:
+    def weights(self) -> npt.NDArray[np.floating[Any]]:
         """The probabilities of the ids 0 to V - 1, on the host."""
         if self._weights is None:
             self._weights = self._fetch()
@@ -341,7 +355,7 @@ class Extra:
 
     tokens: list[int]
     parents: list[int]
-    vectors: Mapping[int, Tensor] = field(default_factory=dict)
+    vectors: Mapping[int, Rows] = field(default_factory=dict)
 
 
 class SharedRows(NamedTuple):
@@ -754,8 +768,8 @@ class RaggedBatch:
     silent: runs of which no logits are wanted, as of a prompt's.
     """
 
-    tokens: list[int] | Tensor
-    positions: list[int] | Tensor
+    tokens: list[int] | Rows
+    positions: list[int] | Rows
     run_starts: list[int]
     slots: list[int]
     cached: list[int]
@@ -857,8 +871,8 @@ class CacheView:
     """
 
     batch: RaggedBatch
-    write_rows: Tensor
-    read_rows: list[Tensor]
+    write_rows: npt.NDArray[np.int64]
+    read_rows: list[npt.NDArray[np.int64]]
 
 
 class ModelConfig(Protocol):
@@ -874,34 +888,69 @@ class ModelConfig(Protocol):
     def cache_shape(self) -> CacheShape: ...
 
 
+class Rows(Protocol):
+    """Hidden rows [T, H] where a model computes: numpy's array on the host, a tensor on a device."""
+
+    @property
+    def shape(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def tolist(self) -> Any: ...
+
+
+class RowsOf(Protocol):
+    """What can be done with the rows of a model, wherever they are."""
+
+    def empty(self, num: int, width: int) -> Any:
+        """Return rows that are not written yet."""
+
+    def join(self, parts: Any) -> Any:
+        """Return rows one behind the other."""
+
+    def take(self, rows: Any, places: Seq[int]) -> Any:
+        """Return a copy of the rows at some places."""
+
+    def from_host(self, rows: npt.NDArray[Any]) -> Any:
+        """Return rows of the host as those of the model."""
+
+    def top(self, logits: Any, num: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the largest logits of each row, best first [R, num], on the host."""
+
+    def to_host(self, rows: Any) -> npt.NDArray[Any]:
+        """Return the rows as numpy's array, which is written once the model was waited for."""
+
+
 class Model(Protocol):
     """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
 
-    What only some models can do is a method that they have or lack: `best` finds the largest logits without writing the
-    others, `run_ahead` continues runs in one call (ops/cpu_model.py).
+    What only some models can do is a protocol of its own: FindsBest, DrawsRows, RunsAhead.
     """
 
     @property
     def config(self) -> ModelConfig: ...
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> str: ...
     @property
-    def weight_dtype(self) -> torch.dtype: ...
+    def weight_dtype(self) -> str: ...
     @property
-    def activation_dtype(self) -> torch.dtype: ...
+    def activation_dtype(self) -> str: ...
     @property
-    def cache_dtype(self) -> torch.dtype: ...
+    def cache_dtype(self) -> str: ...
     @property
-    def ops(self) -> ReferenceOps: ...
+    def make_pools(self) -> MakePools: ...
+    @property
+    def rows(self) -> RowsOf: ...
+    @property
+    def ops(self) -> Operators: ...
 
     def forward(
         self,
         batch: RaggedBatch,
         cache: Any,
         layers: Seq[int] | None = None,
-        hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
+        hidden: Any = None,
+        taps: Mapping[int, Any] | None = None,
+    ) -> Any:
         """Run every new token through these layers (None = all) and write what they keep into the cache.
 
         hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
@@ -913,20 +962,57 @@ class Model(Protocol):
     def rounded(self, quantization: Quantization) -> Model:
         """Return a second model of these weights, each matrix rounded to so many bits."""
 
-    def embed(self, ids: Seq[int]) -> Tensor:
+    def embed(self, ids: Seq[int]) -> Any:
         """Return the embeddings of these ids [n, H]."""
 
-    def head(self, ids: Seq[int]) -> Tensor:
-        """Return rows of the LM head, float32 [n, H]."""
+    def head(self, ids: Seq[int]) -> npt.NDArray[np.float32]:
+        """Return rows of the LM head on the host [n, H]."""
 
-    def norm(self, hidden: Tensor) -> Tensor:
+    def norm(self, hidden: Any) -> Any:
         """Return rows of the residual stream [R, H] behind the final norm."""
 
-    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+    def logits(self, hidden: Any, num_ids: int | None = None) -> Any:
         """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids."""
 
     def wait(self) -> None:
         """Return when all that was asked for is computed; until then a time that is read is that of a launch."""
+
+
+@runtime_checkable
+class FindsBest(Protocol):
+    """A model that finds the largest logits without writing the others."""
+
+    def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+
+        Ties go to the lowest id, and NaN counts as the largest.
+        """
+
+
+@runtime_checkable
+class DrawsRows(Protocol):
+    """A model that draws from rows of logits where these are, with the bits of the sampling pipeline."""
+
+    def draw(
+        self, hidden: Any, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
+    ) -> tuple[list[Probs], list[int]]:
+        """Draw an id of the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+
+        asked: of each row, ids whose probabilities are wanted with it. Returns the distributions and the likeliest ids,
+        -1 where logits are no numbers.
+        """
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A model that continues runs in one call. tells_confidence: it takes stops; draws_ahead: it takes draws."""
+
+    tells_confidence: bool
+    draws_ahead: bool
+
+    @property
+    def run_ahead(self) -> Callable[..., list[list[int]] | None]:
+        """Return what continues each run of a batch; None where a logit is no number (ops/cpu/model.py says more)."""
 
 
 # ---------------------------------------------------------------------------------------------------- what was done

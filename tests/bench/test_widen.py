@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy
+from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy, widen
 from forerun import LLM, SamplingParams, ops as operators
 from forerun.bench.plans import SHAPE_NAMES
 from forerun.bench.widen import (
@@ -23,14 +24,15 @@ from forerun.bench.widen import (
 from forerun.blocks import Plain, resized, weight_shapes
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.host_tensor import dtype_name
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config, spec_of
-from forerun.models.saving import save_checkpoint
-from forerun.models.widening import WideShape, wide_config, widen
+from forerun.models.widening import WideShape, wide_config
 from forerun.ops.torch import TorchModel
 from forerun.types import RoundDetail
 from methods import random_head as head_of
 from ops.native_cases import needs_native
+from saved import save_checkpoint
 from tiny import write_tiny
 
 GEMMA = {
@@ -200,11 +202,13 @@ def test_written_folder_loads_in_transformers(tmp_path: Path) -> None:
     assert theirs.argmax(-1)[len(PROMPT) - 1 :].tolist() == tokens
 
 
-def test_written_folder_keeps_its_type_and_is_not_overwritten(tmp_path: Path) -> None:
-    weights = {name: tensor.bfloat16() for name, tensor in random_weights(SMALL).items()}
-    save_checkpoint(tmp_path / "small", SMALL, weights, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_written_folder_keeps_its_type_and_is_not_overwritten(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever types models are computed in."""
+    save_checkpoint(tmp_path / "small", SMALL, random_weights(SMALL), dtype)
     write_widened(tmp_path / "small", tmp_path / "wide", WIDE)
-    assert load_checkpoint(tmp_path / "wide", dtype="bfloat16").config["torch_dtype"] == "bfloat16"
+    assert load_checkpoint(tmp_path / "wide", dtype="bfloat16").config["torch_dtype"] == dtype_name(dtype)
+    assert {weight.dtype for weight in load_file(tmp_path / "wide" / "model.safetensors").values()} == {dtype}
     with pytest.raises(BadOption, match="is not empty: name a new one"):
         write_widened(tmp_path / "small", tmp_path / "wide", WIDE)
 
@@ -259,7 +263,7 @@ def test_rounded_wide_weights_are_of_the_type_that_was_asked_for(tmp_path: Path,
     shape = dataclasses.replace(WIDE, ffn_size=128)
     small = load_checkpoint(tmp_path, dtype=dtype)
     made = widen_checkpoint(small, shape, operators.make("native", "cpu"), "int8").model
-    assert (str(made.weight_dtype), made.precision) == (f"torch.{dtype}", precision)
+    assert (made.weight_dtype, made.precision) == (dtype, precision)
 
 
 GROWN = dataclasses.replace(WIDE, vocab_size=1000)

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bench.widening import GROUPS, PROMPT, ROPES, TOLERANCE, case, difference, random_weights, run_greedy
+from bench.widening import GROUPS, PROMPT, ROPES, TOLERANCE, case, difference, random_weights, run_greedy, widen
 from forerun.blocks import Plain, Spec
+from forerun.host_tensor import Floats, HostTensor
 from forerun.models import widening
-from forerun.models.saving import save_checkpoint
-from forerun.models.widening import widen
+from forerun.ops.torch_tensors import HostWeights
 from forerun.sampling import probs
 from forerun.types import SamplingParams
+from saved import save_checkpoint
 
 STEPS = 32
 FACTORS = (1, 2, 4, 3)
@@ -65,18 +67,22 @@ def test_same_distribution(factor: int, group: str, rope: str, tied: bool, grown
         assert (wide_logits / 100).softmax(-1)[:, config.vocab_size :].max() == 0  # as torch computes it, too
 
 
-def last_stream(config: Spec, wide_config: Spec, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def last_stream(config: Spec, wide_config: Spec, wide: dict[str, Tensor]) -> tuple[Floats, Floats]:
     """Run a model over old ids, other ones than those that widening measures; results as `_last_stream`."""
-    return widening._last_stream(Plain.of(dataclasses.replace(wide_config, vocab_size=config.vocab_size)), wide, seed=5)
+    old_ids = {
+        name: weight[: config.vocab_size] for name, weight in wide.items() if len(weight) == wide_config.vocab_size
+    }
+    narrow = Plain.of(dataclasses.replace(wide_config, vocab_size=config.vocab_size))
+    return widening._last_stream(narrow, HostWeights(wide | old_ids), seed=5)
 
 
 def test_the_spare_dimension_is_about_as_large_as_the_others() -> None:
     """So hidden states that are stored in 8 bits lose nothing by widening."""
     config, shape = case(2, "4 to 3", grown=True)
     stream, hidden = last_stream(config, *widen(config, random_weights(config), shape))
-    assert stream[:, -1].unique().tolist() == [2.0**-10]
-    typical = hidden[:, : config.hidden_size].square().mean().sqrt()
-    assert 0.5 < hidden[:, -1].median() / typical < 2
+    assert np.unique(stream[:, -1]).tolist() == [2.0**-10]
+    typical = np.sqrt(np.square(hidden[:, : config.hidden_size]).mean())
+    assert 0.5 < np.median(hidden[:, -1]) / typical < 2
     assert not hidden[:, config.hidden_size : -1].any()
 
 
@@ -94,7 +100,7 @@ def test_bfloat16_holds_the_spare_dimension_exactly() -> None:
     weights = {name: tensor.bfloat16() for name, tensor in random_weights(config).items()}
     wide_config, wide = widen(config, weights, shape)
     stream, _ = last_stream(config, wide_config, wide)
-    assert stream[:, -1].unique().tolist() == [2.0**-10]
+    assert np.unique(stream[:, -1]).tolist() == [2.0**-10]
     _, logits = run_greedy(wide_config, wide, 4)
     assert share_of_new_ids(logits, config.vocab_size, 100.0) == 0
 
@@ -103,18 +109,17 @@ def test_bfloat16_holds_the_spare_dimension_exactly() -> None:
 
 
 def first_copy_only(of: Callable[..., Any]) -> Callable[..., Any]:
-    def places(config: Plain, wide: Plain, device: torch.device) -> Any:
-        heads = of(config, wide, device)
-        _, first = torch.unique_consecutive(heads.kv_sources // config.head_dim, return_counts=True)
-        kept = torch.arange(config.head_dim).repeat(config.num_kv_heads)
-        kept += (first.cumsum(0) - first).repeat_interleave(config.head_dim)
+    def places(config: Plain, wide: Plain) -> Any:
+        heads = of(config, wide)
+        _, first = np.unique(heads.kv_sources // config.head_dim, return_index=True)
+        kept = (first[:, None] + np.arange(config.head_dim)).ravel()
         return dataclasses.replace(heads, kv_rows=heads.kv_rows[kept], kv_sources=heads.kv_sources[kept])
 
     return places
 
 
 def new_lanes_as_noise(of: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *sizes: dataclasses.replace(of(*sizes), q_new_rows=torch.empty(0, dtype=torch.int64))
+    return lambda *sizes: dataclasses.replace(of(*sizes), q_new_rows=np.empty(0, np.int64))
 
 
 def lanes_in_place(head_dim: int, wide: int) -> list[int]:
@@ -131,11 +136,11 @@ def eps_as_it_was(config: Plain, wide: Plain) -> float:
 
 
 def read_by_all_norms(separate: Callable[..., None]) -> Callable[..., None]:
-    def wrong(made: dict[str, Tensor], config: Plain, spare: Any) -> None:
+    def wrong(made: dict[str, HostTensor], config: Plain, spare: Any) -> None:
         separate(made, config, spare)
         for name, out in made.items():
             if "layernorm" in name:
-                out[-1] = spare.norm_weight
+                out.values[-1] = spare.norm_weight
 
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from forerun.blocks import Plain, Rope, Spec, resized, weight_shapes
 from forerun.kv.cache import BlockCache
+from forerun.models import widening
 from forerun.models.runner import Run, Runner
 from forerun.models.widening import WideShape
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import HostWeights, tensor_of
 
 SMALL = Plain(
     model_type="llama",
@@ -64,16 +67,21 @@ def random_weights(config: Spec, seed: int = 0) -> dict[str, Tensor]:
     return made
 
 
+def widen(config: Spec, weights: Mapping[str, Tensor], shape: WideShape) -> tuple[Spec, dict[str, Tensor]]:
+    """Widen weights that are torch's, see models.widening."""
+    wide, made = widening.widen(config, HostWeights(weights), shape)
+    return wide, {name: tensor_of(weight) for name, weight in made.items()}
+
+
 def run_greedy(config: Spec, weights: dict[str, Tensor], steps: int) -> tuple[list[int], Tensor]:
     """Greedy tokens after PROMPT and the logits [prompt + steps - 1, V] behind them."""
-    cache = BlockCache.create(
-        config.cache_shape, "paged", max_batch_size=1, max_seq_len=64, dtype=weights["model.norm.weight"].dtype
-    )
-    runner = Runner(TorchModel(config, weights), cache)
+    model = TorchModel(config, weights)
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64)
+    runner = Runner(model, cache)
     cache.open(0)
     tokens, rows, new = [], [], PROMPT
     for _ in range(steps):
-        logits = runner.forward([Run(0, new)]).logits[0]
+        logits = torch.from_numpy(runner.forward([Run(0, new)]).logits[0])
         cache.keep({0: range(len(new))})
         rows.append(logits)
         tokens.append(int(logits[-1].argmax()))

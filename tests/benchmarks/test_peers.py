@@ -100,7 +100,8 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
 
 def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: Path) -> None:
     """Ask a real peer in this order, because the last question ends its process."""
-    own, _ = open_own(EngineConfig(dtype="bfloat16"), PeersPlan(shape="none", spec_lengths=(3,)), tmp_path, 1)
+    config = EngineConfig(target=str(SHIPPED_DRAFT), draft=f"model:path={SHIPPED_DRAFT}", dtype="bfloat16")
+    own, _ = open_own(config, PeersPlan(shape="none", spec_lengths=(3,)), tmp_path, 1)
     prompts = [own.encode("def fib(n):\n    if n"), own.encode("class Stack:\n    def __init__(self")]
     left_out: dict[str, str] = {}
     runs = measure([own, peer], prompts, [8, 7], left_out)
@@ -339,7 +340,7 @@ def test_a_pass_sees_the_tokens_before_it() -> None:
     whole = own.forward(text[:1], text[1:], 0).best
     assert len(whole) == 59
     assert own.forward(text[:50], text[50:55], 0).best == whole[49:54]  # cut back
-    other = own.forward(text[10:30], text[30:40], 1).best  # another text in another place
+    other = own.forward(text[29::-1], text[30:40], 1).best  # another text in another place
     assert own.forward(text[:55], text[55:60], 0).best == whole[54:59]  # goes on
     assert own.forward(text[:30], text[30:40], 1).best == whole[29:39]
     assert other != whole[29:39]

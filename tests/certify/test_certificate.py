@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.certify import streams, toys
 from forerun.certify.cells import BIAS
@@ -155,8 +154,8 @@ def test_u_is_uniform_for_every_draw_of_a_known_distribution() -> None:
     """Dense, listed and of a model's width: u of draws is uniform, of the wrong distribution it is not."""
     rng = np.random.default_rng(1)
     weights = rng.dirichlet(np.full(50, 0.3))
-    law = Probs(dense=torch.from_numpy(weights))
-    few = Probs(ids=torch.tensor([3, 7, 40]), listed=torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64))
+    law = Probs(dense=weights)
+    few = Probs(ids=np.array([3, 7, 40]), listed=np.array([0.2, 0.5, 0.3]))
     for one, ids, p in ((law, np.arange(50), weights), (few, np.array([3, 7, 40]), np.array([0.2, 0.5, 0.3]))):
         right = [streams.transformed(one, int(x), rng.random())[0] for x in rng.choice(ids, size=8000, p=p)]
         wrong = [streams.transformed(one, int(x), rng.random())[0] for x in rng.choice(ids, size=8000)]
@@ -168,9 +167,9 @@ def test_u_is_uniform_for_every_draw_of_a_known_distribution() -> None:
 def test_impossible_tokens_are_rare_where_none_can_be() -> None:
     assert streams.transformed(Probs(point=3), 4, 0.5) == (1.0, True, 0.0)
     assert streams.transformed(Probs(point=3), 3, 0.25) == (0.25, False, 0.0)
-    law = Probs(dense=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
+    law = Probs(dense=np.array([0.5, 0.5, 0.0]))
     assert streams.transformed(law, 2, 0.5) == (1.0, True, 0.0)
-    u, is_rare, mass = streams.transformed(Probs(dense=torch.tensor([1 - 1e-6, 1e-6], dtype=torch.float64)), 1, 0.5)
+    u, is_rare, mass = streams.transformed(Probs(dense=np.array([1 - 1e-6, 1e-6])), 1, 0.5)
     assert is_rare
     assert mass == pytest.approx(1e-6)
     assert u == pytest.approx(1 - 0.5e-6)

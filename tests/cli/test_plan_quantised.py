@@ -20,7 +20,7 @@ from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, CapacityError
 from forerun.models.opened import read_config
 from forerun.models.saving_quantised import quantise_checkpoint
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.model import CpuModel
 from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
 from models.test_packings import GPT_OSS, write_mxfp4

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.host_tensor import Floats
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 LAYER = 2  # of the target, whose rows are compared
@@ -27,15 +27,16 @@ class NeighbourDrafter(Drafter):
     shape, draws, hidden_layers = "tree", "point", (LAYER,)
 
     def __init__(self, options: Options) -> None:
-        self.options, self._rows = options, dict[int, Tensor]()
+        self.options, self._rows = options, dict[int, Floats]()
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
         return 0  # the states of a prefix that the target does not run would be missing
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, one in zip(seqs, seen, strict=True):
-            had = self._rows.get(seq.id, one.layer(LAYER)[:0])[: one.start]
-            self._rows[seq.id] = torch.cat((had, torch.nn.functional.normalize(one.layer(LAYER))))
+            rows = one.layer(LAYER)
+            had = self._rows.get(seq.id, rows[:0])[: one.start]
+            self._rows[seq.id] = np.concatenate((had, rows / np.linalg.norm(rows, axis=1, keepdims=True)))
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.joined([self._tree(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)])
@@ -46,7 +47,7 @@ class NeighbourDrafter(Drafter):
     def _tree(self, seq: Sequence, most: int) -> Draft:
         """Draft the two tokens that followed the last token elsewhere, nearest hidden states first."""
         rows, tokens = self._rows[seq.id], seq.tokens
-        order = (rows[:-2] @ rows[-1]).argsort(descending=True).tolist() if len(rows) > 2 else []
+        order = np.argsort(-(rows[:-2] @ rows[-1])).tolist() if len(rows) > 2 else []
         followed = [i for i in order if tokens[i + 1] == tokens[-1]]
         firsts = {tokens[i + 2]: i + 3 for i in reversed(followed)}  # the nearest neighbour of a token wins
         roots = sorted(firsts, key=lambda token: followed.index(firsts[token] - 3))[: min(self.options.width, most)]

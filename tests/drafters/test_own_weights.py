@@ -24,9 +24,10 @@ from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run
 from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.model import CpuModel
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import HostWeights, host_of
 from forerun.testing.engines import target_for
 from forerun.train.skip import Scorer, search, windows_of
 from forerun.types import Budget, SamplingParams, Sequence
@@ -43,7 +44,8 @@ def target_of(model: TorchModel) -> Target:
 
 
 def on_native(model: TorchModel, dtype: torch.dtype = torch.bfloat16) -> TorchModel:
-    return load_model(model.config, {name: weight.to(dtype) for name, weight in model.weights.items()}, CpuOps())
+    weights = HostWeights({name: weight.to(dtype) for name, weight in model.weights.items()})
+    return load_model(model.config, weights, CpuOps())
 
 
 def drafted(drafter, num_tokens: int = 4) -> list[int]:
@@ -107,7 +109,7 @@ def test_nothing_is_in_memory_twice(tmp_path):
         assert drafter.runner.model is model
         cache = drafter.runner.cache
         assert len({pool.data_ptr() for pool in cache.pools.tensors()}) == 2 * len(layers)
-        assert cache.shape.bytes_per_token(torch.float32) * 3 == model.config.cache_shape.bytes_per_token(torch.float32)
+        assert cache.shape.bytes_per_token("float32") * 3 == model.config.cache_shape.bytes_per_token("float32")
 
 
 @pytest.mark.parametrize(("num_layers", "num"), [(1, 1), (2, 1), (5, 2), (30, 10)])
@@ -214,7 +216,8 @@ def test_weights_rounded_in_memory_are_those_rounded_from_the_file(model_type, d
     assert made.weight_bits == (8,)
     for name, shape in weight_shapes(made.config).items():
         rows = made.matrix_rows(name, range(shape[0])) if len(shape) == 2 else made.vector(name)
-        assert rows.to(expected[name].dtype).equal(expected[name]), name
+        stood_for = host_of(expected[name])
+        assert np.array_equal(rows.to(stood_for.dtype).values, stood_for.values), name
 
 
 def test_the_draft_is_what_the_rounded_model_says():
@@ -242,8 +245,8 @@ def test_weights_of_8_bits_are_rounded_to_4():
     assert rounded.weight_bits == (4, 8)
     name = "model.layers.0.mlp.down_proj.weight"
     wanted = quantise(packed.weight(name), scheme_of(4, 32)).dequantise()
-    assert torch.equal(rounded.weight(name), wanted)
-    assert not torch.equal(packed.weight(name), wanted)
+    assert np.array_equal(rounded.weight(name), wanted)
+    assert not np.array_equal(packed.weight(name), wanted)
 
 
 @needs_native
@@ -267,11 +270,11 @@ def test_logits_of_the_first_ids_are_those_of_all(bits):
     """Bit for bit: the rest of the head is not read."""
     model = on_native(random_decoder(3, hidden=64))
     model = model if bits is None else model.rounded(Quantization(bits, 16))
-    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    hidden = np.random.default_rng(0).standard_normal((3, 64), np.float32)
     whole, few = model.logits(hidden), model.logits(hidden, 40)
     assert few.shape == (3, 40)
-    assert few.equal(whole[:, :40])
-    assert not whole.equal(0 * whole)
+    assert np.array_equal(few, whole[:, :40])
+    assert whole.any()
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])

@@ -82,11 +82,12 @@ def hydra_weights(num_heads: int, num_blocks: int) -> dict[str, Tensor]:
 HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
 
 
-def test_hydra_drafts_as_its_description_says(folder: Path, target: TorchModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ops", ["reference", "auto"])
+def test_hydra_drafts_as_its_description_says(folder: Path, target: TorchModel, tmp_path: Path, ops: str) -> None:
     """Each node is the likeliest id, by rank among its siblings, of the head of its depth behind its own path."""
     w = hydra_weights(3, 2)
     path = published(tmp_path / "hydra", HYDRA, w)
-    tokens, rounds = rounds_of(folder, f"hydra:path={path},shape=2x2x1", temperature=0)
+    tokens, rounds = rounds_of(folder, f"hydra:path={path},shape=2x2x1", ops, temperature=0)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -246,7 +247,7 @@ def test_rounded_weights_draft_nearly_the_same(folder: Path, target: TorchModel,
         found = [float(law[token]) for law, token in zip(laws, one.tokens, strict=False)]
         assert one.draft_probs == pytest.approx(found, rel=0.5, abs=0.02)
         assert one.draft_probs != found
-    with pytest.raises(BadOption, match="a group that divides them"):
+    with pytest.raises(BadOption, match="groups of 64 do not divide the 32 inputs"):
         LLM(str(folder), draft=f"dflash:path={path},quantization=int8:group=64", ops=ops)
 
 

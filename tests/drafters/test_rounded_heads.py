@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Plain
-from forerun.drafters import Known, Target, eagle_model, head_files
+from forerun.drafters import Target, eagle_model, head_files
 from forerun.drafters.head_matrices import dense_of
+from forerun.host_tensor import Floats
 from methods import NEEDS, _random, _saved
 from models.test_quantising import command
 from ops.native_cases import needs_native
@@ -30,7 +30,7 @@ def wide_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
     decoder = Plain("llama", num_ids, width, 1, 4, 2, 16, 96, 1e-5, 256, tied=True).spec
     config = eagle_model.EagleConfig(decoder, (0, 2))
     random = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
-    weights = {name: weight.bfloat16() for name, weight in random.items()}  # as `forerun train head` writes them
+    weights = {name: weight.to("bfloat16") for name, weight in random.items()}  # as `forerun train head` writes them
     return _saved(target, folder, "eagle", weights, config.to_json())
 
 
@@ -41,22 +41,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(model: Path, method: str, root: Path) -> tuple[Path, Path]:
     """A head, and the same in 8 bits."""
-    engine = LLM(str(model), draft="none", dtype="float32").engine
-    assert engine.tokenizer is not None
-    target = Target(
-        engine.runner.model, engine.tokenizer, engine.end_ids, engine.tokenizer.num_ids, (), 8, 256, "paged"
-    )
+    llm = LLM(str(model), draft="none", dtype="float32")
+    target = Target.of(llm.checkpoint.model, llm.opened)
     path = Path((wide_eagle if method == "eagle" else NEEDS[method])(target, root)["path"])
     assert command("quantize", str(path), str(root / "int8"), "--quantization", INT8) == 0
     return path, root / "int8"
 
 
-def weights_of(llm: LLM) -> dict[str, Tensor]:
+def weights_of(llm: LLM) -> dict[str, Floats]:
     """What a head of eagle has in memory."""
     drafter: Any = llm.engine.drafter.first
-    own = {name: drafter.model._model.weight(name) for name in eagle_model.layer_shapes(drafter.model.head_config)}
-    products = {"fc": drafter.model._fc, "input": drafter.model._input}
-    return own | {name: product.parts[0][0].unpack() for name, product in products.items()}
+    return {weight.name: drafter.model.weight(weight.name) for weight in blocks.weights(drafter.model.config)}
 
 
 @needs_native
@@ -69,17 +64,17 @@ def test_it_is_what_a_dense_head_is_rounded_to(model: Path, tmp_path: Path, caps
     options: dict[str, Any] = {"spec_length": 3, "max_seq_len": 128, "max_batch_size": 1}
     llms = [LLM(str(model), draft=f"eagle:path={path},quantization={INT8}", **options) for path in (dense, rounded)]
     first, second = map(weights_of, llms)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
     outs = [llm.generate("abc abc", GREEDY)[0] for llm in llms]
     assert outs[0].report.num_accepted == outs[1].report.num_accepted
-    known = Known(2, 257, 64)
+    known = llms[0].opened
     counted = [head_files.own_weights(str(path), known, all_rows=False) for path in (dense, rounded)]
     assert sorted(map(str, counted[0].matrices)) == sorted(map(str, counted[1].matrices))
     plain = LLM(str(model), draft=f"eagle:path={rounded},quantization=none", dtype="float32", **options)
     stood_for = head_files.stored(rounded)
     for name, weight in weights_of(plain).items():
-        own = stood_for[name if name in stood_for else f"{name}.weight"]
-        assert torch.equal(weight, dense_of(own).float()), name
+        if name != blocks.HEAD:  # which is the target's
+            assert np.array_equal(weight, dense_of(stood_for[name]).float32()), name
 
 
 @needs_native

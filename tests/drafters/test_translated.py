@@ -21,7 +21,6 @@ from forerun.drafters import translated
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, VocabularyMismatch
 from forerun.models.opened import OpenedCheckpoint
-from forerun.models.saving import save_checkpoint
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing.engines import target_for
 from forerun.text.tokenizer import Tokenizer
@@ -30,6 +29,7 @@ from forerun.types import SamplingParams
 from house.enumeration import HORIZON, TARGET, Case, every_way, plain_outputs, spoken, total_variation
 from house.test_same_as_plain import check_draft_cache
 from models.gguf_vocabularies import smollm2
+from saved import save_checkpoint
 from support import checkpoint_of
 from text.test_detokenizer import TOKENIZERS
 
@@ -113,13 +113,13 @@ def test_a_token_that_the_draft_states_in_its_own_id_is_caught(monkeypatch):
 
     def wrong(self, row, seq, drafted):
         found = right(self, row, seq, drafted)
-        return dataclasses.replace(found, dense=found.dense.flip(0)) if len(drafted) else found
+        return dataclasses.replace(found, dense=found.dense[::-1]) if len(drafted) else found
 
     draw = translated.Intersection._grow
 
     def grow(self, chain, *rest):
         grown = draw(self, chain, *rest)
-        chain.probs[1:] = [dataclasses.replace(q, dense=q.dense.flip(0)) for q in chain.probs[1:]]
+        chain.probs[1:] = [dataclasses.replace(q, dense=q.dense[::-1]) for q in chain.probs[1:]]
         return grown
 
     monkeypatch.setattr(translated.Intersection, "_grow", grow)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from engine.load import run
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
@@ -18,7 +20,7 @@ TOY = ToyModel(V, 4, ToyTable(order=1))
 
 def likeliest(token: int, num: int = 1) -> list[int]:
     """The toy's likeliest tokens behind `token`, best first."""
-    return TOY.logits_after([token]).topk(num).indices.tolist()
+    return np.argsort(-TOY.logits_after([token]), kind="stable")[:num].tolist()
 
 
 def engine_of(drafter: Drafter, spec_length: int, num_tokens: int | None = None) -> Engine:

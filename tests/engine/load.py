@@ -35,8 +35,8 @@ def runner_with(
     folder: Folder | None = None,
 ) -> Runner:
     """A runner whose cache holds so many tokens in all. folder: where its blocks are kept on disk."""
-    cache = BlockCache.create(
-        model.config.cache_shape,
+    cache = BlockCache.of(
+        model,
         backend,  # type: ignore[arg-type]
         max_batch_size=8,
         max_seq_len=128,

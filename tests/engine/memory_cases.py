@@ -16,11 +16,11 @@ from forerun.config import EngineConfig
 from forerun.kv.cache import BlockCache
 from forerun.memory.plan import MemoryPlan
 from forerun.models.runner import Run, Runner
-from forerun.models.saving import save_checkpoint
 from forerun.ops import load_model
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.torch import empty_weights
+from saved import save_checkpoint
 
 SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tied": True}
 LLAMA_1B = Plain(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from engine.load import check, run
 from forerun import BadOption, SamplingParams
@@ -37,10 +36,10 @@ V, LENGTH, END = 5, 6, 0
 class Reversed(ToyModel):
     """The adversarial draft model: it ranks tokens as the target does, from the last to the first."""
 
-    def _make(self, context: tuple[int, ...]) -> torch.Tensor:
+    def _make(self, context: tuple[int, ...]) -> np.ndarray:
         assert self.near is not None
         logits = self.near.logits_after(context)
-        return torch.where(logits.isinf(), logits, -logits)
+        return np.where(np.isinf(logits), logits, -logits)
 
 
 def target(seed: int, **table: Any) -> ToyModel:
@@ -57,13 +56,12 @@ def drafts_of(model: ToyModel) -> dict[str, ToyModel]:
 
 
 def runner_of(model: ToyModel, num_tokens: int | None, backend: str = "paged") -> Runner:
-    cache = BlockCache.create(
-        model.config.cache_shape,
+    cache = BlockCache.of(
+        model,
         backend,  # type: ignore[arg-type]
         max_batch_size=24,
         max_seq_len=64,
         num_tokens=num_tokens,
-        dtype=model.cache_dtype,
     )
     return Runner(model, cache)
 
@@ -94,7 +92,7 @@ def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int
     for length in range(1, most + 1):
         candidates = []
         for place, (score, tokens) in enumerate(live):
-            row = model.logits_after([*prompt, *tokens]).numpy()
+            row = model.logits_after([*prompt, *tokens])
             top = row.max()
             log_mass = float(top) + float(arithmetic.log(arithmetic.mass_of_logits(row)))
             ids = [i for i in range(V) if row[i] > -np.inf and not (i == end and length <= params.min_tokens)]

@@ -346,8 +346,8 @@ def test_the_device_is_the_processor_unless_another_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     files = OpenedCheckpoint.in_memory(None)
     auto, cuda = (Opened(EngineConfig(device=device), files) for device in ("auto", "cuda"))
-    assert torch_device("auto").type == auto.device == "cpu"
-    assert torch_device("cuda").type == cuda.device == "cuda"
+    assert torch_device("auto") == auto.device == "cpu"
+    assert torch_device("cuda") == cuda.device == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadOption, match="torch sees no CUDA device"):
         torch_device("cuda")

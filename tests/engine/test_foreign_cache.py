@@ -17,10 +17,12 @@ from forerun import pacing
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import CapacityError, InternalError
+from forerun.host_tensor import dtype_name
 from forerun.kv import KVCache, Room
 from forerun.kv.cache import CacheShape
 from forerun.models.runner import Run, Runner
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch_tensors import TorchRows
 from forerun.types import RaggedBatch, SamplingParams
 from support import VOCAB, drafter_for
 
@@ -105,8 +107,8 @@ class ForeignModel:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model, self.config = model, self
-        self.device, self.ops = torch.device("cpu"), ReferenceOps()
-        self.weight_dtype = self.activation_dtype = self.cache_dtype = model.dtype
+        self.device, self.ops, self.rows = "cpu", ReferenceOps(), TorchRows("cpu", model.dtype)
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype_name(model.dtype)
         self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
         self.hidden_size, self.cache_shape = model.config.hidden_size, CacheShape(2, 2, 8)
 
@@ -202,7 +204,7 @@ def test_a_fork_goes_on_alone() -> None:
     rows = [runner.forward([Run(slot, [slot + 1])]).logits[0] for slot in (0, 1)]
     for slot, found in enumerate(rows):
         whole = TARGET(torch.tensor([[*PROMPTS[2][:6], slot + 1]])).logits[0, -1:]
-        assert torch.allclose(found, whole, atol=1e-10)
+        assert torch.allclose(torch.from_numpy(found), whole, atol=1e-10)
     with pytest.raises(InternalError, match="chains only"):
         runner.forward([Run(0, [1, 2, 3], parents=[-1, 0, 0])])
 

@@ -15,9 +15,9 @@ from forerun.config import EngineConfig
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import load_checkpoint
-from forerun.models.saving import save_checkpoint
 from forerun.train.model import initial_weights
 from forerun.train.shape import ModelShape
+from saved import save_checkpoint
 from tiny import write_tiny
 
 NUM_IDS = 27

@@ -10,7 +10,7 @@ import torch
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.models.opened import read_config
-from forerun.models.saving import save_checkpoint
+from saved import save_checkpoint
 from tiny import byte_tokenizer
 
 NATIVE = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")

@@ -16,8 +16,8 @@ import pytest
 from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
-from forerun.models.saving import save_checkpoint
 from forerun.types import Sequence
+from saved import save_checkpoint
 from speculation import llm_options
 
 PROMPT = "class Stack:\n    def __init__(self):\n"

@@ -22,7 +22,7 @@ from forerun.engine.opened import Opened
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import config_to_dict, write_json
-from forerun.ops.packed import PackedMatrix
+from forerun.ops.cpu.packed import PackedMatrix
 from forerun.ops.rotary import Rotations
 from tiny import byte_tokenizer
 

@@ -19,8 +19,8 @@ from forerun.config import EngineConfig
 from forerun.memory.plan import memory_plan
 from forerun.models.opened import read_config
 from forerun.ops import load_model
-from forerun.ops.cpu_memory import packed_bytes
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.memory import packed_bytes
+from forerun.ops.cpu.model import CpuModel
 from forerun.ops.memory import KERNEL_BYTES
 from forerun.ops.torch import empty_weights
 

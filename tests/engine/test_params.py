@@ -57,7 +57,7 @@ def take_row(params: SamplingParams) -> None:
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("error")
             patch.setattr(arithmetic, "native_sampler", lambda found=implementation: found)
-            made = probs(torch.from_numpy(LOGITS), params, HISTORY)
+            made = probs(LOGITS, params, HISTORY)
             total = sum(made.at(i) for i in range(IDS))
         assert total == pytest.approx(1, abs=1e-6), params
 

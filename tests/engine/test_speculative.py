@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from engine.speculative_cases import PROMPTS, continuous_batching, e2e, greedy_parity
 from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
@@ -47,7 +47,7 @@ def test_accept_reject_greedy() -> None:
 )
 def test_accept_reject_sampling(p: tuple[float, ...], q: tuple[float, ...]) -> None:
     """Every outcome of one round with one drafted token: acceptance min(1, p/q), correction norm(max(0, p - q))."""
-    p_probs, q_probs = [Probs(dense=torch.tensor(weights, dtype=torch.float64)) for weights in (p, q)]
+    p_probs, q_probs = [Probs(dense=np.array(weights)) for weights in (p, q)]
 
     def run(coins: Branching) -> tuple[int, bool, int]:
         token = coins.draft(q_probs, 0)

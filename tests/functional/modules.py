@@ -6,6 +6,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -113,7 +114,7 @@ class ToyModule(torch.nn.Module):
             assert all(tensor.shape[2] == 7 for tensor in encoder)
         tokens, places = ([int(x) for x in tensor.flatten().tolist()] for tensor in layer)
         rows = [self.toy._at(tokens[: i + 1], places[: i + 1]) for i in range(num_past, len(tokens))]
-        return SimpleNamespace(logits=torch.stack(rows)[None], past_key_values=((*layer, *encoder),))
+        return SimpleNamespace(logits=torch.from_numpy(np.stack(rows))[None], past_key_values=((*layer, *encoder),))
 
 
 class NewerModule(ToyModule):

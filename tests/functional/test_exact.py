@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
 import pytest
@@ -57,11 +57,15 @@ def spoken(function: Callable[..., Any], *modules: Any, **options: Any) -> tuple
 
 def law_of(table: Callable[[Tensor], Tensor], end: int | None = None) -> Outputs:
     """The probability of each output by the target alone. table: logits [V] -> probabilities [V]."""
-    outputs = plain(lambda said: table(TOY.logits_after([*PROMPT, *said])).numpy(), HORIZON)
+    outputs = plain(lambda said: table(toys_logits(TOY, [*PROMPT, *said])).numpy(), HORIZON)
     cut: dict[tuple[int, ...], float] = defaultdict(float)
     for output, weight in outputs.items():
         cut[output if end is None or end not in output else output[: output.index(end) + 1]] += weight
     return cut
+
+
+def toys_logits(toy: ToyModel, history: Seq[int]) -> Tensor:
+    return torch.from_numpy(toy.logits_after(history))
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ def test_a_sample_of_a_subclass_is_what_draws() -> None:
         rates.add(rate)
 
     def preferring(said: tuple[int, ...]) -> Any:
-        weights = softmax(TOY.logits_after([*PROMPT, *said])) * torch.tensor([2.0, 1.0, 1.0])
+        weights = softmax(toys_logits(TOY, [*PROMPT, *said])) * torch.tensor([2.0, 1.0, 1.0])
         return (weights / weights.sum()).numpy()
 
     assert total_variation(outputs, plain(preferring, 2)) < EXACT
@@ -271,7 +275,7 @@ def test_the_option_without_adjustment_is_biased_and_says_so() -> None:
             first_target=False,
         )
     assert total_variation(outputs, law_of(softmax)) > 0.01
-    p, q = (softmax(module.toy.logits_after(PROMPT)) for module in (TARGET, DRAFTER))
+    p, q = (softmax(toys_logits(module.toy, PROMPT)) for module in (TARGET, DRAFTER))
     kept = torch.minimum(p, q)
     for token, wanted in enumerate(kept + (1 - kept.sum()) * p):
         found = sum(weight for output, weight in outputs.items() if output[0] == token)
@@ -288,7 +292,7 @@ def test_that_option_cannot_go_with_a_sample_of_its_own() -> None:
 
 @functools.cache
 def policy(x: tuple[int, ...], seed: int) -> Any:
-    return softmax(ToyModel(V, seed).logits_after(x)).numpy()
+    return softmax(toys_logits(ToyModel(V, seed), x)).numpy()
 
 
 @pytest.mark.parametrize("guess_seed", [1, 2])

@@ -116,9 +116,7 @@ CASES = [pytest.param(isa, dtype, id=f"{isa}-{dtype}") for isa in ISAS for dtype
 
 def runner_of(pair: Models, backend: str) -> Runner:
     model = pair.target.model
-    pools = BlockCache.create(
-        model.config.cache_shape, backend, max_batch_size=4, max_seq_len=192, dtype=model.cache_dtype
-    )
+    pools = BlockCache.of(model, backend, max_batch_size=4, max_seq_len=192)
     for slot in range(3):
         pools.open(slot)
     return Runner(model, pools)

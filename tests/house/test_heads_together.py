@@ -24,7 +24,7 @@ from forerun.drafters.hydra import HydraHeads
 from forerun.models.loading import load_checkpoint
 from forerun.registry import load
 from forerun.testing.engines import target_for
-from forerun.types import Sequence, StepReport
+from forerun.types import Rows, Sequence, StepReport
 from methods import NEEDS
 from tiny import write_tiny
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def agreeing(method: str, weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """The weights of a random head, changed so that it says what the target's LM head makes of its row, about."""
-    width, final = model.config.hidden_size, model.weight("model.norm.weight")
+    width, final = model.config.hidden_size, torch.from_numpy(model.weight("model.norm.weight"))
     joins = ("fc.weight", "input.weight") if method == "eagle" else ("res_connection.weight",)
     for name, weight in weights.items():
         if name in ("d2t", head_files.PROBE):
@@ -139,17 +139,17 @@ def test_heads_draft_in_a_batch_what_they_draft_alone(folder: Path, chunk_tokens
     assert others(folder, list(HEADS), chunk_tokens) == []
 
 
-def first_row(seen: Seen) -> Tensor:
+def first_row(seen: Seen) -> Rows:
     """As `Seen.hidden`, of the pass's first rows whatever the sequence."""
     return seen.scores.hidden[: len(seen.kept)]
 
 
-def first_layer(seen: Seen, k: int) -> Tensor:
+def first_layer(seen: Seen, k: int) -> Rows:
     """As `Seen.layer`, in the same way."""
-    return seen.scores.taps[k][: len(seen.kept)].clone()
+    return seen.scores.taps[k][: len(seen.kept)].copy()
 
 
-def reversed_last(heads: HydraHeads, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Any:
+def reversed_last(heads: HydraHeads, hidden: Rows, last: Seq[int], num_heads: int, num: int) -> Any:
     """As `HydraHeads.following`, with the last tokens of the sequences in another order."""
     return FOLLOWING(heads, hidden, last[::-1], num_heads, num)
 

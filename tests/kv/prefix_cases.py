@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import torch
+import numpy as np
 
+from forerun.host_tensor import Array
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
@@ -24,11 +25,11 @@ Windows = tuple[int | None, ...]  # of each layer
 def pool(num_blocks: int = 16, windows: Windows | None = None, max_batch_size: int = 1) -> BlockCache:
     shape = SHAPE if windows is None else CacheShape(len(windows), 1, 1, windows=windows)
     sizes = {"block_tokens": BLOCK, "num_blocks": num_blocks, "max_batch_size": max_batch_size}
-    return BlockCache(shape, **sizes, dtype=torch.float32, device=torch.device("cpu"))
+    return BlockCache(shape, **sizes, dtype="float32")
 
 
 def batch_of(cache: BlockCache, slot: int, num_tokens: int) -> RaggedBatch:
-    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    tokens = [0] * num_tokens
     return RaggedBatch(tokens, tokens, [0, num_tokens], [slot], [cache.length(slot)])
 
 
@@ -76,19 +77,21 @@ class Driven:
         numbers = [self.number(self.salts[slot], chain) for chain in chains]
         for rows, layer in self._layers():
             view = self.cache.view(batch, self.cache.shape.kind_of(layer))
-            rows[view.write_rows] = torch.tensor(numbers[num_pending:], dtype=torch.float32)[:, None, None]
+            rows[view.write_rows] = np.array(numbers[num_pending:], np.float32)[:, None, None]
             for i, number in enumerate(numbers[num_pending:]):  # a row sees its own chain and nothing else
                 seen = view.read_rows[0][batch.visible(0, i)]
                 chain = chains[num_pending + i]
                 wanted = [self.number(self.salts[slot], chain[: j + 1]) for j in range(len(chain))]
                 first = self.first_seen(layer, len(chain) - 1)
-                assert rows[seen, 0, 0].int().tolist()[first:] == wanted[first:]
+                assert rows[seen, 0, 0].astype(int).tolist()[first:] == wanted[first:]
                 assert wanted[-1] == number
         self._runs[slot], self._parents[slot] = chains, parents
 
-    def _layers(self) -> list[tuple[torch.Tensor, int]]:
+    def _layers(self) -> list[tuple[Array, int]]:
         """The keys, then the values of each layer, and its number."""
-        return [(rows, layer % self.cache.shape.num_layers) for layer, rows in enumerate(self.cache.pools.tensors())]
+        return [
+            (rows.values, layer % self.cache.shape.num_layers) for layer, rows in enumerate(self.cache.pools.tensors())
+        ]
 
     def first_seen(self, layer: int, position: int) -> int:
         """Return the first position that a row sees."""
@@ -149,7 +152,7 @@ class Driven:
             for held, layer in self._layers():
                 rows, first = self.cache.rows(slot, 0, len(kept), self.cache.shape.kind_of(layer)), 0
                 first = self.first_seen(layer, len(kept))
-                assert held[rows, 0, 0].int().tolist()[first:] == wanted[first:]
+                assert held[rows, 0, 0].astype(int).tolist()[first:] == wanted[first:]
 
 
 def driven(num_blocks: int = 16, windows: Windows | None = None) -> Driven:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from forerun import LLM, BadOption, SamplingParams
 from forerun.blocks import CacheShape
@@ -103,9 +103,9 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
     def cache(mark: float) -> BlockCache:
         made = BlockCache.create(shape, "paged", max_batch_size=2, max_seq_len=256)
         for pool in made.pools.tensors():
-            pool.fill_(mark)
+            pool.values.fill(mark)
         if not is_native:
-            made.pools._copied = [None] * len(made.kinds)
+            made.pools._moved = [None] * len(made.kinds)
         sizes = [made.pools.record_bytes(kind) for kind in range(len(made.kinds))]
         made.keep_on_disk(Keeper(made.pools, folder.shelf(["x"], sizes)))
         return made
@@ -118,9 +118,8 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
             view = first.view(pack([Run(0, tokens[start : start + 40])], first), kind)
             for layer, pool in enumerate(first.pools):
                 if shape.kind_of(layer) == kind:
-                    shaped = torch.randn(
-                        40, *pool.keys.shape[1:], generator=torch.Generator().manual_seed(layer + start)
-                    )
+                    shape_of_rows = (40, *pool.keys.shape[1:])
+                    shaped = np.random.default_rng(layer + start).standard_normal(shape_of_rows, np.float32)
                     pool.write(view.write_rows, shaped, -shaped)
         first.keep({0: range(40)})
         first.publish(0, tokens[: start + 40])
@@ -139,8 +138,8 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
         seen = range(0 if window is None else 192 - window, 192)
         kind = shape.kind_of(layer)
         rows = [own.rows(0, seen.start, seen.stop, kind) for own in (second, first)]
-        assert torch.equal(ours.keys[rows[0]], theirs.keys[rows[1]])
-        assert torch.equal(ours.values[rows[0]], theirs.values[rows[1]])
+        assert np.array_equal(ours.keys.values[rows[0]], theirs.keys.values[rows[1]])
+        assert np.array_equal(ours.values.values[rows[0]], theirs.values.values[rows[1]])
     assert second.fetch(-2, tokens) is None, "all of it is in memory"
     folder.close()
 
@@ -158,7 +157,7 @@ def written(cache: BlockCache, tokens: list[int]) -> None:
     cache.reserve(0, 64)
     rows = cache.view(pack([Run(0, tokens)], cache)).write_rows
     for pool in cache.pools.tensors():
-        pool[rows] = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
+        pool.values[rows] = np.array(tokens, np.float32)[:, None, None]
     cache.keep({0: range(64)})
     cache.publish(0, tokens)
     cache.release(0)
@@ -206,7 +205,7 @@ def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(tmp_path: Path, mo
     fetch.wait()
     assert cache.open(0, others) == 48
     rows = cache.rows(0, 0, 48)
-    assert all(pool[rows, 0, 0].int().tolist() == others[:48] for pool in cache.pools.tensors())
+    assert all(pool[rows, 0, 0].float32().astype(int).tolist() == others[:48] for pool in cache.pools.tensors())
     folder.close()
 
 
@@ -242,7 +241,7 @@ def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path
         assert second.arrived(fetch) == 48
         assert second.open(start, tokens) == 48
         rows = second.rows(start, 0, 48)
-        assert all(pool[rows, 0, 0].int().tolist() == tokens[:48] for pool in second.pools.tensors())
+        assert all(pool.values[rows, 0, 0].astype(int).tolist() == tokens[:48] for pool in second.pools.tensors())
         second.release(start)
     folder.close()
 

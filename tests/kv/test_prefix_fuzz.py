@@ -45,7 +45,7 @@ class Lives:
     def findable(self, tokens: list[int], salt: str | None) -> int:
         """Return the most tokens that may be found: those in blocks that were computed from exactly these tokens."""
         shape, index = self.d.cache.shape, self.d.cache._prefixes
-        keys = self.d.cache.pools[[shape.kind_of(layer) for layer in shape.kept].index(0)].keys
+        keys = self.d.cache.pools[[shape.kind_of(layer) for layer in shape.kept].index(0)].keys.values
         last = {int(keys[(b + 1) * BLOCK - 1, 0, 0]) for b in range(self.num_blocks) if index.holds(b)}
         found = [0]
         for length in range(BLOCK, len(tokens), BLOCK):

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from forerun.blocks import weight_shapes
 from forerun.models.families import names_of
-from forerun.models.naming import published
 from forerun.models.opened import read_config
 from models.hubserver import Client, HubServer, serve
+from saved import published
 
 Raw = dict[str, Any]
 WriteCheckpoint = Callable[..., Path]

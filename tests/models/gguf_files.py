@@ -15,9 +15,10 @@ from tokenizers import pre_tokenizers
 from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
-from forerun.models.naming import Place, places, published
+from forerun.models.naming import Place, places
 from forerun.models.source import STACKED
 from forerun.ops.rotary import attention_factor, inverse_frequencies
+from saved import published
 
 DENSE = ("F32", "F16", "BF16")
 # The float16 numbers of a block, by their first bytes; all other bytes may be anything.

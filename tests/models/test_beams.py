@@ -66,8 +66,7 @@ class Both:
 
     @staticmethod
     def _runner(model: Any) -> Runner:
-        shape = model.config.cache_shape
-        return Runner(model, BlockCache.create(shape, "paged", max_batch_size=8, max_seq_len=64))
+        return Runner(model, BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64))
 
     def found(self, prompt: list[int], **given: Any) -> list[Text]:
         params = SamplingParams(temperature=0.0, max_tokens=MOST, **given)

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
@@ -423,9 +423,9 @@ def test_round_trip(llama_raw: Raw, model_type: str, keys: Raw) -> None:
 
 def test_rotations_reach_as_far_as_they_are_asked_for() -> None:
     """The table grows by blocks of 256 positions: native passes read rows of it without asking how many there are."""
-    rope = Rotations(Rope(), 16, torch.device("cpu"), torch.float32)
+    rope = Rotations(Rope(), 16)
     for end in (1, 256, 257, 1000, 513):
         table = rope.table(end)
         assert len(table) >= end
         alone = rotations(rope.inv_freq, 1.0, range(end - 1, end))
-        assert torch.equal(table[end - 1, :, 0], torch.from_numpy(alone[0]))
+        assert np.array_equal(table[end - 1, :, 0], alone[0])

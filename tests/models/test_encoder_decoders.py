@@ -18,10 +18,10 @@ from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
-from forerun.models.saving import save_checkpoint
 from forerun.ops import reference
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
+from saved import save_checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,7 +117,7 @@ NATIVE = pytest.param(CpuOps, id="native", marks=pytest.mark.skipif(native.isa()
 
 def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = fast) -> Runner:
     model = load_checkpoint(folder, dtype="float32", ops=ops()).model
-    cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=8, max_seq_len=64)
+    cache = BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64)
     return Runner(model, cache)
 
 
@@ -141,7 +141,7 @@ def test_logits_in_one_batch(published: tuple[Any, Path], ops: Callable[[], Refe
         scores = runner.forward(runs)
         runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         for run, logits in zip(runs, scores.logits, strict=True):
-            found[run.slot].append(logits)
+            found[run.slot].append(torch.from_numpy(logits))
     for (slot, text), source in zip(TEXTS.items(), SOURCES.values(), strict=True):
         wanted = by_transformers(module, source, text)
         assert torch.allclose(torch.cat(found[slot]), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -160,7 +160,8 @@ def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path: Path) -> None:
     runner.cache.open(0)
     runner.sources.open(0, SOURCES[0], None)
     runner.sources.run([0])
-    found, wanted = runner.forward([Run(0, TEXTS[0])]).logits[0], by_transformers(module, SOURCES[0], TEXTS[0])
+    found = torch.from_numpy(runner.forward([Run(0, TEXTS[0])]).logits[0])
+    wanted = by_transformers(module, SOURCES[0], TEXTS[0])
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -177,11 +178,11 @@ def test_a_tree_of_a_text(published: tuple[Any, Path], ops: Callable[[], Referen
     runner.forward([Run(0, text[:4])])
     runner.cache.keep({0: range(4)})
     tree, parents = [text[4], 60, 61, text[5], 62], [-1, -1, 0, 0, 3]
-    found = runner.forward([Run(0, tree, parents=parents)]).logits[0]
+    found = torch.from_numpy(runner.forward([Run(0, tree, parents=parents)]).logits[0])
     for path, row in [((0,), 0), ((1,), 1), ((0, 2), 2), ((0, 3, 4), 4)]:
         tokens = [*text[:4], *(tree[node] for node in path)]
         assert torch.allclose(found[row], by_transformers(module, source, tokens)[-1], rtol=1e-3, atol=1e-3)
-        alone = runner.forward([Run(1, tokens)]).logits[0][-1]
+        alone = torch.from_numpy(runner.forward([Run(1, tokens)]).logits[0])[-1]
         assert torch.equal(found[row], alone)
 
 
@@ -217,7 +218,7 @@ def test_a_long_source_is_scored_in_parts(published: tuple[Any, Path], monkeypat
     runner.cache.open(0)
     runner.sources.open(0, source, None)
     runner.sources.run([0])
-    found = runner.forward([Run(0, text)]).logits[0]
+    found = torch.from_numpy(runner.forward([Run(0, text)]).logits[0])
     assert torch.allclose(found, by_transformers(module, source, text), rtol=1e-3, atol=1e-3)
 
 
@@ -227,7 +228,7 @@ def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path])
     shape, rows = model.config.cache_shape, list[Tensor]()
     for layers in (None, (1, 2)):
         own = dataclasses.replace(shape, layers=layers)
-        cache = BlockCache.create(own, "paged", max_batch_size=1, max_seq_len=64)
+        cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64, shape=own)
         cache.open(0)
         cache.reserve(0, 30)
         model.begin({0: [*range(3, 33)]}, cache)  # type: ignore[attr-defined]
@@ -244,7 +245,7 @@ def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     rows = []
     for num_threads, step in [(1, 321), (2, 321), (12, 50), (3, 1)]:
         model = load_checkpoint(folder, dtype="float32", ops=CpuOps(num_threads=num_threads)).model
-        runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=704))
+        runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=4, max_seq_len=704))
         assert runner.sources is not None
         for slot, own in enumerate([[5, 6], source]):
             runner.cache.open(slot)
@@ -252,7 +253,7 @@ def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
         runner.sources.run([0, 1] if step == 50 else [1])
         found = []
         for start in range(0, 321, step):
-            found.append(runner.forward([Run(1, text[start : start + step])]).logits[0])
+            found.append(torch.from_numpy(runner.forward([Run(1, text[start : start + step])]).logits[0]))
             runner.cache.keep({1: range(len(text[start : start + step]))})
         rows.append(torch.cat(found))
     wanted = by_transformers(module, source, text)
@@ -269,7 +270,7 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
     model: Any = load_checkpoint(folder, dtype="float32" if bits else dtype, ops=ops).model
     model = model.rounded(Quantization.parse(bits)) if bits else model
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 64, "dtype": model.cache_dtype}
-    runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", **sizes))
+    runner = Runner(model, BlockCache.of(model, "paged", **sizes))
     assert runner.sources is not None
     for slot, source in SOURCES.items():
         runner.cache.open(slot)
@@ -278,7 +279,7 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
     scores = runner.forward([Run(slot, text) for slot, text in TEXTS.items()])
     for (slot, text), found in zip(TEXTS.items(), scores.logits, strict=True):
         wanted = by_transformers(module, SOURCES[slot], text)
-        assert float((found - wanted).norm()) < tolerance * float(wanted.norm())
+        assert float((torch.from_numpy(found) - wanted).norm()) < tolerance * float(wanted.norm())
 
 
 @pytest.mark.skipif(native.isa() == "reference", reason="no kernels")

@@ -84,13 +84,13 @@ def logits_of(raw: Raw, module: Any, folder: Path) -> Tensor:
     module.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw))
     model = load_checkpoint(folder, dtype="float32").model
-    runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=64))
+    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=64))
     runner.cache.open(0)
     if runner.sources is None:
-        return runner.forward([Run(0, tokens_of(40, 1))]).logits[0]
+        return torch.from_numpy(runner.forward([Run(0, tokens_of(40, 1))]).logits[0])
     runner.sources.open(0, tokens_of(40, 1), None)
     runner.sources.run([0])
-    return runner.forward([Run(0, tokens_of(40, 1)[:20])]).logits[0]
+    return torch.from_numpy(runner.forward([Run(0, tokens_of(40, 1)[:20])]).logits[0])
 
 
 def changed(raw: Raw) -> Iterator[tuple[Raw, str]]:

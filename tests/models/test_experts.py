@@ -46,7 +46,7 @@ def test_a_pass_of_one_row_reads_the_experts_that_it_chooses(tmp_path: Path, ops
     of_experts = [w.name for w in weights(model.config) if w.role == "experts"]
     assert len(of_experts) == 2 * 4 * 3
     assert [read_share(model.config, name) for name in (of_experts[0], "model.layers.0.mlp.gate.weight")] == [0.5, 1.0]
-    num_bytes = 4 * sum(model.weight(name).numel() for name in of_experts)
+    num_bytes = 4 * sum(model.weight(name).size for name in of_experts)
     matrices = getattr(model, "matrices", None)
     if matrices is None:
         whole = sum(tensor.nbytes for name, tensor in model.weights.items() if name != EMBEDDING)  # it is looked up

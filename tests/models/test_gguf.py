@@ -17,12 +17,12 @@ from forerun import LLM, SamplingParams, native
 from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.config import Quantization
 from forerun.errors import BadOption, CapacityError, UnsupportedModel
+from forerun.host_tensor import HostTensor
 from forerun.models.llama import GGUF
 from forerun.models.loading import load_checkpoint
 from forerun.models.naming import part_of
 from forerun.models.opened import OpenedCheckpoint, read_config
 from forerun.models.quantising import QuantisingSource, planned, usual_rounding
-from forerun.models.saving import save_checkpoint
 from forerun.models.source import Stored, gguf as source_module, open_source
 from forerun.models.weights import StoredWeights
 from forerun.ops.cpu import CpuOps
@@ -43,6 +43,7 @@ from models.gguf_files import (
 )
 from models.gguf_vocabularies import smollm2
 from ops.native_cases import needs_native
+from saved import save_checkpoint
 
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
 CONFIG = Plain("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256).spec
@@ -64,8 +65,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32)
+def bits(numbers: Any) -> Any:
+    """The bits of float32, whether they have the name of a type or not."""
+    return (numbers.float32() if isinstance(numbers, HostTensor) else numbers).view(np.int32)
 
 
 @pytest.mark.parametrize("alignment", [32, 128])
@@ -91,24 +93,23 @@ def test_every_weight_is_that_of_the_file(
         if name[-1] in heads:
             expected = turned_back(expected, heads[name[-1]])
         stored = source.tensors[f"{ours}.weight"]
-        blocks = [block.float() for block in source.blocks(f"{ours}.weight")]
+        blocks = [block.float32() for block in source.blocks(f"{ours}.weight")]
         assert len(blocks) > 1
         assert stored.shape == expected.shape
-        assert torch.equal(bits(torch.cat(blocks)), bits(torch.from_numpy(expected)))
+        assert np.array_equal(bits(np.concatenate(blocks)), bits(expected))
         assert (stored.scheme is None) == (kind in DENSE)
         if stored.scheme is not None:
             matrix = source.quantised(f"{ours}.weight")  # type: ignore[attr-defined]
             rows = list(matrix.blocks())
             assert matrix.shape == expected.shape
             assert all(part.scheme == matrix.scheme == stored.scheme for part in rows)
-            assert torch.equal(bits(torch.cat([part.dequantise() for part in rows])), bits(torch.from_numpy(expected)))
+            assert np.array_equal(bits(np.concatenate([part.dequantise() for part in rows])), bits(expected))
             if native.extension() is not None:
-                assert torch.equal(CpuOps().pack(matrix).unpack(), torch.from_numpy(expected))
+                assert np.array_equal(CpuOps().pack(matrix).unpack().float32(), expected)
 
 
 def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
     """Types and shapes of every part, which operators rely on."""
-    bytes_ = torch.uint8
     for kind in HALVES:
         config = usual(resized(CONFIG, hidden_size=512, num_layers=1), "llama")
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
@@ -117,17 +118,17 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
         (rows,) = weights_of(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()
         scheme = rows.scheme
         numbers = scheme.scale_dtype
-        assert numbers == (torch.float32 if kind in ("MXFP4", "IQ3_XXS") else torch.float16)
+        assert numbers == ("float32" if kind in ("MXFP4", "IQ3_XXS") else "float16")
         groups = (258, 512 // scheme.group)
-        assert (rows.codes.dtype, rows.codes.shape) == (bytes_, (258, 512))
-        assert rows.codes.is_contiguous()
+        assert (rows.codes.dtype, rows.codes.shape) == (np.uint8, (258, 512))
+        assert rows.codes.flags.c_contiguous
         assert int(rows.codes.max()) < 1 << scheme.bits
         assert rows.scales.shape == groups
-        assert rows.scales.dtype == (torch.int8 if scheme.super_group else numbers)
+        assert rows.scales.dtype == ("int8" if scheme.super_group else numbers)
         offsets = rows.zeros if scheme.offset == "zero" else rows.minimums
         assert offsets is not None
         assert offsets.shape == groups
-        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else numbers)
+        assert offsets.dtype == ("uint8" if scheme.offset == "zero" or scheme.super_group else numbers)
         if scheme.super_group:
             assert rows.super_scales is not None
             assert (rows.super_scales.dtype, rows.super_scales.shape) == (numbers, (258, 2))
@@ -147,16 +148,12 @@ def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str)
     q, k, v = (source.quantised(f"model.layers.0.self_attn.{x}_proj.weight") for x in "qkv")
     gate, up = (source.quantised(f"model.layers.0.mlp.{x}_proj.weight") for x in ("gate", "up"))
     some, other = part_of(q, [3, 4, 5, 70, *range(100, 180)]), source.quantised("model.embed_tokens.weight")
-    row = torch.randn(1, 512)
+    row = np.random.default_rng(0).standard_normal((1, 512)).astype(np.float32)
     for parts, paired in [([q, k, v], False), ([some, v], False), ([v, other], False), ([gate, up], True)]:
         fast = CpuOps().pack(parts, paired=paired)
         slow = CpuOps().pack([replace(part, stored=None) for part in parts], paired=paired)
-        assert torch.equal(bits(fast.unpack()), bits(slow.unpack()))
-        products = [torch.empty(1, sum(part.shape[0] for part in parts)) for _ in range(2)]
-        for packed, out in zip((fast, slow), products, strict=True):
-            if not paired:
-                out.copy_(CpuOps().linear(row, packed))
-        assert paired or torch.equal(bits(products[0]), bits(products[1]))
+        assert np.array_equal(bits(fast.unpack()), bits(slow.unpack()))
+        assert paired or np.array_equal(*(bits(CpuOps().linear(row, packed)) for packed in (fast, slow)))
     CpuOps().pack([replace(part, blocks=unread) for part in (q, k, some)])  # nothing else is read
     CpuOps().pack([replace(part, blocks=unread) for part in (gate, up)], paired=True)
 
@@ -183,12 +180,12 @@ def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
     names = ["model.embed_tokens.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")]
     for name in names:
         assert str(again.tensors[name].scheme) == "int4, group 32"
-        whole = torch.cat(list(source.blocks(name)))
+        whole = np.concatenate([block.float32() for block in source.blocks(name)])
         expected = quantise(whole, scheme_of(4, 32)).dequantise()
-        slowly = torch.cat([rows.dequantise() for rows in again.quantised(name).blocks()])
-        assert torch.equal(bits(slowly), bits(expected))
+        slowly = np.concatenate([rows.dequantise() for rows in again.quantised(name).blocks()])
+        assert np.array_equal(bits(slowly), bits(expected))
         natively = CpuOps().pack([replace(again.quantised(name), blocks=unread)])
-        assert torch.equal(bits(natively.unpack()), bits(expected))
+        assert np.array_equal(bits(natively.unpack()), bits(expected))
     assert again.tensors["model.layers.0.mlp.down_proj.weight"].scheme.super_group == 256
 
 
@@ -196,23 +193,21 @@ def test_a_matrix_that_no_group_divides_is_not_rounded_again() -> None:
     config = resized(CONFIG, num_layers=1)
     name = "model.layers.0.mlp.down_proj.weight"
     for columns in (48, 64):
-        found = planned(
-            {name: Stored(Path("f"), (64, columns), torch.bfloat16)}, config, Quantization.parse("int4:again")
-        )
+        found = planned({name: Stored(Path("f"), (64, columns), "bfloat16")}, config, Quantization.parse("int4:again"))
         assert (found[name].scheme is None) == (columns == 48)
 
 
 def test_only_large_draft_models_are_rounded_where_nothing_is_said() -> None:
-    def of(num_rows: int, dtype: torch.dtype, scheme: Scheme | None = None) -> str | None:
+    def of(num_rows: int, dtype: str, scheme: Scheme | None = None) -> str | None:
         return usual_rounding(
             {"w": Stored(Path("f"), (num_rows, 1024), dtype, scheme)}, lambda scheme: scheme.bits == 4
         )
 
-    assert of(1 << 17, torch.bfloat16) == "int4:group=32:again"
-    assert of(1 << 17, torch.float32, scheme_of(8, 32)) == "int4:group=32:again"
-    assert of(1 << 17, torch.float32, scheme_of(4, 32)) is None
-    assert of(1 << 15, torch.bfloat16) is None
-    assert usual_rounding({"w": Stored(Path("f"), (1 << 17, 1024), torch.bfloat16)}, lambda _: False) is None
+    assert of(1 << 17, "bfloat16") == "int4:group=32:again"
+    assert of(1 << 17, "float32", scheme_of(8, 32)) == "int4:group=32:again"
+    assert of(1 << 17, "float32", scheme_of(4, 32)) is None
+    assert of(1 << 15, "bfloat16") is None
+    assert usual_rounding({"w": Stored(Path("f"), (1 << 17, 1024), "bfloat16")}, lambda _: False) is None
 
 
 def unread() -> Iterator[Any]:
@@ -239,12 +234,12 @@ def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path
     write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
     source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
     for packs in (True, False):
-        stored = StoredWeights(source, torch.float32, torch.device("cpu"), lambda scheme, packs=packs: packs)
+        stored = StoredWeights(source, "float32", lambda scheme, packs=packs: packs)
         with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
             list(stored[name].blocks())
     if native.extension() is not None:
         with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
-            CpuOps().pack(StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)[name])
+            CpuOps().pack(StoredWeights(source, "bfloat16", CpuOps().packs_scheme)[name])
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -358,8 +353,8 @@ def test_texts_of_all_types_are_plain_decodings_with_drafts_of_any_length(tmp_pa
     texts = [[out.token_ids for out in llm.generate(prompts, params)] for llm in experts]
     assert texts[0] == texts[1]
     for name in ("model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
-        found = torch.cat(list(weights_of(path).blocks(name)))
-        assert torch.equal(bits(plain.checkpoint.model.weight(name)), bits(found))
+        found = np.concatenate([block.float32() for block in weights_of(path).blocks(name)])
+        assert np.array_equal(bits(plain.checkpoint.model.weight(name)), bits(found))
 
 
 @needs_native
@@ -373,12 +368,12 @@ def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, 
     tensors = {"token_embd.weight": ("MXFP4", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
     write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
     source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
-    expected = torch.from_numpy(numbers_of(data, "MXFP4"))
-    packed = StoredWeights(source, torch.bfloat16, torch.device("cpu"), CpuOps().packs_scheme)
-    dense = StoredWeights(source, torch.float32, torch.device("cpu"))
+    expected = numbers_of(data, "MXFP4")
+    packed = StoredWeights(source, "bfloat16", CpuOps().packs_scheme)
+    dense = StoredWeights(source, "float32")
     if is_read:
-        assert torch.equal(bits(CpuOps().pack(packed[name]).unpack()), bits(expected))
-        assert torch.equal(bits(dense[name]), bits(expected))  # type: ignore[arg-type]
+        assert np.array_equal(bits(CpuOps().pack(packed[name]).unpack()), bits(expected))
+        assert np.array_equal(bits(dense[name]), bits(expected))
         return
     for read in (lambda: CpuOps().pack(packed[name]), lambda: dense[name]):
         with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds (NaN|infinite numbers)"):

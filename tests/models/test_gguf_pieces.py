@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
-import torch
 
 from forerun import LLM, SamplingParams
 from forerun.blocks import resized
@@ -38,7 +38,8 @@ def test_pieces_are_the_whole_file(whole: Path, named: int) -> None:
     assert {stored.file for stored in three.tensors.values()} == set(pieces)
     for name in one.tensors:
         for a, b in zip(one.blocks(name), three.blocks(name), strict=True):
-            assert torch.equal(a, b)
+            assert a.dtype == b.dtype
+            assert np.array_equal(a.values, b.values)
     for file in ("tokenizer.json", "config.json", "generation_config.json"):
         assert (one.folder / file).read_bytes() == (three.folder / file).read_bytes()
 

@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
-from forerun.models.saving import save_checkpoint
 from models.gguf_files import random_weights, split, write_model
 from models.hubserver import LOCATE, Client, HubServer
+from saved import save_checkpoint
 from tiny import tiny_config, write_tiny
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json"]  # of a tiny checkpoint

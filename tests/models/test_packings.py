@@ -23,14 +23,16 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
+from forerun.host_tensor import HostTensor
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config, under_our_names
 from forerun.models.source import open_source, safetensors
 from forerun.models.weights import StoredWeights
-from forerun.ops import cuda_packed
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cuda_packed import Packed
+from forerun.ops.cuda import packed as cuda_packed
+from forerun.ops.cuda.packed import Packed
 from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.torch_tensors import tensor_of
 
 RAW = {
     "model_type": "llama",
@@ -72,8 +74,8 @@ def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
         scheme = source.tensors[name].scheme
         if native.extension() is not None and scheme is not None and CpuOps().packs_scheme(scheme):
             matrix = source.quantised(name)  # type: ignore[attr-defined]
-            assert torch.equal(CpuOps().pack(matrix).unpack(), weight.float()), name
-        taken = StoredWeights(source, torch.bfloat16, torch.device("cpu"), cuda_packed.packs)[name]
+            assert np.array_equal(CpuOps().pack(matrix).unpack().float32(), weight.float()), name
+        taken = StoredWeights(source, "bfloat16", cuda_packed.packs)[name]
         if isinstance(taken, QuantisedMatrix):
             laid = Packed.of(taken, torch.device("cpu")).float()
             # Of 8 bits a zero point becomes a minimum, beside which the last bits are others.
@@ -331,11 +333,11 @@ def test_fp8_is_packed_where_groups_divide_a_row(tmp_path: Path, case: str) -> N
     write(tmp_path, config, quantise)
     name = "model.layers.1.mlp.down_proj.weight"
 
-    def taken() -> Tensor | QuantisedMatrix:
-        return StoredWeights(open_source(tmp_path), torch.bfloat16, torch.device("cpu"), cuda_packed.packs)[name]
+    def taken() -> HostTensor | QuantisedMatrix:
+        return StoredWeights(open_source(tmp_path), "bfloat16", cuda_packed.packs)[name]
 
     found = taken()
-    assert isinstance(found, Tensor) == (case == "blocks that end beyond")
+    assert isinstance(found, HostTensor) == (case == "blocks that end beyond")
     if isinstance(found, QuantisedMatrix):
         assert Packed.of(found, torch.device("cpu")).kind == "fp8"
         tensors = load_file(tmp_path / "model.safetensors")
@@ -440,7 +442,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pyt
         name = f"{EXPERTS}{i}"
         assert {packed.matrices[f"{name}.{part}"].bits for part in ("gate_up", "down")} == {(4,)}
         for part in ("gate", "up", "down"):
-            assert torch.equal(packed.weight(f"{name}.{part}_proj.weight"), weights[f"{name}.{part}_proj.weight"])
+            assert np.array_equal(packed.weight(f"{name}.{part}_proj.weight"), weights[f"{name}.{part}_proj.weight"])
 
 
 @pytest.mark.skipif(native.extension() is None, reason="the native extension is not there")
@@ -562,5 +564,6 @@ def test_rows_come_as_they_are_stored(tmp_path: Path) -> None:
     assert (matrix.shape, str(matrix.scheme), matrix.scheme.offset) == ((64, 128), "int4, group 32", "zero")
     (rows,) = matrix.blocks()
     assert rows.codes.max() == 15
-    assert torch.equal(rows.scales, load_file(tmp_path / "model.safetensors")[name.replace("weight", "scales")].T)
-    assert torch.equal(rows.dequantise(), weights[name])
+    scales = load_file(tmp_path / "model.safetensors")[name.replace("weight", "scales")].T
+    assert torch.equal(tensor_of(rows.scales), scales)
+    assert np.array_equal(rows.dequantise(), weights[name])

@@ -202,8 +202,7 @@ class Pair:
             return self.oracle(torch.tensor([tokens])).logits[0]
 
     def cache(self, backend: str) -> BlockCache:
-        shape = self.model.config.cache_shape
-        return BlockCache.create(shape, backend, max_batch_size=4, max_seq_len=64)  # type: ignore[arg-type]
+        return BlockCache.of(self.model, backend, max_batch_size=4, max_seq_len=64)  # type: ignore[arg-type]
 
     def run(self, cache: BlockCache, runs: dict[int, list[int]], parents: Seq[list[int] | None] = ()) -> list[Tensor]:
         """One pass; logits of every row, by run. parents: per run, -1 = the cached context, None = a chain."""
@@ -319,9 +318,9 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
     save_file({_other_name(name): weight for name, weight in found.items()}, tmp_path / "before" / "model.safetensors")
     for folder in ("now", "before"):
         model = load_checkpoint(tmp_path / folder).model
-        runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=64))
+        runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64))
         runner.cache.open(0)
-        assert_close(runner.forward([Run(0, tokens)]).logits[0], expected)
+        assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), expected)
         assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
 
 
@@ -345,11 +344,11 @@ def test_layers_that_read_the_keys_of_others(write_checkpoint: Any) -> None:
     assert len(more) == 3
     save_file({**found, **more}, folder / "model.safetensors")
     model = load_checkpoint(folder).model
-    cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=64)
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64)
     assert [pool.keys.shape[1:] for pool in cache.pools] == [(3, 8), (3, 8), (3, 16)]
-    assert cache.shape.bytes_per_token(torch.float32) == 4 * 2 * 3 * (8 + 8 + 16)
+    assert cache.shape.bytes_per_token("float32") == 4 * 2 * 3 * (8 + 8 + 16)
     cache.open(0)
-    assert_close(Runner(model, cache).forward([Run(0, tokens_of(20, 1))]).logits[0], expected)
+    assert_close(torch.from_numpy(Runner(model, cache).forward([Run(0, tokens_of(20, 1))]).logits[0]), expected)
     with pytest.raises(BadOption, match="layer 5 reads the keys of layer 2, which is not among them"):
         LLM(str(folder), draft="early_exit:skip=2", ops="reference")
 
@@ -381,9 +380,9 @@ def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: 
     large = {name: w * 30 for name, w in weights.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))}
     folder, tokens = write_checkpoint(WHOLE["gpt_oss"], weights | large), tokens_of(20, 1)
     model = load_checkpoint(folder, ops=make_ops(ops, "cpu"), dtype="float32").model
-    runner = Runner(model, BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32))
+    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=32))
     runner.cache.open(0)
-    assert_close(runner.forward([Run(0, tokens)]).logits[0], Pair(folder).expect(tokens))
+    assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), Pair(folder).expect(tokens))
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
@@ -396,9 +395,9 @@ def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, o
     operators = make_ops(ops, "cpu")
     for longest, tokens in ((16, tokens_of(16, 1)), (17, tokens_of(17, 2)), (64, tokens_of(50, 3))):
         model = load_checkpoint(folder, ops=operators, max_seq_len=longest, dtype="float32").model
-        cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=longest)
+        cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=longest)
         cache.open(0)
-        found = Runner(model, cache).forward([Run(0, tokens)]).logits[0]
+        found = torch.from_numpy(Runner(model, cache).forward([Run(0, tokens)]).logits[0])
         with torch.inference_mode():
             assert_close(found, oracle(torch.tensor([tokens])).logits[0])
     options: Raw = {"draft": "none", "dtype": "float32", "ops": ops}

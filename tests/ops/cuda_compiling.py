@@ -102,8 +102,9 @@ def what_it_takes(found: Any) -> dict[str, Any]:
 
 def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple[str, ...]) -> None:
     """Launch what a pass of some models launches: on a card that begins kernels early, and on one that does not."""
-    from forerun.ops import cuda, cuda_sampling, cuda_sampling_kernels
-    from forerun.ops.cuda_packed import Packed
+    from forerun.ops import cuda
+    from forerun.ops.cuda import sampling as cuda_sampling, sampling_kernels as cuda_sampling_kernels
+    from forerun.ops.cuda.packed import Packed
     from forerun.ops.quantised import QuantisedMatrix
     from forerun.ops.quantising import quantise, scheme_of
     from ops.native_blocks import mixture, random_weights, spec_of
@@ -158,9 +159,9 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
 
 def attend_widely(operators: Any) -> None:
     """Attend with the largest heads, and over all of a run with biases, windows, or both."""
-    from forerun.kv.pool import Pool
-    from forerun.ops.cuda_rows import rows_of_themselves
+    from forerun.ops.cuda.rows import rows_of_themselves
     from forerun.ops.reference import PLAIN, Scoring
+    from forerun.ops.torch_pools import TorchPool
     from forerun.types import RaggedBatch
 
     rows = rows_of_themselves(RaggedBatch([1] * 200, list(range(200)), [0, 200], [0], [0]), torch.device("cpu"))
@@ -171,7 +172,7 @@ def attend_widely(operators: Any) -> None:
         (64, torch.bfloat16, None, biased),
         (64, torch.bfloat16, 40, biased),
     ):
-        pool = Pool(*torch.zeros(2, 200, 1, dim, dtype=dtype))
+        pool = TorchPool(*torch.zeros(2, 200, 1, dim, dtype=dtype))
         operators.attend(torch.zeros(200, 2, dim), pool, rows, window, scoring, torch.float32)
 
 

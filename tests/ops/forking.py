@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams, native
-from forerun.ops import load_model
-from forerun.ops.cpu import CpuOps
 from forerun.ops.torch import TorchModel
 from ops.native_cases import BFLOAT16, Session, make_config, random_weights, same_bits, tokens_of
+from tensors import TensorOps, load_model
 
 HANGS_S = 30.0
 
@@ -31,7 +30,7 @@ HANGS_S = 30.0
 def make_model() -> TorchModel:
     """A decoder that is large enough for two threads."""
     config = make_config(vocab_size=700, hidden_size=512, num_heads=8, head_dim=64, ffn_size=1024)
-    return load_model(config, random_weights(config, BFLOAT16), CpuOps(num_threads=2))
+    return load_model(config, random_weights(config, BFLOAT16), TensorOps(num_threads=2))
 
 
 def one_pass(model: TorchModel) -> tuple[Tensor, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun import blocks
 from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.host_tensor import dtype_name
 from forerun.kv.pool import type_number
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
@@ -277,7 +278,7 @@ class Native:
         keys, values = ([pool[i].data_ptr() for pool in self.pools] for i in (0, 1))
         sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
         num_rows = [num_slots * NUM_POSITIONS]
-        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype))
+        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype_name(dtype)))
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []
@@ -361,7 +362,8 @@ def _group(num_in: int) -> int:
 
 def _rounded(rows: Tensor, bits: int) -> QuantisedMatrix:
     scheme = scheme_of(bits, _group(rows.shape[1]))
-    return QuantisedMatrix(scheme, tuple(rows.shape), lambda: iter([quantise(rows, scheme)]))  # type: ignore[arg-type]
+    num_out, num_in = rows.shape
+    return QuantisedMatrix(scheme, (num_out, num_in), lambda: iter([quantise(rows.float().numpy(), scheme)]))
 
 
 # ------------------------------------------------------------------------------------------------------- in plain torch
@@ -543,5 +545,5 @@ def stands_for(spec: Spec, stored: Mapping[str, Tensor], bits: int) -> dict[str,
     found = dict(stored)
     for weight in weights(spec):
         if bits and weight.role in MATRICES and not is_wide(weight):
-            found[weight.name] = next(iter(_rounded(stored[weight.name], bits).blocks())).dequantise()
+            found[weight.name] = torch.from_numpy(next(_rounded(stored[weight.name], bits).blocks()).dequantise())
     return found

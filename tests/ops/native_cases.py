@@ -18,13 +18,17 @@ from torch import Tensor
 
 from forerun import native
 from forerun.blocks import Plain, Spec, weight_shapes
-from forerun.kv.cache import BlockCache, Pool
+from forerun.host_tensor import HostTensor
+from forerun.kv.cache import BlockCache
+from forerun.kv.pool import Pool
 from forerun.models.runner import Run, pack
-from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_pools import TorchPool
+from forerun.ops.torch_tensors import host_of, tensor_of
 from forerun.types import CacheView, RaggedBatch, ancestor_words
+from tensors import TensorOps, as_tensor, load_model
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = [pytest.param(FLOAT32, id="float32"), pytest.param(BFLOAT16, id="bfloat16")]
@@ -40,7 +44,7 @@ runs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"torch com
 
 @cache
 def ops_of(isa: str, num_threads: int = 1) -> CpuOps:
-    return CpuOps(isa, num_threads)
+    return TensorOps(isa, num_threads)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +65,8 @@ def whole_numbers(seed: int, *shape: int, largest: int = 8) -> Tensor:
     return torch.randint(-largest, largest + 1, shape, generator=seeded(seed)).float()
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor | HostTensor, b: Tensor | HostTensor) -> bool:
+    a, b = as_tensor(a), as_tensor(b)
     as_ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(as_ints), b.view(as_ints))
 
@@ -79,6 +84,21 @@ def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------- ragged passes
+
+
+def pool_tensors(cache: BlockCache) -> list[Tensor]:
+    """All that is allocated, as tensors with the same memory: the keys of each kept layer, then the values."""
+    found = cache.pools.tensors()  # type: ignore[attr-defined]
+    return [tensor_of(part) if isinstance(part, HostTensor) else part for part in found]
+
+
+def read(pool: Any, rows: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values of some rows as tensors, in the type of the cache; those in 8 bits are float32."""
+    if isinstance(pool, TorchPool):
+        return pool.read(torch.as_tensor(rows))
+    keys, values = (HostTensor.of(part) for part in pool.read(rows))
+    kind = "float32" if pool.keys.dtype == "int8" else pool.keys.dtype
+    return tensor_of(keys.to(kind)), tensor_of(values.to(kind))
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,9 @@ class AttentionCase:
 
     def attend(self, ops: ReferenceOps, window: int | None = None, scoring: Scoring = PLAIN) -> Tensor:
         """[T, heads, head_dim]; the pools stay as they are."""
-        pool = Pool(self.keys.clone(), self.values.clone())
+        pool: Any = TorchPool(self.keys.clone(), self.values.clone())
+        if isinstance(ops, CpuOps):
+            pool = Pool(host_of(pool.keys), host_of(pool.values))
         with torch.inference_mode():
             return ops.attention(self.q, self.k, self.v, pool=pool, view=self.view, window=window, scoring=scoring)
 
@@ -139,7 +161,7 @@ class AttentionCase:
         keys, values = self.keys.clone(), self.values.clone()
         keys[self.view.write_rows], values[self.view.write_rows] = self.k.to(keys.dtype), self.v.to(values.dtype)
         space = torch.zeros_like(keys[:1])
-        shape, read = chain(len(rows), 1), torch.arange(len(rows) + 1)
+        shape, read = chain(len(rows), 1), np.arange(len(rows) + 1)
         view = CacheView(batch_of([shape]), read[-1:], [read])
         new = (x[row : row + 1] for x in (self.q, self.k, self.v))
         return AttentionCase([shape], view, *new, torch.cat((keys[rows], space)), torch.cat((values[rows], space)))
@@ -180,7 +202,7 @@ def attention_case(
     values[past] = torch.randn(len(past), num_kv, dim, generator=generator)
     q = torch.randn(num_rows, num_heads, dim, generator=generator)
     k, v = torch.randn(2, num_rows, num_kv, dim, generator=generator).unbind()
-    view = CacheView(batch, writes, reads)
+    view = CacheView(batch, writes.numpy(), [read.numpy() for read in reads])
     return AttentionCase(list(runs), view, q, k * scale, v, keys.to(dtype), values.to(dtype))
 
 
@@ -234,17 +256,19 @@ class Session:
         *,
         max_seq_len: int = 640,
         seed: int = 0,
-        kept: torch.dtype | None = None,
+        kept: str | None = None,
     ) -> None:
         self.model, block = model, layout or max_seq_len
         num_blocks = 4 * -(-max_seq_len // block)
-        shape, device = model.config.cache_shape, torch.device("cpu")
         self.cache = BlockCache(
-            shape, block_tokens=block, num_blocks=num_blocks, dtype=kept or model.cache_dtype, device=device
+            model.config.cache_shape,
+            block_tokens=block,
+            num_blocks=num_blocks,
+            dtype=kept or model.cache_dtype,
+            pools=model.make_pools,
         )
-        for pool in self.cache.pools:
-            for part in (pool.keys, pool.values):
-                part.view(torch.int8).fill_(-1)  # whose scales in 8 bits are NaN, too
+        for part in pool_tensors(self.cache):
+            part.view(torch.int8).fill_(-1)  # whose scales in 8 bits are NaN, too
         np.random.default_rng(seed).shuffle(self.cache._free)
 
     def run(
@@ -280,7 +304,7 @@ class Session:
         length, found = self.cache.length(slot), []
         windows = self.model.config.cache_shape.windows or (None,) * self.model.config.num_layers
         for layer, pool in enumerate(self.cache.pools):
-            kept = torch.stack(pool.read(self.cache.rows(slot, 0, length, self.cache.shape.kind_of(layer))))
+            kept = torch.stack(read(pool, self.cache.rows(slot, 0, length, self.cache.shape.kind_of(layer))))
             kept[:, : 0 if (window := windows[layer]) is None else max(0, length + 1 - window)] = 0
             found.append(kept)
         return torch.stack(found)

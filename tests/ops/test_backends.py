@@ -16,9 +16,9 @@ from forerun.cli.words import backend, closing_line
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.families import family
-from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.registry import stated
+from saved import save_checkpoint
 from tiny import byte_tokenizer, write_tiny
 
 PLAIN = Plain("llama", 61, 32, 2, 4, 2, 8, 48, 1e-5, 64, tied=True).spec

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.kv.pool import Pool
 from forerun.ops.reference import ReferenceOps, Scoring
+from forerun.ops.torch_tensors import host_of
 from ops.native_cases import (
     BFLOAT16,
     DTYPES,
@@ -72,7 +73,7 @@ def by_formula(case: AttentionCase, window: int | None = None) -> Tensor:
     group, outs = wide.q.shape[1] // keys.shape[1], []
     for b, run in enumerate(case.runs):
         for i, row in enumerate(wide.view.batch.run(b)):
-            seen = torch.tensor([*range(run.cached), *(run.cached + r for r in run.path(i))])
+            seen = np.array([*range(run.cached), *(run.cached + r for r in run.path(i))])
             rows = wide.view.read_rows[b][seen[-(window or len(seen)) :]]
             k, v = (x[rows].repeat_interleave(group, dim=1) for x in (keys, values))
             weights = torch.softmax((wide.q[row] * k).sum(-1) / wide.q.shape[-1] ** 0.5, dim=0)
@@ -100,7 +101,7 @@ def test_rows_that_see_their_whole_run(isa: str, scale: float | None, heads: tup
     assert not close(found, case.attend(ops_of(isa), scoring=Scoring(scale)), 1e-2)
     keys, values = case.keys.clone(), case.values.clone()
     keys[case.view.write_rows], values[case.view.write_rows] = case.k, case.v
-    written = {"pool": Pool(keys, values), "view": case.view, "window": None, "scoring": scoring}
+    written = {"pool": Pool(host_of(keys), host_of(values)), "view": case.view, "window": None, "scoring": scoring}
     assert torch.equal(ops_of(isa).attention(case.q, None, None, **written), found)  # type: ignore[arg-type]
 
 

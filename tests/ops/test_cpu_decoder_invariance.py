@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.ops import load_model
 from forerun.ops.torch import TorchModel
 from ops.native_cases import (
     DTYPES,
@@ -30,6 +29,7 @@ from ops.native_cases import (
     seeded,
     tokens_of,
 )
+from tensors import load_model
 
 pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from ops.native_cases import (
     BFLOAT16,
@@ -36,6 +35,7 @@ from ops.native_cases import (
     same_bits,
     seeded,
 )
+from tensors import load_model
 
 pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)

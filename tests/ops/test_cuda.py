@@ -91,14 +91,8 @@ class Text:
 
     def __init__(self, spec: Spec, weights: dict[str, Tensor], operators: ReferenceOps) -> None:
         self.model = load_model(spec, weights, operators)
-        self.cache = BlockCache.create(  # without windows, as on a card
-            replace(spec.cache_shape, windows=None),
-            "paged",
-            max_batch_size=4,
-            max_seq_len=96,
-            dtype=self.model.cache_dtype,
-            device=DEVICE,
-        )
+        shape = replace(spec.cache_shape, windows=None)  # as on a card
+        self.cache = BlockCache.of(self.model, "paged", max_batch_size=4, max_seq_len=96, shape=shape)
         for slot in range(4):
             self.cache.open(slot)
 

@@ -14,16 +14,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.ops import cuda
-from forerun.ops.cuda_packed import Packed, packs
-from forerun.ops.packed import packs as packed_on_cpu
+from forerun.ops.cpu.packed import packs as packed_on_cpu
+from forerun.ops.cuda.packed import Packed, packs
 from forerun.ops.quantised import QuantisedRows, Scheme
+from forerun.ops.torch_tensors import host_of
 from ops.native_cases import same_bits, seeded
-from ops.test_quantised import SCHEMES, matrix_of, rows_of
+from ops.test_quantised import SCHEMES, matrix_of, rows_of, weights_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,14 +49,14 @@ def packed(rows: QuantisedRows) -> Packed:
 
 def exact(x: Tensor, rows: QuantisedRows) -> Tensor:
     """The product of the rounded inputs and of what the codes stand for, in float64."""
-    return x.bfloat16().double() @ rows.dequantise().to(DEVICE).double().T
+    return x.bfloat16().double() @ weights_of(rows).to(DEVICE).double().T
 
 
 def test_all_kinds_of_files_are_packed_but_odd_groups() -> None:
     assert PACKED == SCHEMES
-    assert not packs(Scheme(4, 24, "zero", torch.float16))
-    assert packs(Scheme(8, 11008, "zero", torch.float16, zero=128))
-    assert packs(Scheme(8, 576, "zero", torch.float16, zero=128))
+    assert not packs(Scheme(4, 24, "zero", "float16"))
+    assert packs(Scheme(8, 11008, "zero", "float16", zero=128))
+    assert packs(Scheme(8, 576, "zero", "float16", zero=128))
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -64,7 +66,7 @@ def test_a_product_is_that_of_what_codes_stand_for(operators: cuda.CudaOps, name
     num_in = 512 if scheme.super_group == 256 or scheme.group == 256 else 3 * max(scheme.group, scheme.super_group)
     rows = rows_of(scheme, 72, num_in)
     matrix = packed(rows)
-    weights = rows.dequantise()
+    weights = weights_of(rows)
     # Bytes have no zeros: where a group has one, or a minimum beside it, a product of floats stands for both.
     assert float((matrix.float().cpu() - weights).abs().max()) <= 2.0**-20 * float(weights.abs().max())
     x = torch.randn(9, num_in, generator=seeded(3)).to(DEVICE)
@@ -78,15 +80,15 @@ def test_a_product_is_that_of_what_codes_stand_for(operators: cuda.CudaOps, name
 
 @pytest.mark.parametrize(
     "scheme",
-    [Scheme(4, group, "zero", torch.bfloat16) for group in (16, 32, 64, 128)]
-    + [Scheme(8, group, "zero", torch.float16, zero=128) for group in (16, 32, 64, 128, 384)],
+    [Scheme(4, group, "zero", "bfloat16") for group in (16, 32, 64, 128)]
+    + [Scheme(8, group, "zero", "float16", zero=128) for group in (16, 32, 64, 128, 384)],
     ids=str,
 )
 def test_groups_of_all_sizes_and_rows_of_all_tiles(operators: cuda.CudaOps, scheme: Scheme) -> None:
     """384 inputs are three steps of one program."""
     rows = rows_of(scheme, 70, 384)
     matrix = packed(rows)
-    assert torch.equal(matrix.float().cpu(), rows.dequantise())
+    assert torch.equal(matrix.float().cpu(), weights_of(rows))
     x, bias = torch.randn(65, 384, generator=seeded(4)).to(DEVICE), torch.randn(70, generator=seeded(5)).to(DEVICE)
     whole = operators.linear(x, matrix, bias)
     expected = exact(x, rows) + bias.double()
@@ -98,18 +100,18 @@ def test_groups_of_all_sizes_and_rows_of_all_tiles(operators: cuda.CudaOps, sche
 @pytest.mark.parametrize("group", [16, 128, 384])
 def test_floats_of_8_bits_are_multiplied_as_they_are(operators: cuda.CudaOps, group: int) -> None:
     """All of them, those below the least normal one too; a scale of a row, of a group, or of a block."""
-    scheme = Scheme(8, group, "zero", torch.float32, zero=0, floats=True)
+    scheme = Scheme(8, group, "zero", "float32", zero=0, floats=True)
     assert packs(scheme)
     assert not packed_on_cpu(scheme)
     codes = torch.randint(0, 256, (70, 384), generator=seeded(8)).to(torch.uint8)
     codes[codes & 127 == 127] = 1
     codes[0, :256] = torch.arange(256).clamp(max=254) & ~(torch.arange(256) == 127)
     scales = torch.rand(70, 384 // group, generator=seeded(9)) / 64
-    rows = QuantisedRows(scheme, codes, scales, torch.zeros(scales.shape, dtype=torch.uint8))
-    assert torch.equal(rows.dequantise(), codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(group, 1))
+    rows = QuantisedRows(scheme, codes.numpy(), host_of(scales), np.zeros(scales.shape, np.uint8))
+    assert torch.equal(weights_of(rows), codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(group, 1))
     matrix = packed(rows)
     assert matrix.kind == "fp8"
-    assert torch.equal(matrix.float().cpu(), rows.dequantise())
+    assert torch.equal(matrix.float().cpu(), weights_of(rows))
     x = torch.randn(18, 384, generator=seeded(4)).to(DEVICE)
     whole, expected = operators.linear(x, matrix), exact(x, rows)
     assert float((whole - expected).norm()) <= OFF * float(expected.norm())
@@ -119,7 +121,7 @@ def test_floats_of_8_bits_are_multiplied_as_they_are(operators: cuda.CudaOps, gr
 
 def test_inputs_beyond_a_row_are_not_read(operators: cuda.CudaOps) -> None:
     """A step reaches behind 96 inputs, where other rows, or numbers that are none, may lie."""
-    rows = rows_of(Scheme(4, 32, "zero", torch.bfloat16), 40, 96)
+    rows = rows_of(Scheme(4, 32, "zero", "bfloat16"), 40, 96)
     wide = torch.full((5, 128), torch.nan)
     wide[:, :96] = torch.randn(5, 96, generator=seeded(6))
     x = wide.bfloat16().to(DEVICE)[:, :96]
@@ -147,7 +149,7 @@ def test_outputs_are_taken_and_joined_as_they_are(name: str) -> None:
 def test_rows_are_read_in_blocks_of_any_size() -> None:
     blocks = [rows_of(PACKED["q4_k"], num, 256, seed) for seed, num in enumerate((32, 96, 12))]
     whole = Packed.of(matrix_of(*blocks), DEVICE)
-    assert torch.equal(whole.float().cpu(), torch.cat([rows.dequantise() for rows in blocks]))
+    assert torch.equal(whole.float().cpu(), weights_of(*blocks))
 
 
 def test_scales_of_k_quants_take_their_own_bits() -> None:
@@ -220,7 +222,7 @@ def _product_sum(a: float, b: float, c: float) -> float:
 
 
 def test_texts_of_instructions_take_codes_apart_exactly() -> None:
-    from forerun.ops import cuda_kernels
+    from forerun.ops.cuda import kernels as cuda_kernels
 
     def values(text: object, num: int, *words: int) -> list[float]:
         return [number(bits) for bits in run(str(getattr(text, "value", text)), num, *words)]

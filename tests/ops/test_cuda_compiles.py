@@ -15,14 +15,14 @@ from ops.cuda_compiling import SHARED_BYTES
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KERNELS = {
-    *(f"cuda_kernels.{name}" for name in (
+    *(f"kernels.{name}" for name in (
         "product", "product_of_codes", "summed", "added", "heads_of", "attended", "parts_joined", "activated",
         "written", "largest_in_parts", "largest_of_parts", "advanced",
     )),
-    *(f"cuda_expert_kernels.{name}" for name in (
+    *(f"expert_kernels.{name}" for name in (
         "routed", "grouped", "product_of_experts", "product_of_experts_codes", "experts_added",
     )),
-    *(f"cuda_sampling_kernels.{name}" for name in (
+    *(f"sampling_kernels.{name}" for name in (
         "searched", "counted", "cut_by_number", "cut_by_mass", "goal_of_mass", "weighed", "drawn_in_parts", "drawn",
     )),
 }  # fmt: skip
@@ -43,6 +43,6 @@ def test_kernels_compile_for_a_card_and_fit_it(capability: int, tmp_path: Path) 
     for name, kinds in told.items():
         for kind in kinds:
             assert kind["shared"] <= SHARED_BYTES[capability], (name, kind)
-            if name.startswith("cuda_sampling_kernels."):
+            if name.startswith("sampling_kernels."):
                 assert kind["fused"] == 0, (name, kind)  # the host rounds twice there
                 assert kind.get("stack", 0) == 0, (name, kind)

@@ -31,8 +31,8 @@ def of(*names: str) -> pytest.MarkDecorator:
 def runner_of(folder: Path, ops: cuda.CudaOps, dtype: str = "float32") -> Runner:
     """A runner whose cache has no windows, as on a card."""
     model: Any = load_checkpoint(folder, dtype=dtype, ops=ops, device=str(DEVICE)).model
-    sizes: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 64, "dtype": model.cache_dtype, "device": DEVICE}
-    runner = Runner(model, BlockCache.create(replace(model.config.cache_shape, windows=None), "paged", **sizes))
+    shape = replace(model.config.cache_shape, windows=None)
+    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64, shape=shape))
     assert runner.sources is not None
     for slot, source in SOURCES.items():
         runner.cache.open(slot)
@@ -48,7 +48,7 @@ def in_chunks(runner: Runner) -> dict[int, Tensor]:
         scores = runner.forward(runs)
         runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         for run, logits in zip(runs, scores.logits, strict=True):
-            found[run.slot].append(logits.cpu())
+            found[run.slot].append(torch.from_numpy(logits))
     return {slot: torch.cat(logits) for slot, logits in found.items()}
 
 
@@ -83,11 +83,11 @@ def test_a_rows_bits_are_its_own(operators: cuda.CudaOps, published: tuple[Any, 
         assert float((found[slot] - wanted).norm()) <= 0.06 * float(wanted.norm())
         rows = []
         for token in text[:5]:
-            rows.append(alone.forward([Run(slot, [token])]).logits[0].cpu())
+            rows.append(torch.from_numpy(alone.forward([Run(slot, [token])]).logits[0]))
             alone.cache.keep({slot: range(1)})
         assert same_bits(torch.cat(rows), found[slot][:5])
     tree, parents = [TEXTS[1][5], 60, TEXTS[1][6], 62], [-1, -1, 0, 2]
-    rows = alone.forward([Run(1, tree, parents=parents), Run(0, [9])]).logits[0].cpu()
+    rows = torch.from_numpy(alone.forward([Run(1, tree, parents=parents), Run(0, [9])]).logits[0])
     assert same_bits(rows[0], found[1][5])
     assert same_bits(rows[2], found[1][6])
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from forerun.blocks import Experts, Mlp, Spec
 from forerun.config import Quantization
 from forerun.ops import cuda
-from forerun.ops.cuda_experts import CudaExperts
-from forerun.ops.cuda_model import CudaModel
-from forerun.ops.cuda_packed import Packed
+from forerun.ops.cuda.experts import CudaExperts
+from forerun.ops.cuda.model import CudaModel
+from forerun.ops.cuda.packed import Packed
+from forerun.ops.quantised import dequantised
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchExperts, TorchModel, normed
+from forerun.ops.torch_tensors import tensor_of
 from ops.native_blocks import SPECS, _rounded, mixture, random_weights, spec_of
 from ops.native_cases import same_bits, seeded
 from ops.test_cuda import DEVICE, Text, every_type, needs_triton, operators
@@ -184,7 +186,7 @@ def test_experts_that_are_not_packed_alike_are_multiplied_all_the_same(operators
         weights[name] = _rounded(weights[name].float(), bits)
     own: Any = cuda.load(spec, {n: w.to(DEVICE) if isinstance(w, Tensor) else w for n, w in weights.items()}, operators)
     stand_for = {
-        n: w.float() if isinstance(w, Tensor) else next(iter(w.blocks())).dequantise() for n, w in weights.items()
+        n: w.float() if isinstance(w, Tensor) else tensor_of(dequantised(w, "float32")) for n, w in weights.items()
     }
     exact: Any = TorchModel(spec, {n: w.to(DEVICE) for n, w in stand_for.items()})
     y, stream = rows_of(5, 64, torch.bfloat16)

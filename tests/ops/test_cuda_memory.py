@@ -9,8 +9,8 @@ import torch
 
 from forerun import blocks
 from forerun.blocks import Experts, Mlp, Plain
-from forerun.ops.cuda_memory import CudaSizes
-from forerun.ops.cuda_packed import Laid, packs
+from forerun.ops.cuda.memory import CudaSizes
+from forerun.ops.cuda.packed import Laid, packs
 from forerun.ops.memory import Pass
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from ops.native_blocks import mixture, spec_of
@@ -34,14 +34,14 @@ def test_weights_are_counted_to_the_byte(name: str) -> None:
             schemes[weight.name] = scheme
     laid = Laid(SPEC, made)
     dense = sum(part.nbytes for part in laid.values() if isinstance(part, torch.Tensor))
-    sizes = CudaSizes(torch.bfloat16, "cuda", 96, False, False, {"target": schemes})
+    sizes = CudaSizes("bfloat16", "cuda", 96, False, False, {"target": schemes})
     (part,) = sizes.weights({"target": SPEC})
     assert part.bytes == dense + sum(whole.nbytes for whole in laid.wholes.values())
 
 
 def test_a_pass_and_its_graphs_are_counted() -> None:
     """More rows take more, and the graphs keep probabilities of each of their sizes."""
-    sizes = CudaSizes(torch.bfloat16, "cuda", 96, False, False)
+    sizes = CudaSizes("bfloat16", "cuda", 96, False, False)
     one, many = (sizes.activations([Pass("target", SPEC, rows, rows, 0, 96, 96, rows)]) for rows in (64, 512))
     assert [part.name for part in one] == ["activations", "graphs"]
     assert many[0].bytes > 4 * one[0].bytes
@@ -50,7 +50,7 @@ def test_a_pass_and_its_graphs_are_counted() -> None:
 
 def test_a_pass_counts_the_experts_that_rows_choose() -> None:
     """Inner outputs of all of them are in memory at once, gates and ups, in float32."""
-    sizes, found = CudaSizes(torch.bfloat16, "cuda", 96, False, False), list[int]()
+    sizes, found = CudaSizes("bfloat16", "cuda", 96, False, False), list[int]()
     for chosen in (1, 8):
         spec = spec_of([mixture(Experts(8, chosen, Mlp(700)))])
         found.append(sizes.activations([Pass("target", spec, 512, 0, 0, 96, 96, 1)])[0].bytes)

@@ -20,8 +20,9 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.errors import InternalError
 from forerun.models.runner import Run, Runner
-from forerun.ops import cuda, cuda_sampling
-from forerun.ops.cuda_sampling import Cuts, Drawn, Field, Sampler, fill
+from forerun.ops import cuda
+from forerun.ops.cuda import sampling as cuda_sampling
+from forerun.ops.cuda.sampling import Cuts, Drawn, Field, Sampler, fill
 from forerun.sampling import arithmetic, filters_of, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Draw, Probs
@@ -54,8 +55,8 @@ def drawn(logits: Tensor, draws: list[Draw], depth: int, part_ids: int) -> Drawn
 def spelled(found: Probs, width: int) -> Tensor:
     """A distribution as a vector."""
     if found.ids is None:
-        return found.weights
-    return torch.zeros(width).index_copy(0, found.ids, found.weights)
+        return torch.from_numpy(found.weights)
+    return torch.zeros(width).index_copy(0, torch.from_numpy(found.ids), torch.from_numpy(found.weights))
 
 
 def rows_of(width: int) -> list[Tensor]:
@@ -195,7 +196,7 @@ def test_drafts_without_ids_that_are_never_written_are_those_of_the_host(
 
 def test_the_constants_of_kernels_are_those_of_the_host() -> None:
     """A wrong digit far behind the point changes no row that a test would draw."""
-    source = Path(cuda_sampling.__file__).with_name("cuda_sampling_kernels.py").read_text(encoding="utf-8")
+    source = Path(cuda_sampling.__file__).with_name("sampling_kernels.py").read_text(encoding="utf-8")
     numbers = {float(number) for number in re.findall(r"\d\.\d{5,}(?:e[-+]\d+)?|\d\.\d+e[-+]\d+", source)}
     wanted = {*arithmetic._LOG_EVEN, *arithmetic._LOG_ODD, arithmetic._LOG_LN2_HIGH, arithmetic._LOG_LN2_LOW}
     assert wanted <= numbers

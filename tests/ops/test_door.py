@@ -19,12 +19,12 @@ from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
-from forerun.ops import load_model
-from forerun.ops.packed import run_numbers
+from forerun.ops.cpu.packed import run_numbers
 from forerun.ops.passes import end_of
 from forerun.sampling.arithmetic import native_sampler
 from forerun.types import RaggedBatch, Source
 from ops.native_cases import FLOAT32, ISAS, make_config, needs_native, ops_of, random_weights
+from tensors import load_model
 
 pytestmark = needs_native
 

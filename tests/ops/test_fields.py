@@ -154,9 +154,7 @@ def formula(spec: Spec, w: dict[str, Tensor]) -> Tensor:
 class Bench:
     def __init__(self, spec: Spec, row_by_row: bool) -> None:
         self.model = TorchModel(spec, weights_of(spec), ReferenceOps(row_by_row=row_by_row))
-        self.cache = BlockCache.create(
-            spec.cache_shape, "paged", max_batch_size=1, max_seq_len=64, dtype=self.model.cache_dtype
-        )
+        self.cache = BlockCache.of(self.model, "paged", max_batch_size=1, max_seq_len=64)
         self.cache.open(0)
 
     def run(self, tokens: list[int], parents: list[int] | None = None) -> Tensor:

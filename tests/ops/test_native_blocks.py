@@ -13,7 +13,6 @@ from torch import Tensor
 
 from forerun import native
 from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Recurrence, Rope, Spec
-from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from ops.native_blocks import (
     NUM_POSITIONS,
@@ -28,6 +27,7 @@ from ops.native_blocks import (
     stands_for,
 )
 from ops.native_cases import BFLOAT16, FLOAT32, ISAS, Session, needs_native, ops_of, same_bits, seeded
+from tensors import load_model
 
 pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -242,38 +242,12 @@ def test_taps_parts_and_rows_in_place_of_embeddings(isa: str) -> None:
         assert bool((again - whole).abs().max() < 1e-4)
 
 
-@every_isa
-def test_an_attention_may_read_rows_of_another_width(isa: str) -> None:
-    """As a head's does: what is projected comes from outside, twice as wide as the stream that the block adds to."""
+def test_attention_over_rows_of_another_width_is_refused() -> None:
+    """Only the first block of a head reads an embedding beside features."""
     spec = spec_of([replace(PLAIN, pre_attention=None, attention=replace(PLAIN.attention, reads=88)), PLAIN])
-    model = Native(spec, random_weights(spec, FLOAT32), FLOAT32, isa)
-    reference = Reference(spec, random_weights(spec, FLOAT32), FLOAT32)
-    read, stream = torch.randn(3, 88, generator=seeded(1)), torch.randn(3, 44, generator=seeded(2))
-    hidden = torch.empty(3, 44)
-    arguments = (
-        [0, 0, 0],
-        [0, 1, 2],
-        model.addresses,
-        1,
-        [model.numbers({0: 0}, {0: 3}, {})],
-        model.native_pools,
-        [0, 1],
-        stream.data_ptr(),
-        [],
-        True,
-        hidden.data_ptr(),
-    )
-    model.model.forward(*arguments, read.data_ptr())
-    x, at = stream.double(), "model.layers.0."
-    assert spec.blocks[0].attention is not None
-    x = x + reference.attention(read.double(), spec.blocks[0].attention, at + "self_attn.")
-    x = x + reference.mlp(reference.norm(x, RMS, at + "post_attention_layernorm"), PLAIN.mlp, at + "mlp.")  # type: ignore[arg-type]
-    at = "model.layers.1."
-    x = x + reference.attention(reference.norm(x, RMS, at + "input_layernorm"), PLAIN.attention, at + "self_attn.")  # type: ignore[arg-type]
-    x = x + reference.mlp(reference.norm(x, RMS, at + "post_attention_layernorm"), PLAIN.mlp, at + "mlp.")  # type: ignore[arg-type]
-    assert bool((hidden - reference.norm(x, RMS, "model.norm")).abs().max() < 1e-4)
+    model = Native(spec, random_weights(spec, FLOAT32), FLOAT32, native.isa())
     with pytest.raises(ValueError, match="another width"):
-        model.model.forward(*arguments)
+        model.run({0: [1]}, {0: 0})
 
 
 @every_isa

@@ -17,12 +17,12 @@ from torch import Tensor
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner, pack
-from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps, run_mask
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch, ancestor_words
-from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, same_bits, tokens_of
+from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, read, same_bits, tokens_of
+from tensors import load_model
 
 NEIGHBOUR = 7  # a slot
 CONTEXT = tokens_of(61, 1)  # so that trees reach over the end of a block of 64 keys
@@ -71,9 +71,7 @@ class Bench:
     """A runner with a slot 0 that holds the context, and a neighbour that decodes beside it."""
 
     def __init__(self, model: TorchModel, context: Seq[int] = CONTEXT) -> None:
-        cache = BlockCache.create(
-            model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=256, dtype=model.cache_dtype
-        )
+        cache = BlockCache.of(model, "paged", max_batch_size=4, max_seq_len=256)
         self.runner, self.cache = Runner(model, cache), cache
         for slot in (0, NEIGHBOUR):
             cache.open(slot)
@@ -86,12 +84,12 @@ class Bench:
         scores = self.runner.forward(runs)
         self.cache.keep({NEIGHBOUR: range(len(neighbour))})
         hidden = scores.hidden[scores.rows[-1].start : scores.rows[-1].stop]
-        return torch.cat((hidden, scores.logits[-1].to(hidden.dtype)), dim=1)
+        return torch.cat((hidden, torch.from_numpy(scores.logits[-1]).to(hidden.dtype)), dim=1)
 
     def held(self) -> Tensor:
         """Keys and values of what slot 0 keeps."""
         rows = self.cache.rows(0, 0, self.cache.length(0))
-        return torch.stack([torch.stack(pool.read(rows)) for pool in self.cache.pools])
+        return torch.stack([torch.stack(read(pool, rows)) for pool in self.cache.pools])
 
 
 def chain_rows(model: TorchModel, tokens: Seq[int]) -> tuple[Tensor, Tensor]:

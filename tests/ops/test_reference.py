@@ -53,9 +53,7 @@ class Bench:
 
     def __init__(self, model: TorchModel, backend: Any = "paged") -> None:
         self.model = model
-        self.cache = BlockCache.create(
-            CONFIG.cache_shape, backend, max_batch_size=4, max_seq_len=64, dtype=model.cache_dtype
-        )
+        self.cache = BlockCache.of(model, backend, max_batch_size=4, max_seq_len=64)
 
     def run(self, runs: dict[int, list[int]], parents: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
         """Logits of every row of one pass [T, V]."""

@@ -13,19 +13,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from forerun.blocks import Buckets, Plain, Rope, weight_shapes
-from forerun.ops import load_model
-from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps, bucket_of
 from forerun.ops.rotary import (
-    Rotations,
     attention_factor,
     buckets_of_distances,
     inverse_frequencies,
     rotations,
     sinusoids,
 )
+from forerun.ops.torch_rotations import TorchRotations
 from forerun.sampling import arithmetic
 from ops.native_cases import needs_native
+from tensors import TensorOps, load_model
 from tiny import numbers
 
 LONG = tuple(1.0 + i / 4 for i in range(32))
@@ -109,7 +108,7 @@ def test_native_passes_and_torch_read_the_same_table() -> None:
     """However it has grown; torch has it in its own type."""
     spec = Plain("llama", 64, 32, 1, 4, 2, 8, 32, 1e-5, 2048).spec
     weights = {n: torch.from_numpy(numbers(i, *s)) for i, (n, s) in enumerate(weight_shapes(spec).items())}
-    native, plain = load_model(spec, weights, CpuOps()), load_model(spec, weights, ReferenceOps())
+    native, plain = load_model(spec, weights, TensorOps()), load_model(spec, weights, ReferenceOps())
     attention = spec.blocks[0].attention
     assert attention is not None
     assert attention.rope is not None
@@ -118,6 +117,6 @@ def test_native_passes_and_torch_read_the_same_table() -> None:
         tables = [native._rotations[0].table(end), *(rotation.table(end) for rotation in plain._rotations.values())]
         for table in tables:
             assert len(table) >= end
-            assert (table[:, :, 0].numpy() == wanted[: len(table)]).all()
-    rounded = Rotations(attention.rope, attention.head_dim, torch.device("cpu"), torch.bfloat16).table(700)
+            assert (np.asarray(table)[:, :, 0] == wanted[: len(table)]).all()
+    rounded = TorchRotations(attention.rope, attention.head_dim, torch.device("cpu"), torch.bfloat16).table(700)
     assert torch.equal(rounded[:, :, 0], torch.from_numpy(wanted).bfloat16())

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.host_tensor import HostTensor
 from forerun.kv.pool import Pool
-from forerun.kv.rounded import plain_keys, plain_values, rounded_keys, rounded_values
+from forerun.kv.rounded import rounded_keys, rounded_values
 from ops.native_cases import (
     BFLOAT16,
     FLOAT32,
     ISAS,
     NAN,
+    AttentionCase,
     Session,
     attention_case,
     chain,
@@ -24,13 +27,14 @@ from ops.native_cases import (
     needs_native,
     ops_of,
     random_weights,
+    read,
     same_bits,
     tokens_of,
 )
 
 pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
 
-EIGHT = torch.int8
+EIGHT = "int8"
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {"head_dim": 64, "num_heads": 3, "num_kv_heads": 1},
     "biased": {"head_dim": 64, "num_heads": 14, "num_kv_heads": 2, "qkv_bias": True},
@@ -90,7 +94,7 @@ def test_the_kernels_store_what_torch_would(isa: str, name: str) -> None:
     for session in (plain, eight):
         session.run({0: tokens})
     rows = eight.cache.rows(0, 0, len(tokens))
-    keys, values = plain.cache.pools[0].read(plain.cache.rows(0, 0, len(tokens)))
+    keys, values = read(plain.cache.pools[0], plain.cache.rows(0, 0, len(tokens)))
     pool, refined = eight.cache.pools[0], eight.cache.shape.refined_keys
     assert refined == (name in ("biased", "biased_128", "biased_32"))
     if refined:
@@ -99,8 +103,8 @@ def test_the_kernels_store_what_torch_would(isa: str, name: str) -> None:
         sizes = (bias[:, :half] ** 2 + bias[:, half:] ** 2).repeat(1, 2)
         order = sizes.sort(dim=1, descending=True, stable=True).indices
         keys = keys.gather(2, order.expand(keys.shape))
-    assert torch.equal(pool.keys[rows], rounded_keys(keys, refined=refined))
-    assert torch.equal(pool.values[rows], rounded_values(values))
+    assert np.array_equal(pool.keys.values[rows], rounded_keys(keys.numpy(), refined=refined))
+    assert np.array_equal(pool.values.values[rows], rounded_values(values.numpy()))
 
 
 def make_biases(config: Any) -> Tensor:
@@ -109,15 +113,21 @@ def make_biases(config: Any) -> Tensor:
     return found.view(a.kv_heads, a.head_dim)
 
 
+def rounded_pool(case: AttentionCase) -> Pool:
+    """The past of a case as a cache in 8 bits keeps it."""
+    keys, values = rounded_keys(case.keys.numpy(), refined=False), rounded_values(case.values.numpy())
+    return Pool(HostTensor.of(keys), HostTensor.of(values), case.keys.shape[-1])
+
+
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 7, 8])
 def test_attention_is_near_that_of_what_is_stored(isa: str, dim: int, group: int) -> None:
     """Within 2 % of the size of the values of attention in float64 over the same stored rows."""
     runs = [chain(200, 1), chain(0, 40), chain(131, 3)]
     case = attention_case(dim + group, runs, (group, 1, dim), FLOAT32)
-    pool = Pool(rounded_keys(case.keys, refined=False), rounded_values(case.values), dim)
+    pool = rounded_pool(case)
     found = ops_of(isa).attention(case.q, case.k, case.v, pool=pool, view=case.view, window=None)
-    keys, values = plain_keys(pool.keys, dim, refined=False).double(), plain_values(pool.values, dim).double()
+    keys, values = (part.double() for part in read(pool, slice(None)))
     starts = [0, *itertools.accumulate(run.num_rows for run in runs)]
     for b, run in enumerate(runs):
         for i in range(run.num_rows):
@@ -131,18 +141,12 @@ def test_attention_is_near_that_of_what_is_stored(isa: str, dim: int, group: int
 
 def test_a_fault_reaches_those_who_see_it_alone(isa: str) -> None:
     """A value or a key that is not a number makes the rows behind it NaN and leaves those before it as they are."""
-    dim, runs = 64, [chain(100, 6)]
-    case = attention_case(1, runs, (3, 1, dim), FLOAT32)
-    keys, values = rounded_keys(case.keys, refined=False), rounded_values(case.values)
-    clean = ops_of(isa).attention(
-        case.q, case.k, case.v, pool=Pool(keys.clone(), values.clone(), dim), view=case.view, window=None
-    )
+    case = attention_case(1, [chain(100, 6)], (3, 1, 64), FLOAT32)
+    clean = ops_of(isa).attention(case.q, case.k, case.v, pool=rounded_pool(case), view=case.view, window=None)
     for which in range(2):
         new = [case.k.clone(), case.v.clone()]
         new[which][3, 0, 5] = NAN
-        found = ops_of(isa).attention(
-            case.q, *new, pool=Pool(keys.clone(), values.clone(), dim), view=case.view, window=None
-        )
+        found = ops_of(isa).attention(case.q, *new, pool=rounded_pool(case), view=case.view, window=None)
         assert same_bits(found[:3], clean[:3])
         assert bool(found[3:].isnan().any(-1).all())
 
@@ -150,7 +154,7 @@ def test_a_fault_reaches_those_who_see_it_alone(isa: str) -> None:
 def test_numbers_of_a_cache_need_not_be_those_of_weights(isa: str) -> None:
     """A model in bfloat16 with keys and values in float32: another cache than its own, the same bits row by row."""
     model, tokens = make_decoder(make_config(**MODELS["plain"]), BFLOAT16, isa), tokens_of(80, 6)
-    whole, single = Session(model, kept=FLOAT32), Session(model, 1, kept=FLOAT32)
+    whole, single = Session(model, kept="float32"), Session(model, 1, kept="float32")
     found = whole.run({0: tokens})
     assert same_bits(found, torch.cat([single.run({0: [token]}) for token in tokens]))
     assert not same_bits(found, Session(model).run({0: tokens}))

@@ -24,11 +24,14 @@ COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "cl
 
 # 200 threads in an address space for a dozen, because each thread needs a stack.
 FEW_THREADS = """
-import resource, torch
+import resource
+import numpy as np
 from forerun.errors import CapacityError
+from forerun.host_tensor import HostTensor
 from forerun.ops.cpu import CpuOps
 
-weights, x = torch.randn(64, 64), torch.randn(4, 64)
+random = np.random.default_rng(0)
+weights, x = HostTensor.of(random.random((64, 64), np.float32)), random.random((4, 64), np.float32)
 expected, ops = (CpuOps(num_threads=1), CpuOps())
 expected, packed = expected.linear(x, expected.pack(weights)), ops.pack(weights)
 limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -40,7 +43,7 @@ for _ in range(3):
     except CapacityError as error:
         print(error)
 resource.setrlimit(resource.RLIMIT_AS, limits)
-print(torch.equal(ops.linear(x, packed), expected))
+print(np.array_equal(ops.linear(x, packed), expected))
 """
 
 

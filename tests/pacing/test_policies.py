@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption
@@ -17,7 +17,7 @@ from forerun.types import Probs, Sequence, SequenceStep, StepReport
 from support import engine_for, random_decoder
 
 POINT = Probs(point=1)
-SURE, UNSURE = torch.tensor([9.0, 0.0, 0.0, 0.0]), torch.zeros(4)
+SURE, UNSURE = np.array([9.0, 0.0, 0.0, 0.0], np.float32), np.zeros(4, np.float32)
 
 
 def sequence(request: int = 0, **params) -> Sequence:
@@ -32,9 +32,10 @@ def test_entropy_is_of_the_logits_where_there_are_some():
     """At temperature 0 the drafter draws from a point mass; what the model thinks is in its logits."""
     assert entropy_nats(POINT, None) == 0
     assert entropy_nats(POINT, UNSURE) == pytest.approx(math.log(4))
-    assert entropy_nats(Probs(dense=torch.tensor([0.5, 0.5, 0.0])), None) == pytest.approx(math.log(2))
+    assert entropy_nats(Probs(dense=np.array([0.5, 0.5, 0.0], np.float32)), None) == pytest.approx(math.log(2))
     assert normalized_entropy(POINT, UNSURE) == pytest.approx(1)
-    assert normalized_entropy(POINT, torch.tensor([0.0, 0.0, -math.inf])) == pytest.approx(1), "of the possible ids"
+    two_ids = np.array([0.0, 0.0, -math.inf], np.float32)
+    assert normalized_entropy(POINT, two_ids) == pytest.approx(1), "of the possible ids"
     assert confidence(1, POINT, None) == 1
     assert confidence(0, POINT, UNSURE) == pytest.approx(0.25)
 
@@ -52,7 +53,7 @@ def test_svip_and_adaedl_stop_before_a_token_of_high_entropy():
         policy = make(name, None)
         assert policy.budget([sequence(), sequence(1, spec_length=3)], [99, 99]) == [16, 3]
         assert policy.go_on(sequence(), 0, POINT, SURE)
-        assert not policy.go_on(sequence(), 0, POINT, torch.zeros(50_000))
+        assert not policy.go_on(sequence(), 0, POINT, np.zeros(50_000, np.float32))
 
 
 def test_adaedl_moves_its_threshold_toward_the_goal():
@@ -109,12 +110,12 @@ def test_entropy_maps_to_lengths_as_the_page_says():
     assert lengths == [9, 7, 5, 1, 1]
 
 
-def logits_of_entropy(share: float, num_ids: int = 16) -> torch.Tensor:
+def logits_of_entropy(share: float, num_ids: int = 16) -> np.ndarray:
     """Logits whose normalised entropy is `share`, by bisection over the largest one."""
     low, high = 0.0, 60.0
     for _ in range(80):
         middle = (low + high) / 2
-        logits = torch.zeros(num_ids, dtype=torch.float64)
+        logits = np.zeros(num_ids)
         logits[0] = middle
         low, high = (middle, high) if normalized_entropy(POINT, logits) > share else (low, middle)
     return logits

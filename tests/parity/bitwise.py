@@ -29,6 +29,7 @@ from forerun.models.named import DATA
 from forerun.models.runner import Run, Runner, Scores
 from forerun.ops.reference import ReferenceOps
 from forerun.sampling import probs
+from forerun.sampling.largest import Rows
 from forerun.sampling.random import gumbel
 from forerun.text.tokenizer import Tokenizer
 from parity.covering import Group, Setting
@@ -171,7 +172,7 @@ class Recorder:
         return [self.rows[slot, position] for position in range(num_positions)]
 
 
-def digest(row: torch.Tensor) -> bytes:
+def digest(row: torch.Tensor | Rows) -> bytes:
     return hashlib.blake2b(bits(row).numpy().tobytes(), digest_size=8).digest()
 
 
@@ -295,13 +296,13 @@ def gap_of_best_two(models: Models, job: Job, output_ids: list[int]) -> float:
     runner = engine_of(models, PLAIN).runner
     runner.cache.open(0)
     logits = runner.forward([Run(0, ids, "last")]).logits[0][-1]
-    scores = logits.double().numpy()
+    scores = logits.astype(np.float64)
     params = job.params
     if not params.greedy:
         target = probs(logits, params)
-        kept = np.arange(len(target.weights)) if target.ids is None else target.ids.numpy()
+        kept = np.arange(len(target.weights)) if target.ids is None else target.ids
         with np.errstate(divide="ignore"):
-            scores = np.log(target.weights.double().numpy()) + gumbel(job.seed, len(ids), kept)
+            scores = np.log(target.weights.astype(np.float64)) + gumbel(job.seed, len(ids), kept)
     best = np.sort(scores)[-2:]
     return float(best[1] - best[0]) if len(best) == 2 else float("inf")
 
@@ -309,8 +310,9 @@ def gap_of_best_two(models: Models, job: Job, output_ids: list[int]) -> float:
 # ------------------------------------------------------------------------------------------------------ runner level
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
+def bits(rows: torch.Tensor | Rows) -> torch.Tensor:
     """The bit patterns, so that -0 is not 0."""
+    x = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 

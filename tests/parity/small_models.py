@@ -16,7 +16,8 @@ import torch
 
 from forerun.blocks import Spec, weight_shapes
 from forerun.models.opened import read_config
-from forerun.models.saving import config_to_dict, save_checkpoint
+from forerun.models.saving import config_to_dict
+from saved import save_checkpoint
 from tiny import byte_tokenizer, numbers
 
 Raw = dict[str, Any]

@@ -125,7 +125,7 @@ def _in_batches(
 def _runner(checkpoint: Checkpoint, backend: str) -> Runner:
     model = checkpoint.model
     sizes = {"max_batch_size": 3, "max_seq_len": MAX_SEQ_LEN, "dtype": model.cache_dtype}
-    pools = BlockCache.create(model.config.cache_shape, backend, **sizes)  # type: ignore[arg-type]
+    pools = BlockCache.of(model, backend, **sizes)  # type: ignore[arg-type]
     for slot in (TREE, CHAIN, OTHER):
         pools.open(slot)
     return Runner(model, pools)

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-import torch
+from scipy.special import log_softmax, softmax
 
 from forerun.errors import BadOption
 from forerun.sampling import History, likeliest, probs
@@ -181,12 +181,12 @@ def history(tokenizer, text: str = "", drafted: str = "", end_ids: frozenset[int
 
 
 def test_a_forbidden_id_has_probability_0_whatever_its_logit(tokenizer):
-    params, logits = SamplingParams(regex="[ab]c?"), torch.randn(257, generator=torch.Generator().manual_seed(1)) * 9
+    params, logits = SamplingParams(regex="[ab]c?"), np.random.default_rng(1).standard_normal(257, np.float32) * 9
     a, b, c = (tokenizer.encode(text)[0] for text in "abc")
     for drafted, allowed in (("", [a, b]), ("a", [END, c]), ("bc", [END])):
         made = probs(logits, params, history(tokenizer, drafted=drafted, regex=params.regex))
         assert [i for i in range(257) if made.at(i) > 0] == sorted(allowed)
-        weights = logits[sorted(allowed)].double().softmax(0)
+        weights = softmax(logits[sorted(allowed)].astype(np.float64))
         assert [made.at(i) for i in sorted(allowed)] == pytest.approx(weights.tolist(), rel=1e-5)
         greedy = probs(
             logits, SamplingParams(regex="[ab]c?", temperature=0), history(tokenizer, "", drafted, regex="[ab]c?")
@@ -195,12 +195,14 @@ def test_a_forbidden_id_has_probability_0_whatever_its_logit(tokenizer):
 
 
 def test_a_beam_search_scores_what_is_allowed_alone(tokenizer):
-    logits = torch.randn(257, generator=torch.Generator().manual_seed(1))
+    logits = np.random.default_rng(1).standard_normal(257, np.float32)
     a, b = (tokenizer.encode(text)[0] for text in "ab")
     params = SamplingParams(regex="[ab]", temperature=0, num_beams=4)
     ids, scores = likeliest(logits, params, history(tokenizer, regex="[ab]"), 4)
     assert sorted(ids) == sorted([a, b])
-    assert scores == pytest.approx(logits.double().log_softmax(0)[ids].tolist(), abs=1e-6), "and normalises nothing"
+    assert scores == pytest.approx(log_softmax(logits.astype(np.float64))[ids].tolist(), abs=1e-6), (
+        "and normalises nothing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_beam_search_scores_what_is_allowed_alone(tokenizer):
 def test_a_row_that_is_left_empty_says_so(tokenizer, also):
     assert tokenizer.encode("a") == [65]
     with pytest.raises(BadOption, match="the grammar forbid every id"):
-        probs(torch.zeros(257), SamplingParams(regex="ab", **also), history(tokenizer, regex="ab"))
+        probs(np.zeros(257, np.float32), SamplingParams(regex="ab", **also), history(tokenizer, regex="ab"))
 
 
 # ------------------------------------------------------------------------------------------------------- at the door

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,13 +25,13 @@ from sampling.samplers import ISAS, row, sampler
 V = 4096
 
 
-def listed(ids: list[int], weights: list[float], dtype: torch.dtype = torch.float64) -> Probs:
-    return Probs(ids=torch.tensor(ids), listed=torch.tensor(weights, dtype=dtype))
+def listed(ids: list[int], weights: list[float], dtype: type = np.float64) -> Probs:
+    return Probs(ids=np.array(ids), listed=np.array(weights, dtype))
 
 
 def spelled(made: Probs, size: int) -> Probs:
     """The same distribution as a vector."""
-    dense = torch.zeros(size, dtype=made.weights.dtype)
+    dense = np.zeros(size, made.weights.dtype)
     dense[made.ids] = made.weights
     return Probs(dense=dense)
 
@@ -47,12 +48,12 @@ def test_at():
 
 
 def test_what_filters_leave_of_a_wide_row_is_a_list():
-    logits = torch.from_numpy(row("flat", V, 0))
+    logits = row("flat", V, 0)
     for params in ({"top_k": 50}, {"min_p": 0.5}, {"top_k": 256}, {"top_k": 50, "top_p": 0.9}):
         made = probs(logits, SamplingParams(**params))
         assert (made.dense, made.point) == (None, None)
         assert made.ids.tolist() == sorted(made.ids.tolist())
-        assert (made.ids.dtype, made.listed.dtype) == (torch.int64, torch.float32)
+        assert (made.ids.dtype, made.listed.dtype) == (np.int64, np.float32)
         assert float(made.listed.sum()) == pytest.approx(1, abs=1e-6)
     for params in ({}, {"top_k": 257}, {"top_p": 0.99}):
         assert probs(logits, SamplingParams(**params)).dense.shape == (V,)
@@ -60,14 +61,14 @@ def test_what_filters_leave_of_a_wide_row_is_a_list():
 
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_draws_are_those_of_the_vector(isa, dtype, monkeypatch):
     native = None if isa == "reference" else sampler(isa)
     monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     for seed in range(40):
-        ids = torch.randperm(1000, generator=generator)[: 1 + seed * 3].sort().values
-        made = Probs(ids=ids, listed=torch.rand(len(ids), generator=generator, dtype=dtype))
+        ids = np.sort(generator.permutation(1000)[: 1 + seed * 3])
+        made = Probs(ids=ids, listed=generator.random(len(ids), dtype))
         made.listed[:: 1 + seed % 4] = 0
         made.listed[-1] = 0.5
         coins = PhiloxCoins(seed, 5, 1)
@@ -78,9 +79,9 @@ def test_draws_are_those_of_the_vector(isa, dtype, monkeypatch):
 FORMS = {
     "point": Probs(point=4),
     "point beyond": Probs(point=7),
-    "vector": Probs(dense=torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4, 0.0], dtype=torch.float64)),
-    "shorter": Probs(dense=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)),
-    "longer": Probs(dense=torch.tensor([0.0, 0.1, 0.1, 0.1, 0.2, 0.0, 0.0, 0.5], dtype=torch.float64)),
+    "vector": Probs(dense=np.array([0.1, 0.2, 0.0, 0.3, 0.4, 0.0])),
+    "shorter": Probs(dense=np.array([0.5, 0.25, 0.25])),
+    "longer": Probs(dense=np.array([0.0, 0.1, 0.1, 0.1, 0.2, 0.0, 0.0, 0.5])),
     "list": listed([1, 3, 4], [0.5, 0.25, 0.25]),
     "other list": listed([0, 3, 5], [0.25, 0.25, 0.5]),
     "list beyond": listed([4, 7, 9], [0.25, 0.25, 0.5]),
@@ -104,11 +105,26 @@ def test_the_residual_of_every_pair_of_forms(p, q):
     assert [[one.at(i) for i in range(10)] for one in (p, q)] == before
 
 
+def test_a_distribution_is_whatever_numpy_takes_for_arrays() -> None:
+    """Tensors of torch on the host share their memory with it; lists are copied."""
+    weights = torch.tensor([0.2, 0.0, 0.8])
+    p, q = Probs(dense=weights), Probs(ids=[0, 2], listed=[0.5, 0.5])  # type: ignore[arg-type]
+    assert np.shares_memory(p.weights, weights.numpy())
+    assert (p.weights.dtype, q.weights.dtype) == (np.float32, np.float64)
+    draft = Draft.chains([[2]], [[q]])
+    made, alike = (
+        ratio.verify(draft, [[given, Probs(point=1)]], [PhiloxCoins(3, 5, 0)])
+        for given in (p, Probs(dense=np.array([0.2, 0.0, 0.8], np.float32)))
+    )
+    assert made == alike
+    assert ratio.residual(p, q).weights.tolist() == [0.0, 0.0, 1.0]
+
+
 def test_the_residual_is_as_wide_as_the_wider_type():
-    single, double = (listed([0, 2], [0.5, 0.5], dtype) for dtype in (torch.float32, torch.float64))
+    single, double = (listed([0, 2], [0.5, 0.5], dtype) for dtype in (np.float32, np.float64))
     for a, b in ((single, double), (double, single)):
-        assert ratio.residual(a, Probs(dense=b.weights * 0.5)).weights.dtype == torch.float64
-    assert ratio.residual(single, listed([0], [0.25], torch.float32)).weights.dtype == torch.float32
+        assert ratio.residual(a, Probs(dense=b.weights * 0.5)).weights.dtype == np.float64
+    assert ratio.residual(single, listed([0], [0.25], np.float32)).weights.dtype == np.float32
 
 
 @pytest.mark.parametrize("module", [ratio, match])
@@ -133,7 +149,7 @@ def test_enumerated_rounds_do_not_depend_on_the_form(module):
 def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
     """The real engine in exact enumeration, with every filtered distribution of either model as a list."""
     monkeypatch.setattr(pipeline, "most_listed", lambda width: width)
-    assert pipeline.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
+    assert pipeline.probs(np.zeros(3, np.float32), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options)))
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options), {"draft_top_k": 1}))
 
@@ -143,9 +159,7 @@ def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
 
 def narrow_runner(num_rows: int, num_ids: int, holes: tuple[int, ...] = ()) -> Runner:
     model = ToyModel(num_rows, 3)
-    cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.cache_dtype
-    )
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=32)
     return Runner(model, cache, num_ids, holes)
 
 
@@ -156,7 +170,7 @@ def test_rows_of_logits_end_where_ids_or_the_matrix_do(num_rows, num_ids, width)
     scores = runner.forward([Run(0, [0, 2])])
     assert scores.logits[0].shape == (2, width)
     assert runner.forward([Run(0, [0], "none")]).logits[0].shape == (0, width)
-    assert scores.logits[0].isinf().nonzero()[:, 1].unique().tolist() == [1]
+    assert np.unique(np.isinf(scores.logits[0]).nonzero()[1]).tolist() == [1]
 
 
 @pytest.mark.parametrize("rule", ["ratio", "match"])
@@ -175,5 +189,5 @@ def test_biases_of_ids_that_the_draft_does_not_have_do_not_keep_it_from_drafting
         seq = Sequence(0, [0, 1], 2, SamplingParams(logit_bias=bias), 0, 9)
         drafter.begin(seq)
         assert dict(drafter._fed[0].params.logit_bias) == kept
-        assert probs(torch.zeros(3), drafter._fed[0].params).dense.shape == (3,)
+        assert probs(np.zeros(3, np.float32), drafter._fed[0].params).dense.shape == (3,)
         drafter.end(seq)

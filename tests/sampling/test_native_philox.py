@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from forerun.sampling import arithmetic, random as rng
@@ -235,7 +234,7 @@ def test_the_text_of_a_seed_is_this(isa, monkeypatch):
     monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
     words = rng.philox4x32([[j, 1, 2, 3] for j in range(1250)], (4, 5)).reshape(-1)
     weights = arithmetic.exp(-(words >> 8).astype(np.float32) * np.float32(2.0**-21))
-    probs = Probs(dense=torch.from_numpy(weights))
+    probs = Probs(dense=weights)
     coins = PhiloxCoins(seed=2**63 + 11, position=100, round=7)
     made = [[draw(probs, depth) for depth in range(6)] for draw in (coins.draw, coins.draft, coins.pick)]
     assert made == [

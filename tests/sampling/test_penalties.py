@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.load import alone, engine_with
@@ -44,8 +43,8 @@ def test_the_bits_are_those_of_the_direct_formula(prompt, rounds, dtype, penalti
     for emitted in rounds:
         for drafted in (emitted, emitted[:1], [], emitted[::-1], [11, 3, 3]):
             row = generator.standard_normal(9).astype(dtype)
-            wanted = probs(torch.from_numpy(direct(row, params, seq.tokens + drafted, len(prompt))), SamplingParams())
-            assert probs(torch.from_numpy(row), params, History.of(seq, drafted)).dense.equal(wanted.dense)
+            wanted = probs(direct(row, params, seq.tokens + drafted, len(prompt)), SamplingParams())
+            assert probs(row, params, History.of(seq, drafted)).dense.tolist() == wanted.dense.tolist()
         for token in emitted:
             seq.commit(token, "accepted")
 
@@ -69,7 +68,7 @@ class Watched(list):
 def tokens_read(context: int, num_rounds: int = 10, num_rows: int = 6) -> int:
     """Tokens that `num_rounds` rounds of `num_rows` rows read behind the first, two tokens committed in each."""
     seq = Sequence(0, [i % 50 for i in range(context)], context // 2, SamplingParams(**ALL), 0, 10**6)
-    logits = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    logits = np.random.default_rng(1).standard_normal(64, np.float32)
     probs(logits, seq.params, History.of(seq))
     seq.tokens = watched = Watched(seq.tokens)
     for _ in range(num_rounds):
@@ -87,7 +86,7 @@ def test_a_row_costs_the_same_however_long_the_context_is():
 
 def test_a_request_without_penalties_counts_nothing():
     seq = Sequence(0, [1, 2, 3], 2, SamplingParams(), 0, 99)
-    probs(torch.randn(9), seq.params, History.of(seq, [5]))
+    probs(np.random.default_rng(0).standard_normal(9, np.float32), seq.params, History.of(seq, [5]))
     assert not seq.counts.ids
 
 

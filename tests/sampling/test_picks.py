@@ -6,7 +6,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.sampling.random import PhiloxCoins, gumbel
 from forerun.testing import Branching, enumerate_outcomes
@@ -20,9 +19,9 @@ def test_picks_are_the_largest_of_log_probs_plus_noise(is_listed: bool) -> None:
         weights = rng.dirichlet(np.full(40, 0.3)) * (rng.random(40) < 0.5)
         weights /= weights.sum()
         ids = np.flatnonzero(weights)
-        probs = Probs(dense=torch.from_numpy(weights))
+        probs = Probs(dense=weights)
         if is_listed:
-            probs = Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights[ids]))
+            probs = Probs(ids=ids, listed=weights[ids])
         order = ids[np.argsort(-(np.log(weights[ids]) + gumbel(seed, 7, ids)))]
         coins = PhiloxCoins(seed, 5, 0)
         assert coins.picks(probs, 2, 4) == order[:4].tolist()
@@ -33,7 +32,7 @@ def test_picks_are_the_largest_of_log_probs_plus_noise(is_listed: bool) -> None:
 def test_an_enumerated_order_has_its_probability() -> None:
     p = np.array([0.5, 0.3, 0.2])
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, order in enumerate_outcomes(lambda way: tuple(way.picks(Probs(dense=torch.from_numpy(p)), 0, 2))):
+    for weight, order in enumerate_outcomes(lambda way: tuple(way.picks(Probs(dense=p), 0, 2))):
         found[order] += weight
     assert len(found) == 6
     for (x, y), share in found.items():
@@ -41,7 +40,7 @@ def test_an_enumerated_order_has_its_probability() -> None:
 
 
 def test_picks_and_a_later_pick_share_their_noise() -> None:
-    p, q = (Probs(dense=torch.tensor(w, dtype=torch.float64)) for w in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
+    p, q = (Probs(dense=np.array(w)) for w in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
 
     def run(way: Branching) -> tuple[int, int]:
         return way.picks(q, 0, 2)[0], way.pick(p, 0)

@@ -22,9 +22,11 @@ from forerun.config import EngineConfig
 from forerun.drafters import head_files
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.host_tensor import HostTensor
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.opened import read_config
 from forerun.ops.torch import TorchModel, empty_weights
+from forerun.ops.torch_tensors import tensor_of
 from forerun.train import head as training, heads, loop
 from forerun.train.config import HeadConfig
 from forerun.train.heads import dflash, eagle as eagle_head
@@ -324,7 +326,7 @@ def test_a_run_begins_as_a_head_that_was_trained_before(tiny: Make, checkpoint: 
     weights, sizes = task.head.files()
     assert weights.keys() == trained.keys() - {head_files.PROBE}
     for name, weight in weights.items():
-        assert torch.equal(weight, trained[name]), name
+        assert torch.equal(weight, tensor_of(trained[name])), name
     assert sizes == {key: value for key, value in config.items() if key != "forerun"}
     assert any(not torch.equal(weight, weights[name]) for name, weight in first.head.files()[0].items())
     training.train(again, checkpoint, quiet=True)
@@ -333,7 +335,7 @@ def test_a_run_begins_as_a_head_that_was_trained_before(tiny: Make, checkpoint: 
         losses = [name for name in last if name.startswith("loss_")]
         assert [begun[name] for name in losses] == pytest.approx([last[name] for name in losses], abs=0.01)
     ended = head_files.tensors(again.out / "head" / head_files.WEIGHTS)
-    assert all(torch.equal(ended[name], trained[name]) for name in trained)
+    assert all(np.array_equal(ended[name].values, weight.values) for name, weight in trained.items())
     with pytest.raises(BadOption, match="holds a run of init_from="):
         training.train(replace(again, init_from=None), checkpoint, resume=True, quiet=True)
 
@@ -343,11 +345,11 @@ def test_ids_of_before_are_drafted_where_the_new_texts_leave_room(tiny: Make, ch
     old = tiny(method="medusa:draft_vocab=4,heads=1", steps=1)
     training.train(old, checkpoint, quiet=True)
     head = old.out / "head"
-    chosen = torch.tensor([3, 200, 250, 255])  # as if other texts had been written
+    chosen = np.array([3, 200, 250, 255])  # as if other texts had been written
     found = head_files.tensors(head / head_files.WEIGHTS)
     head_config = json.loads((head / "config.json").read_text(encoding="utf-8"))
     known = head_config.pop("forerun")["tokenizer"]
-    head_files.save(head, "medusa", found | {"d2t": chosen - torch.arange(4)}, head_config, known)
+    head_files.save(head, "medusa", found | {"d2t": HostTensor.of(chosen - np.arange(4))}, head_config, known)
     short = tiny("again", method="medusa:draft_vocab=250,heads=1", init_from=str(head), num_tokens=600)
     task = training.prepare(short, checkpoint)
     given = [sample for sample in task.data.samples if not sample.is_held_out]
@@ -357,6 +359,14 @@ def test_ids_of_before_are_drafted_where_the_new_texts_leave_room(tiny: Make, ch
     assert written | set(chosen.tolist()) <= ids
     full = replace(short, method=f"medusa:draft_vocab={len(written)},heads=1")
     assert set(training.prepare(full, checkpoint).head.ids.tolist()) == written  # type: ignore[attr-defined]
+
+
+def test_a_target_in_bfloat16_is_known_again(folder: Path) -> None:
+    """By the embeddings that a head keeps of it, and as the writer of its texts."""
+    wide, narrow = (load_checkpoint(folder, dtype=dtype).model for dtype in ("float32", "bfloat16"))
+    probes = [head_files.probe(model, 257) for model in (wide, narrow)]
+    assert np.array_equal(probes[0].values, probes[1].values)
+    assert fingerprint(narrow) != fingerprint(wide)
 
 
 def test_a_target_may_stand_in_other_files_than_when_the_head_was_made(
@@ -369,7 +379,8 @@ def test_a_target_may_stand_in_other_files_than_when_the_head_was_made(
     shutil.copytree(trained, tmp_path / "head")
     (tmp_path / "head" / "config.json").write_text(json.dumps(config | rounded), encoding="utf-8")
     task = training.prepare(tiny(init_from=str(tmp_path / "head")), checkpoint)
-    assert torch.equal(task.head.files()[0]["fc.weight"], head_files.tensors(trained / head_files.WEIGHTS)["fc.weight"])
+    before = tensor_of(head_files.tensors(trained / head_files.WEIGHTS)["fc.weight"])
+    assert torch.equal(task.head.files()[0]["fc.weight"], before)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +415,7 @@ def test_heads_that_a_run_cannot_go_on_from(
 @pytest.mark.parametrize(
     ("spoil", "error", "said"),
     [
-        ("truncated", UnsupportedModel, "not a safetensors file"),
+        ("truncated", UnsupportedModel, "not a readable safetensors file"),
         ("pickle", UnsupportedModel, "is a pickle"),
         ("missing", NotFound, "name a folder with config.json"),
         ("method", BadOption, "is a head of 'medusa'"),

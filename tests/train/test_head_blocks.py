@@ -13,6 +13,7 @@ from forerun import LLM, SamplingParams
 from forerun.drafters import artifacts, head_files
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
+from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import load, make_options
 from forerun.train.heads import Batch, Teacher
 from tiny import write_tiny
@@ -35,7 +36,8 @@ def made(method: str, folder: Path, out: Path) -> Path:
     assert all(w.grad is not None and bool(w.grad.isfinite().all()) for w in head.weights.values())
     weights, sizes = head.files()
     tokenizer = artifacts.fingerprint(checkpoint.tokenizer, 257)
-    head_files.save(out, method, {**weights, head_files.PROBE: teacher.probe}, sizes, tokenizer)
+    tensors = HostWeights(weights | {head_files.PROBE: teacher.probe})
+    head_files.save(out, method, tensors, sizes, tokenizer)
     return out
 
 

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from forerun import verify
 from forerun.sampling.random import PhiloxCoins
@@ -82,7 +81,7 @@ def test_several_distributions_below_one_node_are_judged_in_turn_by_kseq():
 def test_lists_and_vectors_of_other_lengths_are_exact(rule):
     """p and q may be listed by id, or one vector shorter than the other."""
     p, q = [0.1, 0.4, 0.3, 0.2], [0.5, 0.1, 0.4]
-    listed = Probs(ids=torch.tensor([0, 2]), listed=torch.tensor([0.4, 0.6], dtype=torch.float64))
+    listed = Probs(ids=np.array([0, 2]), listed=np.array([0.4, 0.6]))
     forms = [dense(np.array(p)), dense(np.array(q)), listed]
     num = 1 if rule == "block" else 2
     for target, near in itertools.product(forms, forms):

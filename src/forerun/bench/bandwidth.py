@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from forerun import native
 from forerun.memory.machine import available_bytes
 
@@ -24,7 +22,7 @@ class Bandwidth:
     probe: str
 
 
-def measure(device: torch.device, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
+def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
     """Measure the fastest probe in num_repeats rounds; fewer, but at least one, where they take longer than max_s."""
     probes = Probes(device)
     end_s = time.perf_counter() + max_s
@@ -40,15 +38,16 @@ class Probes:
 
     No kernel may read faster than the limit. A plain loop of loads is slower than a kernel that prefetches, and the
     fastest way differs from machine to machine, so there are several probes. On a CPU csrc/bandwidth.cpp reads as the
-    native kernels do. Without the extension, and on other devices, torch's operators read; with_torch=False leaves them
-    out, for a torch that was given fewer threads. Every probe reads each byte once and writes almost nothing.
+    native kernels do. Where torch is there its operators read, too; with_torch=False leaves them out, for a torch that
+    was given fewer threads. Every probe reads each byte once and writes almost nothing.
     """
 
-    def __init__(self, device: torch.device, *, with_torch: bool = True) -> None:
+    def __init__(self, device: str, *, with_torch: bool = True) -> None:
         self.device = device
         self.num_bytes = _buffer_bytes(device)
-        self._torch = _torch_probes(device, self.num_bytes) if with_torch else {}
-        module = native.extension() if device.type == "cpu" else None
+        has_torch = with_torch and native.torch_version() is not None
+        self._torch = _torch_probes(device, self.num_bytes) if has_torch else {}
+        module = native.extension() if device == "cpu" else None
         self._native = module.BandwidthProbe(self.num_bytes, native.num_threads()) if module is not None else None
 
     def read(self) -> Bandwidth:
@@ -65,14 +64,16 @@ class Probes:
         return found
 
 
-def _buffer_bytes(device: torch.device) -> int:
+def _buffer_bytes(device: str) -> int:
     """Return the bytes of one buffer, at most an eighth of the free memory, because a CPU has two of them."""
-    wanted = MIN_BYTES if device.type == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
-    free = available_bytes(device.type)
+    wanted = MIN_BYTES if device == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
+    free = available_bytes(device)
     return max(1, min(wanted, wanted if free is None else free // 8) // GRAIN_BYTES) * GRAIN_BYTES
 
 
-def _torch_probes(device: torch.device, num_bytes: int) -> dict[str, Callable[[], object]]:
+def _torch_probes(device: str, num_bytes: int) -> dict[str, Callable[[], object]]:
+    import torch
+
     buffer = torch.full((num_bytes // 4,), 0.5, dtype=torch.float32, device=device)
     wide, narrow = buffer.view(-1, 8192), buffer.view(-1, 2048)
     x_wide, x_narrow = torch.ones(8192, device=device), torch.ones(2048, device=device)
@@ -84,7 +85,7 @@ def _torch_probes(device: torch.device, num_bytes: int) -> dict[str, Callable[[]
     }
 
 
-def _time(probe: Callable[[], object], device: torch.device) -> float:
+def _time(probe: Callable[[], object], device: str) -> float:
     """Return the seconds of one run, the device's queue included."""
     _wait(device)
     start = time.perf_counter()
@@ -93,6 +94,8 @@ def _time(probe: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+def _wait(device: str) -> None:
+    if device == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)

@@ -34,7 +34,7 @@ from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
 from forerun.models.loading import Checkpoint, LoadedModel
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.operators import Operators
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
@@ -349,7 +349,7 @@ def compare(texts: Mapping[str, list[int]], turn: Turn, llm: LLM) -> None:
             )
 
 
-def print_compared(num_compared: int, ways: Seq[Way], plan: MethodsPlan, ops: ReferenceOps, console: Console) -> None:
+def print_compared(num_compared: int, ways: Seq[Way], plan: MethodsPlan, ops: Operators, console: Console) -> None:
     """Say how many texts were compared, or why none was."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")

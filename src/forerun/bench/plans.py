@@ -1,4 +1,4 @@
-"""What each benchmark is asked to measure. The fields are its flags; nothing here imports torch."""
+"""What each benchmark is asked to measure. The fields are its flags; nothing here imports numpy."""
 
 from __future__ import annotations
 

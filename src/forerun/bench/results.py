@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from forerun import native
 from forerun.bench import bandwidth
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
@@ -248,13 +248,13 @@ def record_of(lines: Seq[Line], model: LoadedModel, drafts: Seq[LoadedModel], ce
         ],
         "bandwidth_bytes_per_s": round(ceiling.bytes_per_s),
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
-        "dtype": str(model.weight_dtype).removeprefix("torch."),
+        "dtype": model.weight_dtype,
         "precision": model.precision,
         "device": str(model.device),
         "machine": platform.processor() or platform.machine(),
         "num_threads": model.ops.num_threads,
         "ops": model.ops.name,
         "build": model.ops.build,
-        "torch": torch.__version__,
+        "torch": native.torch_version(),
         "lines": [asdict(line) for line in lines],
     }

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import tokenizers
-import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor
 
 from forerun import drafters
-from forerun.blocks import Spec
+from forerun.blocks import Spec, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
-from forerun.engine.opened import SHIPPED_DRAFT, Opened, torch_device
+from forerun.drafters.head_matrices import dense_of
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, shown
+from forerun.host_tensor import HostTensor
 from forerun.models import named
-from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.loading import Checkpoint, LoadedModel, checked, load_checkpoint, packed_schemes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource
 from forerun.models.saving import save_checkpoint
@@ -36,8 +36,7 @@ from forerun.models.source import Source, Stored
 from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
 from forerun.ops import load_model
-from forerun.ops.quantised import QuantisedMatrix, dequantised
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.operators import Operators
 from forerun.registry import unknown
 from forerun.text.grow import grow
 from forerun.text.json_files import read_json
@@ -66,28 +65,43 @@ def shape_named(name: str, config: Spec) -> WideShape:
 
 
 def widen_checkpoint(
-    checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps | None = None, quantization: str | None = None
+    checkpoint: Checkpoint, shape: WideShape, ops: Operators | None = None, quantization: str | None = None
 ) -> Checkpoint:
-    """Widen a checkpoint, which must be loaded with the reference operators, in memory.
+    """Widen a checkpoint in memory.
 
     ops: the operators of the result, None = the same. quantization: int8 or int4[:group=N] of the wide weights. End ids
     stay, and the tokenizer gets tokens for new ids. Raises as `widen`, `grow` and `QuantisingSource`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    grown = _grown_tokenizer(checkpoint, shape)
+    grown = _grown_tokenizer(model.config, checkpoint.folder, shape)
     if grown is not None:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(grown), checkpoint.folder)
-    weights: Mapping[str, Tensor]
-    config, weights = widen(model.config, checkpoint.tensors, shape)
+    config, weights = widen(model.config, WeightsOf(model), shape)
     ops = ops or model.ops
     if quantization is not None:
         dense = _InMemory(checkpoint.folder, checkpoint.config, weights)
         source = cast(Source, QuantisingSource(dense, config, Quantization.parse(quantization)))
         packs = packed_schemes(ops, model.weight_dtype)
-        stored = cast(Mapping[str, Tensor], StoredWeights(source, model.weight_dtype, model.device, packs))
-        weights = stored if ops.packs else dict(stored)
-    wide = load_model(config, weights, ops, consume=True)
+        wide = load_model(config, StoredWeights(source, model.weight_dtype, packs), ops, consume=True)
+    else:
+        wide = load_model(config, weights, ops, consume=True)
     return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer, quantization=quantization)
+
+
+@dataclass(frozen=True)
+class WeightsOf(Mapping[str, HostTensor]):
+    """The weights of a model in memory, each in the model's type, whatever packs them."""
+
+    model: LoadedModel
+
+    def __getitem__(self, name: str) -> HostTensor:
+        return HostTensor.of(self.model.weight(name)).to(self.model.weight_dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(weight_shapes(self.model.config))
+
+    def __len__(self) -> int:
+        return len(weight_shapes(self.model.config))
 
 
 @dataclass
@@ -96,12 +110,12 @@ class _InMemory:
 
     folder: Path
     config: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, HostTensor]
     names: None = None
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        return {name: Stored(self.folder, tuple(w.shape), w.dtype) for name, w in self.weights.items()}
+        return {name: Stored(self.folder, w.shape, w.dtype) for name, w in self.weights.items()}
 
     def check(self, with_tokenizer: bool) -> None:
         """Nothing can be missing."""
@@ -109,7 +123,7 @@ class _InMemory:
     def close(self) -> None:
         """No file is open."""
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         yield self.weights[name]
 
 
@@ -133,17 +147,19 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadOption(f"the output folder {target} exists and is not empty: name a new one")
     opened = OpenedCheckpoint.of(folder_in, with_tokenizer=False)
-    checkpoint = load_checkpoint(opened, dtype=opened.stored_dtype)
-    tokenizer = _grown_tokenizer(checkpoint, shape)
-    config, weights = widen(checkpoint.model.config, checkpoint.tensors, shape)
+    opened.fetch_weights()
+    spec, stored = checked(opened.weights, opened.spec, opened.path), StoredWeights(opened.weights, opened.stored_dtype)
+    tokenizer = _grown_tokenizer(spec, opened.folder, shape)
+    config, weights = widen(spec, cast(Mapping[str, HostTensor], stored), shape)
+    opened.close()
     save_checkpoint(
         target,
         config,
         weights,
         opened.stored_dtype,
-        end_ids=checkpoint.end_ids,
-        bos_id=checkpoint.config.get("bos_token_id"),
-        tokenizer_folder=checkpoint.folder,
+        end_ids=opened.end_ids,
+        bos_id=opened.raw.get("bos_token_id"),
+        tokenizer_folder=opened.folder,
         shard_bytes=SHARD_BYTES,
     )
     if tokenizer is not None:
@@ -172,7 +188,7 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
     config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
     small, own = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
     stored = head_files.stored(folder)
-    weights = {name: dequantised(own) if isinstance(own, QuantisedMatrix) else own for name, own in stored.items()}
+    weights = {name: dense_of(own) for name, own in stored.items()}
     layer = {name: weights[name] for name in layer_shapes(config)}
     decoder, made = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
     wide = dataclasses.replace(config, decoder=decoder)
@@ -180,18 +196,21 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
     scale = math.sqrt(old / new)
     made = {name: made[name] for name in layer_shapes(wide)}
     for name, sizes in input_shapes(wide).items():
-        made[name] = torch.full(sizes, scale if len(sizes) == 1 else 0.0, dtype=weights[name].dtype)
+        numbers = np.full(sizes, scale if len(sizes) == 1 else 0.0, np.float32)
+        trained = weights[name].float32()
         if len(sizes) == 1:
-            made[name][:old] = weights[name] * scale
+            numbers[:old] = trained * np.float32(scale)
         else:
-            made[name].view(new, -1, new)[:old, :, :old] = weights[name].view(old, -1, old)
-    made[head_files.PROBE] = F.pad(weights[head_files.PROBE], (0, new - old))
+            numbers.reshape(new, -1, new)[:old, :, :old] = trained.reshape(old, -1, old)
+        made[name] = HostTensor.of(numbers).to(weights[name].dtype)
+    probe = np.pad(weights[head_files.PROBE].values, ((0, 0), (0, new - old)))
+    made[head_files.PROBE] = HostTensor(probe, weights[head_files.PROBE].dtype)
     head_files.save(out, "eagle", {**made, "d2t": weights["d2t"]}, wide.to_json(), own["tokenizer"])
 
 
-def _grown_tokenizer(checkpoint: Checkpoint, shape: WideShape) -> str | None:
+def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
     """Return tokenizer.json with tokens for new ids; None where there are no new ids, or no tokenizer."""
-    have, file = checkpoint.model.config.vocab_size, checkpoint.folder / "tokenizer.json"
+    have, file = spec.vocab_size, folder / "tokenizer.json"
     if shape.vocab_size is None or shape.vocab_size <= have or not file.is_file():
         return None
     return grow(file.read_text(encoding="utf-8"), shape.vocab_size, first_id=have)
@@ -236,7 +255,7 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
         if shape == "none":
             checkpoint = opened.load()
         else:
-            small, ops = _load_unpacked(opened), opened.operators
+            small, ops = opened.under(dataclasses.replace(config, quantization=None)).load(), opened.operators
             status.update("widening the target ...")
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"
@@ -247,21 +266,6 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
         f"ready in {time.perf_counter() - start:.1f} s"
     )
     return checkpoint
-
-
-def _load_unpacked(opened: Opened) -> Checkpoint:
-    """Load the target with weights that can be read, for a caller that makes another model of them.
-
-    They have the type that `Opened.load` gives them. They are what quantised ones stand for: the other model will be
-    rounded.
-    """
-    return load_checkpoint(
-        opened.files,
-        dtype=opened.dtype,
-        device="cpu" if opened.operators.packs else torch_device(opened.config.device),
-        with_tokenizer=True,
-        max_seq_len=opened.config.max_seq_len,
-    )
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:
@@ -289,6 +293,7 @@ def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shap
         path,
         dtype=model.weight_dtype,
         device=model.device,
+        ops=model.ops,
         with_tokenizer=True,
         ignore_config_keys=config.ignored_config_keys,
     )

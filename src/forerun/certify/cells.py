@@ -153,7 +153,7 @@ def _least_certain(pair: Pair, setting: Setting) -> tuple[list[int], list[int]]:
     """Return the prompt whose next token is least certain among the ids that stay, and these: its likeliest ones."""
     best = (-1.0, list[int](), list[int]())
     for prompt, row in pair.last_rows:
-        allowed = sorted(row.double().cpu().numpy().argsort(kind="stable")[::-1][: setting.size[0]].tolist())
+        allowed = sorted(row.argsort(kind="stable")[::-1][: setting.size[0]].tolist())
         target_probs = listed(probs(row, setting.params(allowed)))
         entropy = -sum(p * float(np.log(p)) for p in target_probs.values())
         if entropy > best[0]:

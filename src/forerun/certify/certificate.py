@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 import forerun
+from forerun import native
 from forerun.certify import cells, streams, texts, toys
 from forerun.certify.checks import ETA, LEVEL, POWER, Check, Clock, Tell, Test
 from forerun.certify.pair import Pair
@@ -186,6 +185,6 @@ def _facts(pair: Pair, plan: Plan) -> dict[str, Any]:
         "row_invariant": pair.row_invariant,
         "vocabulary": llm.engine.runner.num_ids,
         "forerun": forerun.__version__,
-        "torch": torch.__version__,
+        "torch": native.torch_version(),
         "mutant": plan.mutant,
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
+import numpy as np
 
 from forerun import verify
 from forerun.config import EngineConfig
@@ -22,6 +22,8 @@ from forerun.kv.cache import BlockCache
 from forerun.models.named import DATA
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs
+from forerun.sampling.arithmetic import Row
+from forerun.sampling.largest import Rows
 from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
@@ -93,7 +95,7 @@ class Pair:
         return [source.name for source in self.sources if source.drafter is not self._built[source.name]]
 
     @cached_property
-    def last_rows(self) -> list[tuple[list[int], torch.Tensor]]:
+    def last_rows(self) -> list[tuple[list[int], Row]]:
         """Some short prompts, and the logits of what follows each."""
         prompts = [prompt[:CELL_TOKENS] for prompt in self.prompts()[:NUM_TRIED]]
         return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in prompts]
@@ -145,33 +147,32 @@ class Plain:
 
     def __init__(self, llm: LLM) -> None:
         model, runner = llm.checkpoint.model, llm.engine.runner
-        cache = BlockCache.create(
-            model.config.cache_shape,
+        cache = BlockCache.of(
+            model,
             "contiguous",
             max_batch_size=1,
             max_seq_len=llm.engine.max_seq_len,
             dtype=getattr(runner.cache, "dtype", model.cache_dtype),  # as kv_cache_dtype says
-            device=model.device,
         )
         cache.open(0)
         self._runner = Runner(model, cache, runner.num_ids, runner.holes)
         self._rows = 1 << 20 if model.ops.row_invariant else 1
         self._ids: list[int] = []
 
-    def logits(self, ids: Seq[int], start: int) -> torch.Tensor:
+    def logits(self, ids: Seq[int], start: int) -> Rows:
         """Return what follows ids[:start], ids[:start + 1], ..., ids: [len(ids) - start + 1, ids of the model]."""
         shared = 0
         while shared < min(len(self._ids), start - 1) and self._ids[shared] == ids[shared]:
             shared += 1
         self._runner.cache.truncate_to(0, shared)
-        found = list[torch.Tensor]()
+        found = list[Row]()
         for first in range(shared, len(ids), self._rows):
             tokens = list(ids[first : first + self._rows])
             logits = self._runner.forward([Run(0, tokens)]).logits[0]
             self._runner.cache.keep({0: range(len(tokens))})
-            found += [row.clone() for row in logits[max(0, start - 1 - first) :]]
+            found += [row.copy() for row in logits[max(0, start - 1 - first) :]]
         self._ids = list(ids)
-        return torch.stack(found)
+        return np.stack(found)
 
     def distributions(self, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> list[Probs]:
         """Return what plain decoding draws each output token of `ids` from, and the one behind them."""
@@ -201,8 +202,8 @@ def listed(target_probs: Probs) -> Mapping[int, float]:
     """Return the ids of a distribution that have a probability, with it."""
     if target_probs.point is not None:
         return {target_probs.point: 1.0}
-    weights = target_probs.weights.double()
-    ids = torch.arange(len(weights)) if target_probs.ids is None else target_probs.ids
+    weights = target_probs.weights.astype(np.float64)
+    ids = np.arange(len(weights)) if target_probs.ids is None else target_probs.ids
     kept = weights > 0
     total = float(weights.sum())
     return {int(i): float(w) / total for i, w in zip(ids[kept].tolist(), weights[kept].tolist(), strict=True)}

@@ -122,9 +122,9 @@ def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool,
     """
     if target_probs.point is not None:
         return (w, False, 0.0) if token == target_probs.point else (1.0, True, 0.0)
-    weights = target_probs.weights.double().numpy()
+    weights = target_probs.weights.astype(np.float64)
     weights = weights / weights.sum()
-    ids = np.arange(len(weights)) if target_probs.ids is None else target_probs.ids.numpy()
+    ids = np.arange(len(weights)) if target_probs.ids is None else target_probs.ids
     place = np.flatnonzero(ids == token)
     p = float(weights[place[0]]) if len(place) else 0.0
     before = float(weights[(weights > p) | ((weights == p) & (ids < token))].sum()) if p > 0 else 1.0

@@ -14,8 +14,6 @@ from forerun.certify.ties import measured_tau, why_no_tie
 from forerun.engine.request import Request
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
-from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import TorchModel
 from forerun.types import SamplingParams
 
 NUM_TOKENS = 40  # of a text
@@ -137,7 +135,10 @@ class _Compared:
 
     @cached_property
     def _oracle(self) -> Runner:
-        """The target with rows that do not depend on each other."""
+        """The target with rows that do not depend on each other; all backends whose rows do are torch's."""
+        from forerun.ops.reference import ReferenceOps
+        from forerun.ops.torch import TorchModel
+
         model = self.pair.llm.checkpoint.model
         assert isinstance(model, TorchModel)
         slow = TorchModel(model.config, model.weights, ReferenceOps(row_by_row=True))
@@ -165,13 +166,11 @@ class _Compared:
 def _runner(model: object, pair: Pair) -> Runner:
     """Return a model at work with a small cache of its own."""
     own, llm = pair.llm.engine.runner, pair.llm
-    cache = BlockCache.create(
-        model.config.cache_shape,  # type: ignore[attr-defined]
+    cache = BlockCache.of(
+        model,  # type: ignore[arg-type]
         "contiguous",
         max_batch_size=1,
         max_seq_len=llm.engine.max_seq_len,
-        dtype=model.cache_dtype,  # type: ignore[attr-defined]
-        device=model.device,  # type: ignore[attr-defined]
     )
     return Runner(model, cache, own.num_ids, own.holes)  # type: ignore[arg-type]
 

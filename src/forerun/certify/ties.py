@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import torch
 
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs
+from forerun.sampling.arithmetic import Row
 from forerun.sampling.random import gumbel
 from forerun.types import SamplingParams
 
@@ -21,7 +21,7 @@ SLOT = -1  # of the cache, which nothing else uses
 PASSES = (1, 6, 512)  # rows of a pass, whose logits are compared
 
 
-def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> torch.Tensor:
+def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
     """Return float64 logits after the last token of `ids`, run through the cache in chunks of `chunk` rows."""
     runner.cache.open(SLOT)
     try:
@@ -29,7 +29,8 @@ def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> torch.Tensor:
             tokens = list(ids[start : start + chunk])
             scores = runner.forward([Run(SLOT, tokens, "last")])
             runner.cache.keep({SLOT: range(len(tokens))})
-        return scores.logits[0][-1].double()
+        row: Row = scores.logits[0][-1].astype(np.float64)
+        return row
     finally:
         runner.cache.release(SLOT)
 
@@ -39,8 +40,8 @@ def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
     deviation = 0.0
     for ids in texts:
         first, *others = (last_logits(runner, ids, chunk) for chunk in PASSES)
-        finite = torch.isfinite(first)
-        deviation = max(deviation, *(float((one - first)[finite].abs().max()) for one in others))
+        finite = np.isfinite(first)
+        deviation = max(deviation, *(float(np.abs((one - first)[finite]).max()) for one in others))
     return 2 * deviation
 
 
@@ -51,13 +52,13 @@ def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: Samp
     noise of the seed.
     """
     logits = last_logits(oracle, ids, PASSES[-1])
-    scores = logits.cpu().numpy()
+    scores = logits
     if not params.greedy:
         target_probs = probs(logits, params, History(ids, num_prompt_tokens))
-        kept = np.arange(len(target_probs.weights)) if target_probs.ids is None else target_probs.ids.numpy()
+        kept = np.arange(len(target_probs.weights)) if target_probs.ids is None else target_probs.ids
         scores = np.full(len(logits), -np.inf)
         with np.errstate(divide="ignore"):
-            scores[kept] = np.log(target_probs.weights.double().numpy()) + gumbel(params.seed or 0, len(ids), kept)
+            scores[kept] = np.log(target_probs.weights.astype(np.float64)) + gumbel(params.seed or 0, len(ids), kept)
     best = np.argsort(-scores, kind="stable")[:2]
     return {int(i) for i in best}, float(scores[best[0]] - scores[best[1]])
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from forerun import drafters, pacing, registry, verify
 from forerun.certify.checks import Check, Clock
 from forerun.errors import BadOption, NotFound
@@ -174,7 +172,7 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
         "penalties, filters and softmax of the build that is installed, up to rounding",
         unit="engines",
     )
-    target = ToyModel(V, 1, dtype=torch.float32)
+    target = ToyModel(V, 1, dtype="float32")
     worst = 0.0
     for rule in ("ratio", "match"):
         for said, sampling in SAMPLING.items():

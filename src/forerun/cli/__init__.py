@@ -1,1 +1,1 @@
-"""The command `forerun`: flags, inputs, and what a terminal shows. Only commands that compute import torch."""
+"""The command `forerun`: flags, inputs, and what a terminal shows. Only what computes is slow to import."""

@@ -1,4 +1,4 @@
-"""The command `forerun batch`, which parses and calls. torch is imported when it runs, not to print help."""
+"""The command `forerun batch`, which parses and calls. The engine is imported when it runs, not to print help."""
 
 from __future__ import annotations
 

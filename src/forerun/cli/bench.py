@@ -1,4 +1,4 @@
-"""The commands `forerun bench ...`, which parse and call. torch is imported when one runs, not to print help."""
+"""The commands `forerun bench ...`, which parse and call. The engine is imported when one runs, not to print help."""
 
 from __future__ import annotations
 

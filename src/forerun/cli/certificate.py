@@ -22,7 +22,8 @@ def print_certificate(found: Certificate, console: Console) -> None:
     lines = [
         f"{facts['target']} ({facts['model_type']}, {facts['precision']}) with {facts['draft_spec']} as "
         f"{facts['draft']}; {facts['ops']} operators, {facts['build']}, {facts['num_threads']} threads; "
-        f"forerun {facts['forerun']}, torch {facts['torch']}; seed {found.plan.seed}, {found.taken_s:.0f} s"
+        f"forerun {facts['forerun']}, torch {facts['torch'] or 'not installed'}; "
+        f"seed {found.plan.seed}, {found.taken_s:.0f} s"
     ]
     lines += [f"The wrong version {mutant} is switched in: {find(mutant).about}."] if mutant else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The command `forerun certify`, which parses, shows progress and calls. torch is imported when it runs."""
+"""The command `forerun certify`, which parses, shows progress and calls. The engine is imported when it runs."""
 
 from __future__ import annotations
 

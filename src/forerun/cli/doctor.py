@@ -1,6 +1,6 @@
 """`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make it faster.
 
-torch is imported when the command runs, not to print help.
+numpy is imported when the command runs, not to print help; torch only where it is installed, to ask it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Card:
     capability: str
     num_bytes: int
     free_bytes: int
-    problem: str | None  # why the kernels of ops/cuda.py do not run on it; None = they do
+    problem: str | None  # why the kernels of ops/cuda/operators.py do not run on it; None = they do
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Facts:
     cores: native.Cores
     load_average: float | None  # processes that wanted to run, over the last minute
     operators: Operators
-    torch: Torch
+    torch: Torch | None
     available_bytes: int | None
     huge_pages: str | None  # "always", "madvise" or "never"
     bandwidth: Bandwidth
@@ -123,14 +123,12 @@ def examine(root: Path = Path("/")) -> Facts:
     load = _load_average()  # before the measurements add to it
     operators = _operators()
     with _patience():
-        import torch
-
         from forerun import __version__
         from forerun.bench.bandwidth import measure
         from forerun.memory.machine import available_bytes
 
         available = available_bytes("cpu", root)
-        bandwidth = measure(torch.device("cpu"))
+        bandwidth = measure("cpu")
     return Facts(
         version=__version__,
         python=platform.python_version(),
@@ -139,17 +137,22 @@ def examine(root: Path = Path("/")) -> Facts:
         cores=native.cores(root),
         load_average=load,
         operators=operators,
-        torch=Torch(
-            version=torch.__version__,
-            num_threads=torch.get_num_threads(),
-            openmp=openmp_runtimes(_read(root / "proc/self/maps")),
-            gpu=_card(),
-        ),
+        torch=_torch(root),
         available_bytes=available,
         huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         bandwidth=bandwidth,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+
+
+def _torch(root: Path) -> Torch | None:
+    """Ask torch; None where there is none."""
+    if native.torch_version() is None:
+        return None
+    import torch
+
+    openmp = openmp_runtimes(_read(root / "proc/self/maps"))
+    return Torch(torch.__version__, torch.get_num_threads(), openmp, _card())
 
 
 def _card() -> Card | None:
@@ -264,7 +267,7 @@ def advice(facts: Facts) -> Iterator[str]:
             "Transparent huge pages are off, and streaming weights through small pages costs address look-ups: as "
             "root, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled."
         )
-    if len(facts.torch.openmp) > 1:
+    if facts.torch is not None and len(facts.torch.openmp) > 1:
         yield (
             f"{len(facts.torch.openmp)} OpenMP runtimes are loaded ({', '.join(facts.torch.openmp)}), each with "
             "threads of its own that wait for work on the same cores: install torch and numpy from one source."
@@ -319,10 +322,13 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     else:
         reason = "FORERUN_ISA says so" if len(operators.available_isas) > 1 else "there is no extension"
         yield "operators", f"torch's, because {reason}; dtype auto is {operators.default_dtype}"
-    openmp = f"; OpenMP: {', '.join(torch.openmp)}" if torch.openmp else ""
-    yield "torch", f"{torch.version}, {_count(torch.num_threads, 'thread')}{openmp}"
-    if torch.gpu is not None:
-        yield "GPU", _of_card(torch.gpu)
+    if torch is None:
+        yield "torch", "not installed; training, a CUDA device and the reference operators would need it"
+    else:
+        openmp = f"; OpenMP: {', '.join(torch.openmp)}" if torch.openmp else ""
+        yield "torch", f"{torch.version}, {_count(torch.num_threads, 'thread')}{openmp}"
+        if torch.gpu is not None:
+            yield "GPU", _of_card(torch.gpu)
     yield "memory", _memory(facts)
     yield "bandwidth", f"{facts.bandwidth.bytes_per_s / 1e9:.1f} GB/s ({facts.bandwidth.probe})"
     yield (

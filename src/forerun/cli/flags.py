@@ -1,7 +1,7 @@
 """Command-line flags that several commands share, made from the dataclasses that hold the defaults.
 
 A flag that is not given is None: then the FORERUN_* variable counts, else the config file, else the default.
-Nothing here imports torch.
+Nothing here imports numpy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command line, which parses arguments and calls other rooms.
 
-torch is imported when a command runs, never to print help.
+numpy, tokenizers and their like are imported when a command runs, never to print help.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from forerun.cli.signatures import Given
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
-from forerun.errors import BadOption, ForerunError, UserError
+from forerun.errors import BadOption, ForerunError, UserError, not_installed
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -520,6 +520,10 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return _fail(str(not_installed(" ".join((name, *arguments[:1])), "torch", error.name)), 2)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # typer's own answer to a reader that has gone
             raise error.__context__ from None

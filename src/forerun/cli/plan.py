@@ -1,6 +1,6 @@
 """`forerun plan` computes from config.json and headers what memory a configuration needs, and whether it fits.
 
-torch is imported when the command runs, not to print help.
+numpy is imported when the command runs, not to print help; torch only to ask a CUDA device.
 """
 
 from __future__ import annotations
@@ -113,13 +113,11 @@ class Models:
 
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
         """Return the target as an engine would have it, and the plan. available: bytes, None = this machine's."""
-        import torch
-
         from forerun.memory.machine import available_bytes
 
         device = self.outlines.opened.device
         if available is None:
-            if device == "cuda" and not torch.cuda.is_available():
+            if device == "cuda" and not _sees_a_card():
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(device)
         return self.outlines.fitted(available, self.by_name)
@@ -133,10 +131,20 @@ class Models:
             "max_batch_size": config.max_batch_size,
             "max_seq_len": opened.max_seq_len,
             "spec_length": 0 if config.draft == "none" and not has_drafts else config.longest_draft,
-            "dtype": str(opened.dtype).removeprefix("torch."),
+            "dtype": opened.dtype,
             "device": opened.device,
             "ops": ops.resolve(config.ops, opened.device, opened.spec),
         }
+
+
+def _sees_a_card() -> bool:
+    from forerun import native
+
+    if native.torch_version() is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def parse_bytes(text: str) -> int:

@@ -1,12 +1,10 @@
-"""The words that every command uses for the same numbers: counts, rates, precision, how tokens are drawn, how it ended.
-
-Nothing here imports torch.
-"""
+"""The words that every command uses for the same numbers: counts, rates, precision, how tokens are drawn and end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from forerun import native
 from forerun.models import named
 from forerun.text.terminal import note as note
 from forerun.types import BEAM, FinishReason, SamplingParams
@@ -56,19 +54,19 @@ def computed(model: Model) -> str:
     from forerun.blocks import Spec
 
     spec = model.config
-    found = ops.faster(model.ops.name, model.device.type, spec) if isinstance(spec, Spec) else ()
+    found = ops.faster(model.ops.name, model.device, spec) if isinstance(spec, Spec) else ()
     reasons = "; ".join([*(reason for _, reason in found), *_card_is_idle(model)])
     return f"{model.ops.name} operators" + (f" ({reasons})" if reasons else "")
 
 
 def _card_is_idle(model: Model) -> Iterator[str]:
     """Yield a sentence where a model is computed on the CPU of a machine that has a card which could."""
-    import torch
-
+    if model.device != "cpu" or native.torch_version() is None:
+        return
     from forerun.ops import cuda
 
-    if model.device.type == "cpu" and torch.cuda.is_available() and cuda.usable("cuda") is None:
-        yield f"--device cuda would compute on {torch.cuda.get_device_name()}"
+    if (card := cuda.card()) is not None and cuda.usable("cuda") is None:
+        yield f"--device cuda would compute on {card}"
 
 
 def model_name(llm: LLM) -> str:

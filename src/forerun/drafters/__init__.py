@@ -26,8 +26,6 @@ from forerun.registry import by_value, load, make_options, names, parse_spec, un
 from forerun.types import Budget, Coins, Draft, Next, Sequence
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.blocks import Spec
     from forerun.config import EngineConfig
     from forerun.kv import KVCache
@@ -35,7 +33,8 @@ if TYPE_CHECKING:
     from forerun.models.opened import OpenedCheckpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Runner, Scores
-    from forerun.ops.reference import ReferenceOps
+    from forerun.ops.operators import Operators
+    from forerun.sampling.largest import Ids, Rows
     from forerun.text.tokenizer import Tokenizer
     from forerun.types import Model
 
@@ -60,18 +59,18 @@ class Seen:
     scores: Scores
 
     @property
-    def hidden(self) -> Tensor:
+    def hidden(self) -> Any:
         """The hidden states of the kept rows behind the final norm, [len(kept), H]."""
         return self.scores.hidden[list(self.kept)]
 
-    def layer(self, k: int) -> Tensor:
+    def layer(self, k: int) -> Any:
         """Return the residual stream of the kept rows behind k layers, float32 [len(kept), H].
 
         k: one of the drafter's `hidden_layers`.
         """
         rows, kept = self.scores.taps[k], self.kept
-        if kept and kept[-1] - kept[0] == len(kept) - 1:  # one behind the other, as of prompts and plain steps
-            return rows[kept[0] : kept[-1] + 1].clone()
+        if len(kept) == len(rows):
+            return rows  # each pass has its own
         return rows[list(kept)]
 
     @property
@@ -89,7 +88,7 @@ class Seen:
 
         return self.scores.best[self.run] or largest.best(self.scores.logits[self.run])
 
-    def top(self, num: int) -> tuple[Tensor, Tensor]:
+    def top(self, num: int) -> tuple[Ids, Rows]:
         """Return ids and logits of the `num` likeliest tokens behind each scored row, each [rows, num], best first.
 
         num: at most the drafter's `top_logits`. A prompt chunk computes no logits and has 0 rows.
@@ -346,11 +345,11 @@ class Target:
         """The tokens of the longest sequence."""
         return self.opened.max_seq_len
 
-    def operators(self, spec: Spec) -> ReferenceOps:
+    def operators(self, spec: Spec) -> Operators:
         """Return what computes a draft model. Raises UnsupportedModel where nothing does that the option allows."""
         own, its = self.model.ops, cast("Spec", self.model.config)
-        name = ops.beside(self.opened.config.ops, own.name, self.model.device.type, its, spec)
-        return own if name == own.name else ops.make(name, self.model.device.type, spec)
+        name = ops.beside(self.opened.config.ops, own.name, self.model.device, its, spec)
+        return own if name == own.name else ops.make(name, self.model.device, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` made when these weights were first asked for: the drafters of an engine share them."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from functools import partial
+from typing import Any
 
 from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
-from forerun.drafters.head_matrices import Product
-from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
+from forerun.drafters.head_matrices import Weight, dense_of
+from forerun.drafters.medusa import Following, MedusaDrafter
+from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
+from forerun.sampling.largest import Ids
 from forerun.types import Model
 
 
@@ -32,19 +33,23 @@ class Options:
 class FeedForward:
     """One hidden layer that all outputs share, and the LM head behind them. ids [n]: those that are drafted."""
 
-    def __init__(self, weights: Mapping[str, Tensor], num_heads: int, ids: Tensor, target: Model) -> None:
-        self.num_heads, self._ids, self._dtype = num_heads, ids, target.activation_dtype
-        self._hidden, self._output = (linear(weights, f"{name}.", target) for name in ("hidden", "output"))
-        self._head = Product.of(target, [target.head(ids.tolist())])
+    def __init__(self, weights: Mapping[str, Weight], num_heads: int, ids: Ids, target: Model) -> None:
+        self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
+        multiplier = partial(target.ops.multiplier, target)
+        self._hidden, self._output = (
+            multiplier(dense_of(weights[f"{name}.weight"]), dense_of(weights[f"{name}.bias"]))
+            for name in ("hidden", "output")
+        )
+        self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
-    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+    def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """See medusa.TreeHeads: all outputs at once, for none looks at a path."""
-        x = finite(hidden, self._dtype)
-        added = self._output(self._hidden.ops.activated("relu", self._hidden(x)))
-        outputs = x.unsqueeze(1) + torch.unflatten(added, -1, (self.num_heads, x.shape[-1]))
-        logits = self._head(outputs[:, :num_heads].flatten(0, 1))
-        found = torch.unflatten(likeliest(logits, self._ids, num), 0, (len(x), num_heads)).tolist()
-        return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
+        x = hidden.clip(-head_files.LARGEST, head_files.LARGEST)
+        added = self._output(self._hidden(x).clip(min=0)).reshape(len(x), self.num_heads, -1)
+        outputs = x[:, None] + added[:, :num_heads]
+        logits = self._head(outputs.reshape(-1, outputs.shape[-1]))
+        guesses = self._ids[self._rows.top(logits, num)].reshape(len(x), num_heads, -1).tolist()
+        return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
 
 def needs(options: Options, target: Known) -> Needs:
@@ -64,4 +69,4 @@ def build(options: Options, target: Target) -> Drafter:
     weights = head_files.read_weights(path, wanted, target.model, target.num_ids)
     ids = head_files.draft_ids(path, weights.pop("d2t"), target.num_ids)
     layer = FeedForward(weights, num_heads, ids, target.model)
-    return MedusaDrafter(layer, "x".join(["1"] * num_heads))
+    return MedusaDrafter(layer, "x".join(["1"] * num_heads), target.model.rows)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
+import numpy as np
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Known, Needs, Target
@@ -51,7 +51,7 @@ class _InnerCoins:
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
         if not 0 < prob < 1:
             return prob >= 1
-        outcomes = Probs(dense=torch.tensor([1 - prob, prob], dtype=torch.float64))
+        outcomes = Probs(dense=np.array([1 - prob, prob]))
         return self._coins.draft(outcomes, self._start + depth, self._lane) == 1
 
     def draw(self, probs: Probs, depth: int) -> int:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence as Seq
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from forerun.drafters import Drafter, Seen
 from forerun.drafters.continuations import END_OF_TEXT
+from forerun.sampling.arithmetic import Row
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Expected = Callable[[Sequence, Seq[int]], Probs | None]
-Logits = Callable[[Sequence, int], "Tensor | None"]
+Logits = Callable[[Sequence, int], Row | None]
 
 
 def draw_chains(

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
-from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
+from forerun.drafters.dflash_model import ContextModel, DFlashConfig, make, shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
+from forerun.models.runner import Run, Runner, float_type, pack
 from forerun.sampling import takes_the_best
-from forerun.sampling.largest import best
-from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
+from forerun.sampling.arithmetic import Row as Logits
+from forerun.sampling.largest import Ids, Rows, best
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
 
@@ -59,7 +60,7 @@ class _Text:
 
     first: int = -1
     num_kept: int = 0
-    waiting: list[list[Tensor]] = field(default_factory=list)
+    waiting: list[list[Any]] = field(default_factory=list)
     is_over: bool = False
 
     @property
@@ -77,9 +78,10 @@ class DFlashDrafter(Drafter):
 
     drafts_behind = False  # it reads the target's rows of the committed tokens
 
-    def __init__(self, model: DFlashModel, cache: BlockCache, num_ids: int) -> None:
-        self.model, self.cache, self.hidden_layers = model, cache, model.config.layers
-        self._num_ids = num_ids
+    def __init__(self, model: ContextModel, config: DFlashConfig, ids: Ids, cache: BlockCache, num_ids: int) -> None:
+        self.model, self.config, self.cache, self.hidden_layers = model, config, cache, config.layers
+        self._runner = Runner(model, cache)
+        self._ids, self._num_ids = ids, num_ids
         self._texts: dict[int, _Text] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -109,14 +111,16 @@ class DFlashDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self._remember([seq for seq, num in zip(seqs, budget.num_tokens, strict=True) if num > 0])
+        space, block = Space(self.cache), self.config.block
         ready = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0 and self._is_ready(seq)]
+        ready = [seq for seq in ready if space.take(seq.id, block) == block]
         if not ready:
             return Draft.empty(len(seqs))
-        last = {seq.id: (seq.tokens[-1], self._texts[seq.id].num_kept) for seq in ready}
-        most = min(max(budget.num_tokens), self.model.config.block - 1)
-        rows = self.model.guess(last, self.cache)[:, :most]
-        logits = torch.unflatten(self.model.logits(rows.flatten(0, 1)), 0, (len(ready), most)).cpu()
-        guesses = {seq.id: _Guess(own, self.model.ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
+        most = min(max(budget.num_tokens), block - 1)
+        guessed = self.model.rows.to_host(self._guess(ready, most))
+        self.model.wait()
+        logits = guessed.astype(float_type(self.model), copy=False).reshape(len(ready), most, -1)
+        guesses = {seq.id: _Guess(own, self._ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
         return draw_chains(
             seqs,
             budget,
@@ -125,33 +129,42 @@ class DFlashDrafter(Drafter):
             lambda seq, depth: guesses[seq.id].whole(depth) if budget.reads_logits else None,
         )
 
+    def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
+        """Logits of `most` tokens that follow each text, one text behind the other, of a block behind its context."""
+        block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
+        scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
+        for seq in seqs:  # the block's own rows are of no use any more
+            self.cache.truncate_to(seq.id, self._texts[seq.id].num_kept)
+        rows = [block * b + i for b in range(len(seqs)) for i in range(1, most + 1)]
+        return self.model.logits(self.model.rows.take(scores.hidden, rows))[:, : len(self._ids)]
+
     def _is_ready(self, seq: Sequence) -> bool:
         """Whether the context of all tokens but the last is in the cache, and the block within the positions."""
-        text, config = self._texts[seq.id], self.model.config
+        text, config = self._texts[seq.id], self.config
         is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
         return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
 
     def _remember(self, seqs: Seq[Sequence]) -> None:
         """Bring the features that wait into the cache, of those texts for which there is room and are positions."""
         space, feeds = Space(self.cache), list[_Text]()
-        slots = dict[int, tuple[int, int]]()
+        runs = list[Run]()
         for seq in seqs:
             text = self._texts[seq.id]
             num, end = text.num_waiting, text.num_kept + text.num_waiting
-            if end > self.model.config.decoder.max_positions:
+            if end > self.config.decoder.max_positions:
                 self.cache.truncate_to(seq.id, 0)
                 text.is_over, text.num_kept, text.waiting = True, 0, []
             if text.is_over or not num or space.take(seq.id, num) < num:
                 continue
             feeds.append(text)
-            slots[seq.id] = text.num_kept, end
+            runs.append(Run(seq.id, [0] * num, "none"))
         if not feeds:
             return
-        for slot, (start, stop) in slots.items():
-            self.cache.reserve(slot, stop - start)
+        for run in runs:
+            self.cache.reserve(run.slot, len(run.tokens))
         taps = zip(*(rows for text in feeds for rows in text.waiting), strict=True)
-        self.model.remember([torch.cat(rows) for rows in taps], slots, self.cache)
-        self.cache.keep({slot: range(stop - start) for slot, (start, stop) in slots.items()})
+        self.model.remember(pack(runs, self.cache), self.cache, [self.model.rows.join(rows) for rows in taps])
+        self.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         for text in feeds:
             text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
 
@@ -160,10 +173,10 @@ class DFlashDrafter(Drafter):
 class _Guess:
     """What a pass said of one sequence: logits [K, n] of the drafted ids [n], and by depth those of all ids."""
 
-    logits: Tensor
-    ids: Tensor
+    logits: Rows
+    ids: Ids
     num_ids: int
-    spread: dict[int, Tensor] = field(default_factory=dict)
+    spread: dict[int, Logits] = field(default_factory=dict)
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
         """The distribution of the token behind the drafted ones; None where none is left.
@@ -171,20 +184,18 @@ class _Guess:
         It depends on them by penalties and masks alone.
         """
         depth = len(drafted)
-        if depth >= len(self.logits) or not bool(self.logits[depth].max().isfinite()):
+        if depth >= len(self.logits) or not np.isfinite(self.logits[depth].max()):
             return None
         if takes_the_best(seq.params, seq.bad_word_ids):
             return Probs.of_point(int(self.ids[best(self.logits[depth : depth + 1])[0]]))
         found = next_of(self.whole(depth), seq, drafted)
         return None if found is None else found[0]
 
-    def whole(self, depth: int) -> Tensor:
+    def whole(self, depth: int) -> Logits:
         """Logits of all ids [num_ids], -inf where they are not drafted."""
         if depth not in self.spread:
-            own = self.logits[depth]
-            dtype = torch.promote_types(own.dtype, torch.float32)
-            self.spread[depth] = torch.full((self.num_ids,), -torch.inf, dtype=dtype)
-            self.spread[depth][self.ids] = own.to(dtype)
+            self.spread[depth] = np.full(self.num_ids, -np.inf, self.logits.dtype)
+            self.spread[depth][self.ids] = self.logits[depth]
         return self.spread[depth]
 
 
@@ -222,9 +233,8 @@ def build(options: Options, target: Target) -> Drafter:
             "embeddings: name one of this target"
         )
     weights = head_files.read_weights(path, shapes(config), model, target.num_ids)
-    d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
-    ids = head_files.draft_ids(path, d2t, target.num_ids)
+    ids = head_files.draft_ids(path, weights.pop("d2t", None), target.num_ids)
     rounded = quantization_of(options.quantization, shapes(config).values(), pays=is_packed(model))
-    made = DFlashModel(config, weights, ids, model, rounded)
-    cache = cache_for(cast(Model, made), target, prefix_caching=False, kv_cache_dtype="auto")
-    return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)
+    layers = make(config, weights, ids, model, rounded)
+    cache = cache_for(layers, target, prefix_caching=False, kv_cache_dtype="auto")
+    return DFlashDrafter(layers, config, ids, cast(BlockCache, cache), target.num_ids)

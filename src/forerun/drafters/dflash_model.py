@@ -1,30 +1,24 @@
-"""The layers of the drafter dflash: sizes, weights, keys and values of the context, and one pass of a block."""
+"""The layers of the drafter dflash as a model: sizes, weights, and the spec that backends compute."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
-import torch
-from torch import Tensor
-
-from forerun.blocks import Spec, weight_shapes
+from forerun.blocks import HEAD, Features, Spec, weight_shapes
 from forerun.config import Quantization
-from forerun.drafters import head_files
-from forerun.drafters.head_matrices import Product, joined_product
+from forerun.drafters.head_matrices import Weight, loadable
 from forerun.errors import UnsupportedModel, shown
+from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache, CacheShape
-from forerun.kv.pool import Pool
 from forerun.models.configs import size
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
-from forerun.ops.reference import Scoring
-from forerun.ops.rotary import Rotations
-from forerun.ops.torch import Normed, Parts, Rotation, TorchBlock, normed
-from forerun.types import CacheView, Model, RaggedBatch
+from forerun.ops import load_model
+from forerun.ops.passes import Lent
+from forerun.sampling.largest import Ids
+from forerun.types import Model, RaggedBatch
 
 OWN_KEYS = {  # of config.json, beside those of a decoder
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
@@ -32,7 +26,13 @@ OWN_KEYS = {  # of config.json, beside those of a decoder
 }
 BLOCK = 16  # tokens, where a published config does not say it
 NEUTRAL = {"input_embedding_scale": (1, None), "output_multiplier": (1, None), "final_logit_softcapping": (0, None)}
-Context = tuple[Tensor, Tensor]  # keys and values of one layer [n, kv_heads, D]
+
+
+class ContextModel(Model, Protocol):
+    """A model whose blocks see the tokens before a run by what they keep of its target's rows."""
+
+    def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
+        """Keep keys and values of these tokens, by the target's rows behind each of the layers that it reads [n, H]."""
 
 
 @dataclass(frozen=True)
@@ -130,112 +130,43 @@ def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     return {**own, "norm.weight": (h,), **layer_shapes(config.decoder), **vocab}
 
 
-class DFlashModel:
-    """The layers on the operators of their target, whose embedding and LM head they use.
+def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
+    """What the layers compute: rows that see their whole block, and a context that is made of the target's rows.
 
-    ids [n]: those that are drafted, ascending.
+    num_ids: that are drafted.
     """
-
-    def __init__(
-        self,
-        config: DFlashConfig,
-        weights: Mapping[str, Tensor],
-        ids: Tensor,
-        target: Model,
-        rounded: Quantization | None,
-    ) -> None:
-        self.config, self.ids, self._target, self._ops = config, ids, target, target.ops
-        self.device, self.cache_dtype, self._dtype = target.device, target.cache_dtype, target.activation_dtype
-        self._fc = Product.of(target, [weights["fc.weight"]], None, rounded)
-        own = {name: weight.to(self.device) for name, weight in weights.items()}
-        parts = Parts(own, self._dtype, partial(joined_product, target, rounded), apart=True)
-        norm = config.decoder.final_norm
-        self._norms = {name: Normed.of(parts, name, norm) for name in ("hidden_norm", "norm")}
-        self._blocks = [TorchBlock(block, parts, f"layers.{i}.") for i, block in enumerate(config.decoder.blocks)]
-        attention = self._blocks[0].attention
-        assert attention is not None
-        assert attention.spec.rope is not None
-        self._rotations = Rotations(attention.spec.rope, attention.spec.head_dim, self.device, self._dtype)
-        self._mask = target.embed([config.mask_id]).to(self._dtype)
-        self._head = None
-        if config.draft_vocab is not None:
-            self._head = Product.of(target, [target.head(ids.tolist())], None, rounded)
-
-    def remember(self, taps: Seq[Tensor], slots: Mapping[int, tuple[int, int]], cache: BlockCache) -> None:
-        """Write keys and values of committed tokens into the cache, whose rows are reserved.
-
-        taps: the target's rows [n, H] behind each of its layers that are read, for all slots one after the other.
-        slots: by slot, the positions of its rows, from and to.
-        """
-        rows = torch.cat([tap.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST) for tap in taps], -1)
-        x = self._normed("hidden_norm", self._fc(rows))
-        positions = [position for start, stop in slots.values() for position in range(start, stop)]
-        places = torch.cat([cache.rows(slot, start, stop) for slot, (start, stop) in slots.items()])
-        rotation = self._rotation(positions)
-        for i, block in enumerate(self._blocks):
-            k, v = self._keys(block, x, rotation)
-            cache.pools[i].write(places, k, v)
-
-    def guess(self, last: Mapping[int, tuple[int, int]], cache: BlockCache) -> Tensor:
-        """Rows [B, block - 1, H] behind the final norm: of each token that follows a last one, all at once.
-
-        last: by slot, the last committed token and its position, before which its slot's rows in the cache end.
-        """
-        size = self.config.block
-        anchors = self._target.embed([token for token, _ in last.values()]).to(self._dtype)
-        masks = self._mask.expand(len(last), size - 1, -1)
-        x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
-        starts = [start for _, start in last.values()]
-        rotation = self._rotation([start + i for start in starts for i in range(size)])
-        places = [cache.rows(slot, 0, start) for slot, (_, start) in last.items()]
-        view = self._ops.plan(_whole_blocks(starts, size, self.device))
-        for i, block in enumerate(self._blocks):
-            attention = block.attention
-            assert attention is not None
-            y = normed(block.pre_attention, self._ops, x)
-            q = attention.queries(self._ops, attention.project(self._ops, y, "q_proj")["q_proj"], rotation)
-            pool = _with_blocks(cache.pools[i], places, *self._keys(block, y, rotation))
-            scoring = Scoring(attention.spec.scale, sees_all=True)
-            seen = self._ops.attention(q, None, None, pool=pool, view=view, window=None, scoring=scoring)
-            x = block.attended(self._ops, x, attention.o.apply(self._ops, seen.flatten(1))[0])
-            x = block.fed_forward(self._ops, x, x)
-        return torch.unflatten(self._normed("norm", x), 0, (-1, size))[:, 1:]
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """rows [R, H] -> logits of its ids [R, n]."""
-        if self._head is not None:
-            return self._head(rows)
-        return self._target.logits(rows)[:, : len(self.ids)]
-
-    def _rotation(self, positions: Seq[int]) -> Rotation:
-        return self._rotations.at(torch.tensor(positions, device=self.device), max(positions, default=0) + 1)
-
-    def _keys(self, block: TorchBlock, x: Tensor, rotation: Rotation) -> Context:
-        assert block.attention is not None
-        found = block.attention.project(self._ops, x, "k_proj")
-        return block.attention.keys_values(self._ops, found, rotation)
-
-    def _normed(self, name: str, rows: Tensor) -> Tensor:
-        return normed(self._norms[name], self._ops, rows)
+    decoder, norm, has_head = config.decoder, config.decoder.final_norm, config.draft_vocab is not None
+    whole = [replace(b, attention=b.attention and replace(b.attention, sees="all")) for b in decoder.blocks]
+    features = Features(
+        target.config.vocab_size,
+        decoder.hidden_size,
+        num=len(config.layers),
+        joined=True,
+        input="context",
+        context_norm=norm,
+    )
+    lends = target.config if not has_head and isinstance(target.config, Spec) else decoder
+    return replace(
+        decoder,
+        vocab_size=num_ids,
+        blocks=tuple(whole),
+        tied=False,
+        head=has_head,
+        embed_scale=1.0,
+        logit_scale=lends.logit_scale,
+        logit_softcap=lends.logit_softcap,
+        features=features,
+    )
 
 
-def _whole_blocks(starts: Seq[int], size: int, device: torch.device) -> CacheView:
-    """Return a view in which the rows of a block see its context, of so many rows, and the block, side by side."""
-    ends = list(itertools.accumulate(start + size for start in starts))
-    rows = torch.arange(ends[-1], device=device)
-    reads = [rows[end - start - size : end] for start, end in zip(starts, ends, strict=True)]
-    positions = [start + i for start in starts for i in range(size)]
-    run_starts, slots = list(range(0, len(positions) + 1, size)), list(range(len(starts)))
-    batch = RaggedBatch([0] * len(positions), positions, run_starts, slots, list(starts))
-    return CacheView(batch, torch.cat([read[-size:] for read in reads]), reads)
-
-
-def _with_blocks(pool: Pool, places: Seq[Tensor], k: Tensor, v: Tensor) -> Pool:
-    """Return the context of each block in a pool, and behind it the block's own rows, in the type of these."""
-    keys, values, size = list[Tensor](), list[Tensor](), len(k) // len(places)
-    for b, rows in enumerate(places):
-        own = slice(b * size, (b + 1) * size)
-        old_keys, old_values = pool.read(rows)
-        keys += (old_keys.to(k.dtype), k[own])
-        values += (old_values.to(v.dtype), v[own])
-    return Pool(torch.cat(keys), torch.cat(values))
+def make(
+    config: DFlashConfig, weights: Mapping[str, Weight], ids: Ids, target: Model, rounded: Quantization | None
+) -> ContextModel:
+    """Make the layers on their target's backend. weights: by their published names; ids [n]: those that are drafted."""
+    spec = spec_of(config, target, len(ids))
+    named = {f"model.{name}" if name.startswith(("layers.", "norm.")) else name: w for name, w in weights.items()}
+    if spec.head:
+        named[HEAD] = HostTensor.of(target.head(ids.tolist()))
+    lent = Lent(target, ids.tolist())
+    ready = loadable(spec, named, target, rounded)
+    return cast(ContextModel, load_model(spec, ready, target.ops, device=target.device, lent=lent))

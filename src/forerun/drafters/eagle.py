@@ -15,23 +15,24 @@ then begins behind it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files, head_layouts
-from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
+from forerun.drafters.eagle_model import EagleConfig, HeadModel, input_shapes, layer_shapes, make
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.drafters.searching import SEARCH, SearchingDrafter
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
-from forerun.models.runner import Run, Runner, Scores
+from forerun.models.runner import Run, Runner, Scores, float_type
 from forerun.sampling import takes_the_best
-from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence, Stop
+from forerun.sampling.arithmetic import Row as Logits
+from forerun.sampling.largest import Ids
+from forerun.types import Budget, Coins, Draft, Probs, Sequence, Stop
 
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 
@@ -66,8 +67,8 @@ class _Text:
     """
 
     first: int = -1
-    waiting: list[Tensor] = field(default_factory=list)
-    seen: list[list[Tensor]] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
+    seen: list[list[Any]] = field(default_factory=list)
     num_seen: int = 0
     num_run: int = 0
 
@@ -86,13 +87,15 @@ class EagleDrafter(SearchingDrafter):
 
     drafts_behind = False  # it reads the target's rows of the committed tokens
 
-    def __init__(self, model: EagleModel, cache: KVCache, num_ids: int) -> None:
-        self.model, self.hidden_layers = model, model.head_config.layers
-        self.runner: Runner = Runner(cast(Model, model), cache, taps=(1,))
-        self.tells_confidence = self.runner.tells_confidence
+    def __init__(self, model: HeadModel, config: EagleConfig, ids: Ids, cache: KVCache, num_ids: int) -> None:
+        self.model, self.hidden_layers = model, config.layers
+        self._fed = None if config.norm_output else config.decoder.num_layers  # the tap of what stands for features
+        self.runner: Runner = Runner(model, cache, taps=() if self._fed is None else (self._fed,))
+        self.tells_confidence = model.feeds_itself and self.runner.tells_confidence
         self.caught_up: dict[int, int] = {}
         self._num_ids = num_ids
-        self._ids = model.ids.tolist()
+        self._own_ids = ids
+        self._ids = ids.tolist()
         self._texts: dict[int, _Text] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -147,7 +150,7 @@ class EagleDrafter(SearchingDrafter):
         limits = self._limits(seqs, budget)
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
         is_greedy = all(self._takes_the_best(seqs[b], budget.reads_logits) for b in fed)
-        if is_greedy and hasattr(self.model, "run_ahead") and not budget.stops_early:
+        if is_greedy and self.model.feeds_itself and not budget.stops_early:
             return self._run_ahead(seqs, fed, limits, budget)
         reads_logits = budget.reads_logits or bool(budget.stops)
         chains = [Chain() for _ in seqs]
@@ -165,7 +168,7 @@ class EagleDrafter(SearchingDrafter):
 
     def _join(self, text: _Text) -> None:
         if text.seen:
-            joined = self.model.joined(_by_layer(text.seen))
+            joined = self.model.features(self._by_layer(text.seen))
             text.waiting, text.seen, text.num_seen = [*text.waiting, joined], [], 0
 
     def num_unread(self, seq: Sequence) -> int:
@@ -185,9 +188,7 @@ class EagleDrafter(SearchingDrafter):
             limits.append(max(0, space.take(seq.id, waits + limit - 1) - waits + 1))
         return limits
 
-    def _feed(
-        self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False
-    ) -> list[tuple[Row, Tensor]]:
+    def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False) -> list[tuple[Row, Any]]:
         """Run the first waiting features of sequences, each with the token behind it, and keep the rows.
 
         Returns what follows the last row of each, and its output, if wanted="last".
@@ -199,14 +200,14 @@ class EagleDrafter(SearchingDrafter):
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         if wanted == "none":
             return []
-        return _last(scores)
+        return self._last(scores)
 
     def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
         """Draft the likeliest tokens of all sequences in one call: what the loop in `own_draft` finds, one by one."""
         lengths = [limits[b] for b in fed]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
-        if fed and self.model.joins_ahead and not any(self._texts[seqs[b].id].waiting for b in fed):
-            layer_rows = _by_layer([rows for b in fed for rows in self._texts[seqs[b].id].seen])
+        if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
+            layer_rows = self._by_layer([rows for b in fed for rows in self._texts[seqs[b].id].seen])
             runs = [self._take_seen(seqs[b]) for b in fed]
             found = self.runner.run_ahead(runs, lengths, stops, layer_rows)
         else:
@@ -222,7 +223,7 @@ class EagleDrafter(SearchingDrafter):
         """The run of the first waiting features of a sequence, each with the token behind it; they wait no more."""
         text = self._texts[seq.id]
         self._join(text)
-        features = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
+        features = self.model.rows.join(text.waiting)
         at = text.first + text.num_run + 1
         text.waiting = [features[num:]] if num < len(features) else []
         text.num_run += num
@@ -236,7 +237,7 @@ class EagleDrafter(SearchingDrafter):
         text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
-    def _step(self, feeds: Seq[tuple[Sequence, int, Tensor]], reads_logits: bool) -> list[tuple[Row, Tensor]]:
+    def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
         """Run one drafted token of each sequence with the output of the step before."""
         if not feeds:
             return []
@@ -246,7 +247,17 @@ class EagleDrafter(SearchingDrafter):
         ]
         scores = self.runner.forward(runs)
         self.runner.cache.keep({seq.id: range(1) for seq, _, _ in feeds})
-        return _last(scores)
+        return self._last(scores)
+
+    def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
+        """What follows the last row of each run, and what stands for the features of the next one."""
+        lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
+        fed = scores.hidden if self._fed is None else scores.taps[self._fed]
+        return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
+
+    def _by_layer(self, seen: Seq[list[Any]]) -> list[Any]:
+        """The target's rows of several passes, by layer [n, H]."""
+        return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
         """Whether the largest logit is all that a draw needs, and can be had alone."""
@@ -257,23 +268,11 @@ class EagleDrafter(SearchingDrafter):
         found = next_of(row, seq, chain.tokens, self._ids, self._spread)
         return found is not None and chain.grow(*found, seq, b, budget, coins)
 
-    def _spread(self, logits: Tensor) -> Tensor:
+    def _spread(self, logits: Logits) -> Logits:
         """Logits of its own ids [n] as logits of the target's [num_ids], -inf elsewhere."""
-        dtype = torch.promote_types(logits.dtype, self.model.activation_dtype)
-        whole = torch.full((self._num_ids,), -torch.inf, dtype=dtype)
-        whole[self.model.ids] = logits.to("cpu", dtype)
+        whole: Logits = np.full(self._num_ids, -np.inf, float_type(self.model))
+        whole[self._own_ids] = logits
         return whole
-
-
-def _by_layer(seen: Seq[list[Tensor]]) -> list[Tensor]:
-    """The target's rows of several passes, by layer [n, H]."""
-    return seen[0] if len(seen) == 1 else [torch.cat(rows) for rows in zip(*seen, strict=True)]
-
-
-def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
-    """What follows the last row of each run, and the output of that row."""
-    found = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
-    return [(row, scores.taps[1][rows[-1]]) for row, rows in zip(found, scores.rows, strict=True)]
 
 
 def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
@@ -291,13 +290,11 @@ def needs(options: Options, target: Known) -> Needs:
         config = _own_config(path, target.fingerprint)
         layers = config.layers
         rounded = _rounded(options, config, is_own=True, is_packed=target.is_packed)
-        # The rows of the LM head as those of a model's, see models/quantising.py.
-        rows = None if rounded is None else replace(rounded, bits=max(8, rounded.bits))
     else:
         config = head_layouts.eagle_config(found)
         layers = head_layouts.eagle_layers(found, target.num_layers)
-        rounded = rows = _rounded(options, config, is_own=False, is_packed=target.is_packed)
-    weights = head_files.own_weights(path, target, rounded, rows, all_rows=False)
+        rounded = _rounded(options, config, is_own=False, is_packed=target.is_packed)
+    weights = head_files.own_weights(path, target, rounded, all_rows=False)
     return Needs(layers, makes=OwnModel(config=config.decoder), weights=weights)
 
 
@@ -311,9 +308,10 @@ def build(options: Options, target: Target) -> Drafter:
     else:
         config, weights, ids = _read_own(path, target)
     rounded = _rounded(options, config, is_own=found is None, is_packed=is_packed(target.model))
-    model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
-    cache = cache_for(cast(Model, model), target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
-    drafter = EagleDrafter(model, cache, target.num_ids)
+    is_whole = found is not None and len(ids) == target.num_ids
+    model = make(config, weights, ids, target.model, rounded, lends_head=is_whole)
+    cache = cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
+    drafter = EagleDrafter(model, config, ids, cache, target.num_ids)
     drafter.search_by(options.search, "eagle", target)
     return drafter
 
@@ -327,7 +325,7 @@ def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: 
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)
 
 
-def _read_own(path: str, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:
+def _read_own(path: str, target: Target) -> tuple[EagleConfig, dict[str, Any], Ids]:
     config = _own_config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     width = target.model.config.hidden_size
     if config.decoder.hidden_size != width:

@@ -12,34 +12,32 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Container, Mapping, Sequence as Seq
+from collections.abc import Collection, Container, Mapping
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
+from forerun.blocks import MATRIX_BITS, TABLE_BITS, Features
 from forerun.config import Quantization
 from forerun.drafters import Known
 from forerun.drafters.head_matrices import quantised
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
-from forerun.models import hub, named
+from forerun.host_tensor import Floats, HostTensor
+from forerun.models import hub, named, safetensors_file
+from forerun.models.open_file import OpenFile
 from forerun.models.outline import Beside
 from forerun.models.saving_quantised import parts_of, said_of
 from forerun.models.source.safetensors import Parts, SafetensorsFolder
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import scheme_of
 from forerun.sampling.arithmetic import mass
-from forerun.text.files import unreadable
+from forerun.sampling.largest import Ids
 from forerun.text.json_files import read_json
 from forerun.types import Model
 
-T = TypeVar("T")
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 SHIPPED = named.DATA / "heads"  # a folder for each head that ships with the package, called as it is named
@@ -53,21 +51,25 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT = "convert it with `forerun convert-head FOLDER OUT`, which runs none of it"
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
 MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
-LARGEST = 6e4  # of what a head reads of hidden states: an infinite number would make all that follow no numbers
+LARGEST = Features.largest  # of what a head reads of hidden states
 
 
-def probe(embed: Callable[[Seq[int]], Tensor], num_ids: int) -> Tensor:
+def probe(model: Model, num_ids: int) -> HostTensor:
     """Some embeddings of a target, bfloat16 [n, H]."""
     step = max(1, num_ids // NUM_PROBES)
-    return embed(list(range(0, num_ids, step))[:NUM_PROBES]).bfloat16().cpu()
+    rows = model.rows.to_host(model.embed(list(range(0, num_ids, step))[:NUM_PROBES]))
+    model.wait()
+    return HostTensor.of(rows.astype(np.float32)).to("bfloat16")
 
 
-def save(folder: Path, method: str, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: str) -> None:
+def save(
+    folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
+) -> None:
     """Write a head; the old files stay until the new ones are whole. tokenizer: a fingerprint of `artifacts`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, "forerun": {"method": method, "tokenizer": tokenizer}}, indent=2) + "\n"
     partial = folder / f"{WEIGHTS}.partial"
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, partial, metadata={"format": "pt"})
+    safetensors_file.write(partial, weights, {"format": "pt"})
     partial.replace(folder / WEIGHTS)
     (folder / f"{CONFIG}.partial").write_text(text, encoding="utf-8")
     (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
@@ -174,7 +176,7 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
     file, found = Path(path) / WEIGHTS, stored(Path(path))
     had = found.pop(PROBE, None)
     if had is not None:
-        _check_probe(path, had.float(), probe(target.embed, num_ids).float())
+        _check_probe(path, had.float32(), probe(target, num_ids).float32())
     check_shapes(
         str(file), {name: tuple(tensor.shape) for name, tensor in found.items()}, shapes, "train the head again"
     )
@@ -208,7 +210,7 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
     config, weights = dict(read_json(folder / CONFIG)), stored(folder)
-    own, made, scheme = config.pop("forerun"), dict[str, Tensor](), scheme_of(quantization.bits, quantization.group)
+    own, made, scheme = config.pop("forerun"), dict[str, HostTensor](), scheme_of(quantization.bits, quantization.group)
     for name, weight in weights.items():
         if isinstance(weight, QuantisedMatrix):
             raise BadOption(f"{folder} is quantised already ({name}: {weight.scheme}): name the unquantised head")
@@ -221,37 +223,37 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
                 f"{weight.shape[1]} inputs of {name}"
             )
         parts = parts_of(quantised(weight, scheme))
-        made |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+        made |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
     said = {"quantization_config": said_of(quantization)}
     save(out, own["method"], made, {**config, **said}, own["tokenizer"])
     before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, made))
     return before, after
 
 
-def tensors(file: Path, names: Container[str] | None = None) -> dict[str, Tensor]:
+def tensors(file: Path, names: Container[str] | None = None) -> dict[str, HostTensor]:
     """The tensors of a safetensors file, of these names; None = all. Raises UnsupportedModel for a broken file."""
-    return _each(file, lambda opened, name: opened.get_tensor(name), names)
+    entries = safetensors_file.read_header(OpenFile(file))
+    return {name: entry.whole() for name, entry in entries.items() if names is None or name in names}
 
 
 def shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of a safetensors file, of which none is read."""
-    return _each(file, lambda opened, name: tuple(opened.get_slice(name).get_shape()))
+    return {name: entry.shape for name, entry in safetensors_file.read_header(OpenFile(file)).items()}
 
 
 def own_weights(
     path: str,
     target: Known,
     rounded: Quantization | None = None,
-    rows: Quantization | None = None,
     *,
     all_rows: bool,
 ) -> Beside:
     """What a head in a folder keeps in memory beside its target, by the headers of its files.
 
-    rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of the target's LM head of the
-    ids that it drafts, where it has none of its own; rows: what these are rounded to; None = as the others. all_rows:
-    whether it copies all of them where it drafts every id. Embeddings that turn out to be the target's are counted, for
-    only their numbers tell it.
+    rounded: what its matrices are rounded to, an LM head to no fewer bits than that of a model. Where it has none of
+    its own it keeps a copy of the rows of the target's, of the ids that it drafts. all_rows: whether it copies all of
+    them where it drafts every id. Embeddings that turn out to be the target's are counted, for only their numbers tell
+    it.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
@@ -260,15 +262,19 @@ def own_weights(
         found = {n: s for n, s in found.items() if n not in own.names.values()} | {name: own.shape}
     num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), target.vocab_size if all_rows else 0)
     kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
-    matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]
+    matrices = [
+        ((s[0], s[1]), _scheme(rounded, TABLE_BITS if LM_HEAD.match(n) else MATRIX_BITS))
+        for n, s in kept.items()
+        if len(s) == 2 and n not in TABLES
+    ]
     if num_rows and not any(map(LM_HEAD.match, kept)):
-        matrices.append(((num_rows, target.hidden_size), _scheme(rows or rounded)))
+        matrices.append(((num_rows, target.hidden_size), _scheme(rounded, TABLE_BITS)))
     floats = [shape for tensor, shape in kept.items() if len(shape) != 2 or tensor == LOOK_AHEAD]
     return Beside(tuple(matrices), math.prod(kept.get(EMBEDDINGS, (0,))), sum(map(math.prod, floats)))
 
 
-def _scheme(rounded: Quantization | None) -> Scheme | None:
-    return None if rounded is None else scheme_of(rounded.bits, rounded.group)
+def _scheme(rounded: Quantization | None, least_bits: int) -> Scheme | None:
+    return None if rounded is None else scheme_of(max(least_bits, rounded.bits), rounded.group)
 
 
 def check_shapes(
@@ -290,21 +296,17 @@ def check_shapes(
         raise UnsupportedModel(f"{shown(where)} holds the tensor {shown(more[0])}, which no such head has: {again}")
 
 
-def _each(file: Path, get: Callable[[Any, str], T], names: Container[str] | None = None) -> dict[str, T]:
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            return {name: get(opened, name) for name in opened.keys() if names is None or name in names}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise unreadable(file, error, "a safetensors file") from None
+def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
+    """The ids that a head drafts, ascending [n].
 
-
-def draft_ids(path: str, d2t: Tensor, num_ids: int) -> Tensor:
-    """The ids that a head drafts, ascending, int64 [n]. d2t: what is to be added to its own ids [n].
+    d2t: what is to be added to its own ids [n]; None = it drafts all of its target's.
 
     Raises UnsupportedModel where they are no different ids of the target.
     """
-    ids = torch.arange(len(d2t)) + d2t.long()
-    if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= num_ids or not bool((ids[1:] > ids[:-1]).all()):
+    if d2t is None:
+        return np.arange(num_ids)
+    ids = np.arange(len(d2t)) + d2t.values.astype(np.int64)
+    if len(ids) == 0 or ids[0] < 0 or ids[-1] >= num_ids or not (ids[1:] > ids[:-1]).all():
         raise UnsupportedModel(f"{shown(path)}: d2t must lead to ascending ids below {num_ids}: train the head again")
     return ids
 
@@ -320,16 +322,16 @@ def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tup
     }
 
 
-def _check_probe(path: str, had: Tensor, own: Tensor) -> None:
+def _check_probe(path: str, had: Floats, own: Floats) -> None:
     if had.shape != own.shape or _size(had - own) > MOST_UNLIKE**2 * _size(had):
         raise BadOption(
             f"{shown(path)} was trained for a target with other weights than this one: train a head for this target"
         )
 
 
-def _size(numbers: Tensor) -> float:
+def _size(numbers: Floats) -> float:
     """Return the square of the norm."""
-    return mass(np.square(numbers.numpy()).ravel())
+    return mass(np.square(numbers).ravel())
 
 
 def _pickles(folder: Path) -> list[Path]:

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from forerun.blocks import Spec
+from forerun.blocks import SIDES, Spec
 from forerun.drafters import Target, head_files
-from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, SIDES, EagleConfig, layer_shapes
+from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, EagleConfig, layer_shapes
 from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.host_tensor import HostTensor
 from forerun.models.configs import flag, refuse_unknown, size
 from forerun.models.opened import read_config, without
+from forerun.sampling.largest import Ids
 from forerun.text.json_files import read_json
 from forerun.types import Model
 
@@ -108,7 +109,7 @@ class Published:
         """What config.json sets of the head, inside of `eagle_config` or not."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
-    def read(self, must: Shapes, may: Shapes) -> dict[str, Tensor]:
+    def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:
         """The tensors of these names. Raises UnsupportedModel for one that is missing, misshapen or not known."""
         found = {name: shape for name, shape in self.shapes.items() if not head_files.IGNORED.match(name)}
         wanted = {**must, **{name: shape for name, shape in may.items() if name in found}}
@@ -226,7 +227,7 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
     return replace(decoder, tied=True, blocks=tuple(changed), final_norm=norm)
 
 
-def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:
+def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
     """Read a head: its configuration over the ids that it drafts, its weights by our names, and those ids.
 
     Raises BadOption for a head of another target, UnsupportedModel for tensors that do not fit.
@@ -237,11 +238,11 @@ def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[E
     names = {ours: _published_name(found, ours) for ours in (*must, *may)}
     tensors = found.read({names[n]: must[n] for n in must}, {names[n]: may[n] for n in may})
     weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
-    ids = torch.arange(config.decoder.vocab_size)
+    ids = np.arange(config.decoder.vocab_size)
     if (offsets := weights.pop("d2t", None)) is not None:
-        ids = _distinct(found, "d2t", ids + offsets.long(), num_vocab)
+        ids = _distinct(found, "d2t", ids + offsets.values.astype(np.int64), num_vocab)
     kept = ids < target.num_ids
-    if OWN_HEAD in weights and not bool(kept.all()):
+    if OWN_HEAD in weights and not kept.all():
         weights[OWN_HEAD] = weights[OWN_HEAD][kept]
     if OWN_EMBEDDING in weights and _is_of_target(weights[OWN_EMBEDDING], target):
         del weights[OWN_EMBEDDING]
@@ -316,15 +317,16 @@ def _published_name(found: Published, ours: str) -> str:
     return first + ours.removeprefix(FIRST) if ours.startswith(FIRST) else ours.removeprefix("model.")
 
 
-def _is_of_target(table: Tensor, target: Target) -> bool:
+def _is_of_target(table: HostTensor, target: Target) -> bool:
     """Whether embeddings are the target's, which then need not be in memory twice."""
     model: Model = target.model
     if table.shape[1] != model.config.hidden_size:
         return False
     for first in range(0, target.num_ids, COMPARED_ROWS):
         ids = range(first, min(first + COMPARED_ROWS, target.num_ids))
-        own = table[ids.start : ids.stop].to(model.weight_dtype).float()
-        if not torch.equal(own, model.embed(list(ids)).float().cpu()):
+        own, theirs = table[ids.start : ids.stop].to(model.weight_dtype), model.rows.to_host(model.embed(list(ids)))
+        model.wait()
+        if not np.array_equal(own.float32(), theirs.astype(np.float32)):
             return False
     return True
 
@@ -338,8 +340,8 @@ class MedusaHeads:
 
     num_heads: int
     num_blocks: int
-    weights: Mapping[str, Tensor]
-    ids: Tensor
+    weights: Mapping[str, HostTensor]
+    ids: Ids
 
 
 def read_medusa(found: Published, target: Target) -> MedusaHeads:
@@ -377,27 +379,28 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
         must["token_map"] = found.shapes["token_map"][:1]
     tensors = found.read(must, may)
     weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
-    ids, rows = _medusa_ids(found, tensors.get("token_map"), num_rows[0] if num_rows else None, target)
+    token_map = tensors["token_map"].values.astype(np.int64) if "token_map" in tensors else None
+    ids, rows = _medusa_ids(found, token_map, num_rows[0] if num_rows else None, target)
     if rows is not None:
         weights |= {name: weights[name][rows] for name in own}
     return MedusaHeads(num_heads, num_blocks, weights, ids)
 
 
 def _medusa_ids(
-    found: Published, token_map: Tensor | None, num_rows: int | None, target: Target
-) -> tuple[Tensor, Tensor | None]:
+    found: Published, token_map: Ids | None, num_rows: int | None, target: Target
+) -> tuple[Ids, Ids | None]:
     """The ids that heads draft, and which rows of their LM heads those are; None = there are none, or all."""
     if token_map is None:
         if num_rows is not None:
             _check_vocabulary(found, num_rows, target)
-        ids = torch.arange(target.num_ids)
+        ids = np.arange(target.num_ids)
         return ids, None if num_rows in (None, target.num_ids) else ids
     num_vocab = size(found.config, "vocab_size")
     _check_vocabulary(found, num_vocab, target)
-    ids = _distinct(found, "token_map", token_map.long(), num_vocab)
+    ids = _distinct(found, "token_map", token_map, num_vocab)
     kept = ids < target.num_ids
     if num_rows is None or len(ids) == num_rows:
-        return ids[kept], None if num_rows is None or bool(kept.all()) else kept.nonzero()[:, 0]
+        return ids[kept], None if num_rows is None or kept.all() else np.flatnonzero(kept)
     if num_rows != num_vocab:
         raise UnsupportedModel(
             f"{shown(found.path)} has LM heads of {num_rows} rows, and {len(ids)} ids in token_map: fetch the heads "
@@ -419,7 +422,7 @@ def _check_vocabulary(found: Published, num_vocab: int, target: Target) -> None:
         )
 
 
-def _distinct(found: Published, name: str, ids: Tensor, num_vocab: int) -> Tensor:
+def _distinct(found: Published, name: str, ids: Ids, num_vocab: int) -> Ids:
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= num_vocab or len(set(ids.tolist())) < len(ids):
         raise UnsupportedModel(
             f"{shown(found.path)}: {name} must lead to different ids below {num_vocab}: fetch the head again"

@@ -2,90 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Collection, Mapping
 
-import torch
-from torch import Tensor
-
+from forerun import blocks
+from forerun.blocks import Spec
 from forerun.config import Quantization
-from forerun.errors import BadOption
+from forerun.host_tensor import HostTensor
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
-from forerun.ops.quantising import quantise, scheme_of
-from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Projections
+from forerun.ops.quantising import is_rounded, quantise, scheme_for
 from forerun.types import Model
 
-Weight = Tensor | QuantisedMatrix  # of a head, as its file has it
+Weight = HostTensor | QuantisedMatrix  # of a head, as its file has it
 
 
-@dataclass(frozen=True)
-class Product:
-    """Rows times a matrix. matrix: packed where operators pack, and then with its bias."""
+def loadable(
+    spec: Spec, weights: Mapping[str, Weight], target: Model, rounded: Quantization | None
+) -> Mapping[str, Weight]:
+    """Return the weights of a head's spec as its target's backend loads them.
 
-    ops: ReferenceOps
-    matrix: Any
-    bias: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, target: Model, parts: Seq[Weight], bias: Tensor | None = None, rounded: Quantization | None = None
-    ) -> Product:
-        """Join matrices [O, I] of one input along their outputs, in the target's type.
-
-        rounded: to how many bits; None = not. Raises BadOption where its groups do not divide I.
-        """
-        ops, dtype = target.ops, target.weight_dtype
-        bias = None if bias is None else bias.to(target.device, dtype)
-        own = [taken(part, target, rounded) for part in parts]
-        if ops.packs:
-            return cls(ops, cast(Any, ops).pack(own, bias))
-        dense = [
-            (dense_of(part) if isinstance(part, QuantisedMatrix) else part).to(target.device, dtype) for part in own
-        ]
-        return cls(ops, dense[0] if len(dense) == 1 else torch.cat(dense), bias)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """rows [T, I] -> [T, O]."""
-        return self.ops.linear(rows, self.matrix, self.bias)
-
-
-def taken(part: Weight, target: Model, rounded: Quantization | None) -> Weight:
-    """Return a matrix as a product takes it: dense, or rounded, which a matrix of that scheme is already.
-
-    Raises BadOption where groups do not divide its rows.
+    rounded: to how many bits matrices are; None = not. Raises BadOption where groups do not divide their rows.
     """
-    scheme = None if rounded is None else scheme_of(rounded.bits, rounded.group)
+    loaded = dict[str, Weight]()
+    for weight in blocks.weights(spec):
+        scheme = None
+        if rounded is not None and weight.role != "table" and is_rounded(weight):
+            scheme = scheme_for(weight, rounded)
+        part = in_scheme(weights[weight.name], scheme, target)
+        if isinstance(part, QuantisedMatrix) and not target.ops.packs_scheme(part.scheme):
+            part = dense_of(part).to(target.weight_dtype)
+        loaded[weight.name] = part
+    return loaded
+
+
+def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
+    """Return a weight in the target's type, or a matrix rounded, which one of that scheme is already."""
     if isinstance(part, QuantisedMatrix):
         if part.scheme == scheme:
             return part
         part = dense_of(part)
-    own = part.to(target.device, target.weight_dtype)
-    if scheme is None:
-        return own
-    if own.shape[1] % scheme.group:
-        raise BadOption(
-            f"quantization={str(rounded)!r} is not possible: the head has rows of {own.shape[1]} weights; "
-            "choose a group that divides them, or none"
-        )
-    return quantised(own, scheme)
+    dense = part.to(target.weight_dtype)
+    return dense if scheme is None else quantised(dense, scheme)
 
 
-def dense_of(weight: Weight) -> Tensor:
+def dense_of(weight: Weight) -> HostTensor:
     """Return what a weight of a head stands for: in its own type, or float32."""
-    return dequantised(weight, torch.float32) if isinstance(weight, QuantisedMatrix) else weight
-
-
-def joined_product(
-    target: Model, rounded: Quantization | None, weights: Mapping[str, Any], names: Seq[str]
-) -> Projections:
-    """Make one product of the matrices of these names, which read the same rows; see `Product.of`."""
-    parts = [weights[f"{name}.weight"] for name in names]
-    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    made, sizes = Product.of(target, parts, torch.cat(biases) if biases else None, rounded), [p.shape[0] for p in parts]
-    whole = made.matrix, made.bias
-    return Projections([whole], sizes, None) if len(parts) == 1 else Projections([], sizes, whole)
+    return dequantised(weight, "float32") if isinstance(weight, QuantisedMatrix) else weight
 
 
 def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
@@ -105,6 +66,8 @@ def is_packed(target: Model) -> bool:
     return bool(getattr(target, "weight_bits", ()))
 
 
-def quantised(weight: Tensor, scheme: Scheme) -> QuantisedMatrix:
+def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:
     """Return a matrix that is rounded when it is read."""
-    return QuantisedMatrix(scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight, scheme)]))
+    return QuantisedMatrix(
+        scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight.float32(), scheme)])
+    )

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from forerun.blocks import HEAD, Features
 from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
-from forerun.drafters.head_matrices import Product
-from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
+from forerun.drafters.medusa import Following, MedusaDrafter, widths
+from forerun.drafters.residual_heads import ResidualHead
 from forerun.errors import UnsupportedModel, shown
+from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
+from forerun.sampling.largest import Ids
 from forerun.types import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
@@ -55,41 +55,37 @@ class HydraHeads:
     """The heads of one target. ids [n]: those that are drafted, ascending. weights: with LM heads, or without."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, ids: Tensor, target: Model
+        self, weights: Mapping[str, HostTensor], num_heads: int, num_blocks: int, ids: Ids, target: Model
     ) -> None:
-        self.num_heads, self._dtype, self._target, self._ids = num_heads, target.activation_dtype, target, ids
-        self._first = [
-            [linear(weights, f"hydra_mlp.{head}.0.{name}.", target) for name in FIRST] for head in range(num_heads)
-        ]
-        self._blocks = [
-            [linear(weights, f"hydra_mlp.{head}.{block}.linear.", target) for block in range(1, num_blocks)]
-            for head in range(num_heads)
-        ]
-        if "hydra_lm_head.0.weight" in weights:
-            self._heads = [
-                Product.of(target, [weights[f"{at}weight"][ids]], weights[f"{at}bias"][ids])
-                for at in (f"hydra_lm_head.{head}." for head in range(num_heads))
-            ]
-        else:
-            self._heads = [Product.of(target, [target.head(ids.tolist())])] * num_heads
+        self.num_heads, self._target, self._ids = num_heads, target, ids
+        has_own, sizes = "hydra_lm_head.0.weight" in weights, (target.config.vocab_size, target.config.hidden_size)
+        self._heads = list[ResidualHead]()
+        for head in range(num_heads):
+            at = f"hydra_mlp.{head}."
+            names = {"fc_act": f"{at}0.linear", "fc": f"{at}0.res_connection"}
+            names |= {str(block - 1): f"{at}{block}.linear" for block in range(1, num_blocks)}
+            own = {f"{ours}.{end}": weights[f"{n}.{end}"] for ours, n in names.items() for end in ("weight", "bias")}
+            if has_own:
+                own |= {f"lm_head.{end}": weights[f"hydra_lm_head.{head}.{end}"][ids] for end in ("weight", "bias")}
+            elif head == 0:
+                own[HEAD] = HostTensor.of(target.head(ids.tolist()))
+            features = Features(*sizes, num=head + 2, joined=True, bias=True, act="silu", input="features")
+            first = self._heads[0] if head and not has_own else None
+            self._heads.append(ResidualHead.of(target, features, own, len(ids), first))
 
-    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+    def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """See TreeHeads: the nodes of one depth at once."""
-        rows = finite(hidden, self._dtype)
 
         def at(depth: int, nodes: Seq[tuple[int, Seq[int]]]) -> list[list[int]]:
-            read = [token for row, path in nodes for token in (last[row], *path)]
-            embedded = self._target.embed(read).to(self._dtype).view(len(nodes), -1)
-            x = torch.cat((rows[[row for row, _ in nodes]], embedded), -1)
-            found: list[list[int]] = likeliest(self._logits(depth, x), self._ids, num).tolist()
+            paths = [(last[row], *path) for row, path in nodes]
+            embedded = [self._target.embed(tokens) for tokens in zip(*paths, strict=True)]
+            head = self._heads[depth]
+            rows = self._target.rows
+            logits = head.logits(head.rows([rows.take(hidden, [row for row, _ in nodes]), *embedded]))
+            found: list[list[int]] = self._ids[rows.top(logits, num)].tolist()
             return found
 
         return at
-
-    def _logits(self, head: int, x: Tensor) -> Tensor:
-        """x [R, (head + 2) H] -> logits of its ids [R, n]."""
-        inner, around = self._first[head]
-        return self._heads[head](through(self._blocks[head], around(x) + inner.ops.activated("silu", inner(x))))
 
 
 def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
@@ -128,6 +124,5 @@ def build(options: Options, target: Target) -> Drafter:
             at = f"hydra_lm_head.{head}."
             wanted |= {f"{at}weight": (vocab_size, width), f"{at}bias": (vocab_size,)}
     weights = head_files.read_weights(path, wanted, model, target.num_ids)
-    d2t = weights.pop("d2t") if is_own else torch.zeros(target.num_ids, dtype=torch.int64)
-    ids = head_files.draft_ids(path, d2t, target.num_ids)
-    return MedusaDrafter(HydraHeads(weights, num_heads, num_blocks, ids, model), options.shape)
+    ids = head_files.draft_ids(path, weights.pop("d2t", None), target.num_ids)
+    return MedusaDrafter(HydraHeads(weights, num_heads, num_blocks, ids, model), options.shape, model.rows)

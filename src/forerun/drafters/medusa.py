@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from forerun.blocks import HEAD, Features
 from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files, head_layouts
-from forerun.drafters.head_matrices import Product
+from forerun.drafters.head_matrices import Weight
+from forerun.drafters.residual_heads import ResidualHead
 from forerun.errors import BadOption, shown
+from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
-from forerun.sampling.largest import top
+from forerun.sampling.largest import Ids
 from forerun.theory.trees import Node, best_first
-from forerun.types import Budget, Coins, Draft, Model, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Model, Probs, RowsOf, Sequence
 
 SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's choices, by a head's rank: for the tree
 
@@ -58,7 +58,7 @@ class TreeHeads(Protocol):
 
     num_heads: int
 
-    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+    def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """What the first heads guess behind rows [B, H], `num` ids each. last [B]: the token behind each row."""
 
 
@@ -69,61 +69,39 @@ class Heads:
     [n, H]; all may share another one, `lm_head.weight`; without either they use the target's.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, ids: Tensor, target: Model
-    ) -> None:
-        self.num_heads, self._dtype = num_heads, target.activation_dtype
-        self._ids = ids
-        self._blocks = [
-            [linear(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
-            for head in range(num_heads)
-        ]
-        own = [weights[name] for head in range(num_heads) if (name := f"lm_head.{head}.weight") in weights]
-        if not own:
-            own = [weights["lm_head.weight"] if "lm_head.weight" in weights else target.head(ids.tolist())]
-        self._lm_heads = [Product.of(target, [rows]) for rows in own]
+    def __init__(self, weights: Mapping[str, Weight], num_heads: int, num_blocks: int, ids: Ids, target: Model) -> None:
+        self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
+        self._has_own = "lm_head.0.weight" in weights  # each an LM head
+        features = Features(target.config.vocab_size, target.config.hidden_size, input="features")
+        self._heads = list[ResidualHead]()
+        for head in range(num_heads):
+            own = {
+                f"{block}.{end}": weights[name]
+                for block in range(num_blocks)
+                for end in ("weight", "bias")
+                if (name := f"{head}.{block}.linear.{end}") in weights
+            }
+            if self._has_own:
+                own[HEAD] = weights[f"lm_head.{head}.weight"]
+            elif head == 0:
+                own[HEAD] = weights[HEAD] if HEAD in weights else HostTensor.of(target.head(ids.tolist()))
+            first = self._heads[0] if head and not self._has_own else None
+            self._heads.append(ResidualHead.of(target, features, own, len(ids), first))
 
-    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+    def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """See TreeHeads: all heads at once, for none looks at a path."""
         found = self.guesses(hidden, num_heads, num)
         return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
 
-    def guesses(self, hidden: Tensor, num_heads: int, num: int) -> list[list[list[int]]]:
+    def guesses(self, hidden: Any, num_heads: int, num: int) -> list[list[list[int]]]:
         """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
-        x = finite(hidden, self._dtype)
-        rows = torch.stack([through(blocks, x) for blocks in self._blocks[:num_heads]], 1)
-        logits = self._logits(rows)
-        found: list[list[list[int]]] = torch.unflatten(likeliest(logits, self._ids, num), 0, (len(hidden), -1)).tolist()
-        return found
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        """rows [B, heads, H] -> [B * heads, n]: one product for all heads, or one for each LM head."""
-        if len(self._lm_heads) == 1:
-            return self._lm_heads[0](rows.flatten(0, 1))
-        each = zip(rows.unbind(1), self._lm_heads, strict=False)
-        return torch.stack([lm_head(x) for x, lm_head in each], 1).flatten(0, 1)
-
-
-def finite(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Hidden states as a head reads them."""
-    return hidden.to(dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
-
-
-def through(blocks: Seq[Product], x: Tensor) -> Tensor:
-    """x [R, H] behind residual blocks."""
-    for block in blocks:
-        x = x + block.ops.activated("silu", block(x))
-    return x
-
-
-def likeliest(logits: Tensor, ids: Tensor, num: int) -> Tensor:
-    """logits [R, n] of these ids [n], ascending -> at most `num` of the ids, best first, lowest on ties [R, num]."""
-    return ids[top(logits, num)[0].cpu()]
-
-
-def linear(weights: Mapping[str, Tensor], name: str, target: Model) -> Product:
-    """The product of a layer, with its bias if it has one."""
-    return Product.of(target, [weights[name + "weight"]], weights.get(name + "bias"))
+        heads = self._heads[:num_heads]
+        rows = [head.rows([hidden]) for head in heads]
+        each = [head.logits(own) for head, own in zip(heads, rows, strict=True)] if self._has_own else []
+        logits = self._rows.join(each) if each else heads[0].logits(self._rows.join(rows))
+        best = self._ids[self._rows.top(logits, num)].tolist()
+        by_head = [best[i : i + len(hidden)] for i in range(0, len(best), len(hidden))]
+        return [list(guesses) for guesses in zip(*by_head, strict=True)]
 
 
 @dataclass
@@ -170,21 +148,23 @@ class MedusaDrafter(Drafter):
     drafts_behind = False  # it reads the target's row of the last committed token
     draws = "point"
 
-    def __init__(self, heads: TreeHeads, shape: str) -> None:
+    def __init__(self, heads: TreeHeads, shape: str, rows: RowsOf) -> None:
         self._heads, self._widths = heads, widths(shape)[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
-        self._hidden = dict[int, tuple[int, Tensor]]()  # by sequence: the tokens up to that of the row, and the row
+        self._rows = rows
+        self._hidden = dict[int, tuple[int, Any]]()  # by sequence: the tokens up to that of the row, and the row
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, own in zip(seqs, seen, strict=True):
             if len(own.kept):
-                self._hidden[seq.id] = own.start + len(own.kept), own.hidden[-1].clone()
+                self._hidden[seq.id] = own.start + len(own.kept), self._rows.take(own.hidden, [-1])
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         ready = [b for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0 and self._is_known(seq)]
         drafts = [Draft.empty(1) for _ in seqs]
         if ready:
-            rows, last = torch.stack([self._hidden[seqs[b].id][1] for b in ready]), [seqs[b].tokens[-1] for b in ready]
+            last = [seqs[b].tokens[-1] for b in ready]
+            rows = self._rows.join([self._hidden[seqs[b].id][1] for b in ready])
             following = self._heads.following(rows, last, len(self._widths), max(self._widths))
             for b, tree in zip(ready, self._trees(ready, following, budget), strict=True):
                 drafts[b] = tree.draft()
@@ -228,7 +208,7 @@ def build(options: Options, target: Target) -> Drafter:
         heads = Heads(own.weights, own.num_heads, own.num_blocks, own.ids, target.model)
     else:
         heads = _read_own(path, target)
-    return MedusaDrafter(heads, options.shape)
+    return MedusaDrafter(heads, options.shape, target.model.rows)
 
 
 def _read_own(path: str, target: Target) -> Heads:

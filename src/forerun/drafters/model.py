@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+import numpy as np
 
 from forerun import ops
 from forerun.blocks import Spec
@@ -33,7 +33,7 @@ from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
-from forerun.sampling.pipeline import host_row
+from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.random import PhiloxCoins
 from forerun.text.tokenizer import compare
 from forerun.types import (
@@ -53,7 +53,7 @@ from forerun.types import (
 
 SHORT_TOKENS = 32  # forced by a grammar, that a model reads in one pass with the token that it drafts behind
 
-Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
+Row = Logits | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
 
 
@@ -167,7 +167,7 @@ class Chain:
         return dataclasses.replace(Draft.chains([self.tokens], [self.probs]), forced=frozenset(self.forced))
 
     def grow(
-        self, draft_probs: Probs, logits: Tensor | None, seq: Sequence, b: int, budget: Budget, coins: Coins
+        self, draft_probs: Probs, logits: Logits | None, seq: Sequence, b: int, budget: Budget, coins: Coins
     ) -> bool:
         """Draw one more token, unless the pacing policy stops here. Returns whether another may follow."""
         depth = len(self.tokens)
@@ -182,11 +182,11 @@ class Chain:
         return budget.go_behind(b, depth, token, draft_probs, logits)
 
 
-def _confidence(token: int, draft_probs: Probs, logits: Tensor | None) -> float:
+def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
     """The probability of a drawn token: of a point mass, which says nothing, by softmax(logits) [V]."""
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
-    return arithmetic.chance(host_row(logits), token)
+    return arithmetic.chance(logits, token)
 
 
 def next_of(
@@ -194,8 +194,8 @@ def next_of(
     seq: Sequence,
     drafted: Seq[int],
     ids: Seq[int] | None = None,
-    spread: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Probs, Tensor | None] | None:
+    spread: Callable[[Logits], Logits] | None = None,
+) -> tuple[Probs, Logits | None] | None:
     """What a request's sampling makes of a head's row behind the drafted tokens: the distribution, and its logits [V].
 
     None where the row has no numbers or masks leave no token: the target raises where none is left there either. A row
@@ -203,7 +203,7 @@ def next_of(
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)
-    if not bool(row.max().isfinite()):
+    if not np.isfinite(row.max()):
         return None
     logits = row if spread is None else spread(row)
     try:
@@ -217,7 +217,7 @@ class _Search:
     """What the model holds of one beam search: its rows, and the logits behind them."""
 
     branches: Branches = field(default_factory=Branches)
-    logits: dict[int, Tensor] = field(default_factory=dict)
+    logits: dict[int, Logits] = field(default_factory=dict)
 
 
 class Space:
@@ -426,7 +426,7 @@ class ModelDrafter(SearchingDrafter):
         deepest = len(seq.tokens) - 1 + max(map(len, paths), default=0)
         return nodes if is_known and deepest <= config.max_positions else []
 
-    def _next(self, seq: Sequence, node: int, row: Tensor | None) -> Next | None:
+    def _next(self, seq: Sequence, node: int, row: Logits | None) -> Next | None:
         """Return what may follow a node, with the same penalties and masks as the target's scores."""
         if row is None or seq.hypotheses is None:
             return None
@@ -699,14 +699,14 @@ def cache_for(
         return made
     opened, config = target.opened, dataclasses.replace(target.opened.config, **options)
     shape = dataclasses.replace(model.config.cache_shape, windows=None) if keeps_all else model.config.cache_shape
-    return BlockCache.create(
-        shape if layers is None else shape.only(layers),
+    return BlockCache.of(
+        model,
         config.kv_cache_backend,  # type: ignore[arg-type]
+        shape=shape if layers is None else shape.only(layers),
         max_batch_size=config.max_batch_size * getattr(model.config, "num_slots", 1),
         max_seq_len=opened.max_seq_len,
         num_tokens=opened.kv_cache_tokens,
         dtype=ops.kv_dtype(config.kv_cache_dtype, model, must=False),
-        device=model.device,
         prefix_caching=config.prefix_caching,
     )
 

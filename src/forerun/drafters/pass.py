@@ -18,13 +18,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from operator import mul
-
-from torch import Tensor
+from typing import Any
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files
 from forerun.drafters.model import Chain, Row, next_of
 from forerun.models.configs import size
-from forerun.types import Budget, Coins, Draft, Extra, Sequence
+from forerun.types import Budget, Coins, Draft, Extra, Rows, Sequence
 
 # P(a guess is accepted), given that those before it were; the last one for all that follow. Held-out agreement with
 # SmolLM2 after half a million tokens of training: 0.27, 0.14, 0.20, and overlap 0.25, 0.16, 0.13.
@@ -82,8 +81,8 @@ class PassDrafter(Drafter):
 
     drafts_behind = False  # its vectors stood behind the last committed token
 
-    def __init__(self, vectors: Tensor) -> None:
-        self._vectors = list(vectors)
+    def __init__(self, vectors: Rows) -> None:
+        self._vectors = [vectors[i] for i in range(len(vectors))]
         self._texts: dict[int, _Text] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -99,7 +98,7 @@ class PassDrafter(Drafter):
             if asked.asked and own.kept and list(own.tokens) == asked.asked:  # else another draft was scored
                 place = asked.places[len(own.kept) - 1]
                 best, logits = own.scores.best[own.run], own.scores.logits[own.run]
-                text.rows = best[place.start : place.stop] if best else list(logits[place.start : place.stop].clone())
+                text.rows = best[place.start : place.stop] if best else list(logits[place.start : place.stop].copy())
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.joined([self._draft(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
@@ -122,7 +121,7 @@ class PassDrafter(Drafter):
         """A chain of vectors behind each node, and which rows of the sequence they are."""
         first = len(counts) - 1  # the nodes come first
         extra, places = Extra([], [], {}), list[range]()
-        vectors = dict[int, Tensor]()
+        vectors = dict[int, Any]()
         for a, num in enumerate(counts):
             start = first + len(extra.tokens)
             for j in range(num):
@@ -146,4 +145,4 @@ def build(options: Options, target: Target) -> Drafter:
     config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
     shapes = {head_files.LOOK_AHEAD: (size(config, "num_look_ahead"), target.model.config.hidden_size)}
     weights = head_files.read_weights(path, shapes, target.model, target.num_ids)
-    return PassDrafter(weights[head_files.LOOK_AHEAD].to(target.model.device).float())
+    return PassDrafter(target.model.rows.from_host(weights[head_files.LOOK_AHEAD].float32()))

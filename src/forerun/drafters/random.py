@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.chains import draw_chains
@@ -30,6 +30,6 @@ class RandomDrafter(Drafter):
 
 def build(options: Options, target: Target) -> Drafter:
     """A drafter over the ids of the target that have a token."""
-    weights = torch.ones(target.num_ids, dtype=torch.float64)
+    weights = np.ones(target.num_ids)
     weights[list(target.holes)] = 0
-    return RandomDrafter(Probs(dense=weights / mass(weights.numpy())))
+    return RandomDrafter(Probs(dense=weights / mass(weights)))

@@ -13,11 +13,11 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forerun.drafters import Drafter, Known, Needs, Target, artifacts
 from forerun.drafters.chains import READ_TOKENS, TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.models.runner import float_type
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
@@ -242,14 +242,14 @@ def drafter(options: TableOptions, target: Target, order: int, k: float = 1.0) -
     order: 2 = it looks at the last token, 1 = at none. k: see `mixture`. Raises UserError for a file that is not of
     this target.
     """
-    dtype = torch.promote_types(torch.float32, target.model.activation_dtype)  # as the target's own probabilities
+    dtype = float_type(target.model)  # of the target's own probabilities
 
     def after(table: Table, token: int, samples: bool) -> Probs | None:
         if not samples:
             best = table.best(token if order > 1 else None)
             return None if best is None else Probs(point=best)
         ids, weights = mixture(table.behind(token) if order > 1 else NOTHING, table.unigram(), k)
-        return Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights).to(dtype)) if len(ids) else None
+        return Probs(ids=ids, listed=weights.astype(dtype)) if len(ids) else None
 
     if options.path is None:
         return _TextTableDrafter(options.draws, after)

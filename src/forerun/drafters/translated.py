@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target
@@ -79,14 +79,14 @@ class Intersection(ModelDrafter):
         # The largest logit may be that of a token which the target lacks.
         self.finds_best = self.draws_ahead = False
         self._ids = ids
-        self._target_ids, self._own_ids = torch.tensor(list(ids)), torch.tensor(list(ids.values()))
+        self._target_ids, self._own_ids = np.array(list(ids)), np.array(list(ids.values()))
 
     def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
         assert not isinstance(row, int)
-        shared = row.cpu()[self._own_ids]
-        if shared.max() == -torch.inf:
+        shared = row[self._own_ids]
+        if shared.max() == -np.inf:
             raise BadOption("no token of both vocabularies is possible here")
-        logits = shared.new_full((self.width,), -torch.inf)
+        logits = np.full(self.width, -np.inf, shared.dtype)
         logits[self._target_ids] = shared
         return probs(logits, self.params(seq), History.of(self.sources[seq.id], drafted))
 

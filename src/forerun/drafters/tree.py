@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts
 from forerun.drafters.compound import Compound, made, of_model
@@ -30,6 +29,7 @@ from forerun.drafters.model import Feeds, ModelDrafter
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
 from forerun.sampling import History, arithmetic, probs
+from forerun.sampling.arithmetic import Row
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
@@ -160,7 +160,7 @@ class TreeDrafter(Compound):
             return None
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
-    def _first_rows(self, feeds: Feeds) -> dict[int, Seq[torch.Tensor]]:
+    def _first_rows(self, feeds: Feeds) -> dict[int, Seq[Row]]:
         """Run the committed tokens that the model lacks; by sequence, the row behind the last of them."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
@@ -180,9 +180,7 @@ class TreeDrafter(Compound):
         most = min(self.options.width, tree.limit - 1 - tree.num_rows)  # the cache has room for so many rows
         return sorted(sorted(level, key=lambda i: -tree.nodes[i].value)[: max(0, most)])
 
-    def _rows(
-        self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]
-    ) -> dict[int, Seq[torch.Tensor]]:
+    def _rows(self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]) -> dict[int, Seq[Row]]:
         """Run these nodes of each sequence, whose rows stay pending. Returns the row behind each."""
         runs = []
         for b, level in levels.items():
@@ -198,7 +196,7 @@ class TreeDrafter(Compound):
         self,
         tree: _Tree,
         level: list[int],
-        rows: Seq[torch.Tensor],
+        rows: Seq[Row],
         seq: Sequence,
         b: int,
         depth: int,
@@ -232,7 +230,7 @@ class TreeDrafter(Compound):
             i for i, node in enumerate(tree.shape) if node.depth == depth and tree.places.get(node.parent, None) == at
         ]
 
-    def _distribution(self, row: torch.Tensor, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
+    def _distribution(self, row: Row, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
         """Return the distribution behind a path, and whether its likeliest tokens are drafted as points.
 
         A greedy model knows one token; its further ones are the next in the order of its probabilities.
@@ -268,18 +266,19 @@ class TreeDrafter(Compound):
 
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
     """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
-    weights = draft_probs.weights.numpy()
+    weights = draft_probs.weights
     found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
     found = found[weights[found] > 0]
     found = found[np.lexsort((found, -weights[found]))]
-    return found.tolist() if draft_probs.ids is None else draft_probs.ids[found].tolist()
+    best: list[int] = (found if draft_probs.ids is None else draft_probs.ids[found]).tolist()
+    return best
 
 
 def without(draft_probs: Probs, token: int) -> Probs | None:
     """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
-    weights = draft_probs.weights.clone()
-    weights[token if draft_probs.ids is None else int(torch.searchsorted(draft_probs.ids, token))] = 0
-    mass = arithmetic.mass(weights.numpy())
+    weights = draft_probs.weights.copy()
+    weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
+    mass = arithmetic.mass(weights)
     if not mass > 0:
         return None
     weights = weights / mass

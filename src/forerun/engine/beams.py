@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
 
-from torch import Tensor
-
 from forerun import sampling
 from forerun.engine.request import Committed, Request
 from forerun.engine.router import NONE
@@ -19,6 +17,8 @@ from forerun.kv import Held
 from forerun.models.branches import Branches
 from forerun.models.runner import Run, Scores
 from forerun.pacing import Pacing
+from forerun.sampling.arithmetic import Row
+from forerun.sampling.largest import Rows
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import (
@@ -58,7 +58,7 @@ class BeamSearch:
         self.origins: list[Origin] = []
         self.branches = Branches()
         self.fed, self.guesses, self.num_levels, self.num_steps = list[int](), list[int](), 0, 0
-        self._logits: dict[int, Tensor] = {}
+        self._logits: dict[int, Row] = {}
         self._wanted, self._level, self._scores = 0, list[int](), list[float]()  # of the draft while it grows
         self._nodes = list[int]()  # of the tree, by node of the draft
         self._after = self.search  # what judging has made of the search, which a step that fails does not commit
@@ -126,7 +126,7 @@ class BeamSearch:
         """Return the run of this pass."""
         return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
 
-    def scored(self, logits: Tensor) -> None:
+    def scored(self, logits: Rows) -> None:
         """Take the logits of that run, [rows, V]."""
         self._logits |= zip([*self.fed, *self.guesses], logits, strict=True)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from forerun import __version__, drafters, native, ops, pacing
 from forerun.config import EngineConfig
 from forerun.engine import router
@@ -53,14 +51,13 @@ def build(opened: Opened, checkpoint: Checkpoint, draft: Checkpoint | None = Non
 def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
     """The target's cache."""
     config = opened.config
-    return BlockCache.create(
-        model.config.cache_shape,
+    return BlockCache.of(
+        model,
         config.kv_cache_backend,  # type: ignore[arg-type]
         max_batch_size=config.max_batch_size * model.config.num_slots,
         max_seq_len=opened.max_seq_len,
         num_tokens=opened.kv_cache_tokens,
         dtype=ops.kv_dtype(config.kv_cache_dtype, model),
-        device=model.device,
         prefix_caching=config.prefix_caching,
     )
 
@@ -94,8 +91,8 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
         return
     about = (
         __version__,
-        torch.__version__,
-        None if (built := native.extension()) is None else (native.isa(), built.source_hash),
+        model.ops.build,
+        None if (built := native.extension()) is None else built.source_hash,
         type(model).__name__,
         type(model.ops).__name__,
         model.precision,

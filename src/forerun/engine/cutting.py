@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence as Seq
 from dataclasses import replace
 
-import torch
+import numpy as np
 
 from forerun.errors import BadOption
 from forerun.sampling.arithmetic import mass
@@ -108,13 +108,13 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
     if probs.point is not None:
         return bits, probs if probs.point < len(bits) and bits[probs.point] else None
     weights = probs.weights
-    allowed = torch.from_numpy(bits) if probs.ids is None else torch.from_numpy(bits)[probs.ids]
+    allowed = bits if probs.ids is None else bits[probs.ids]
     if probs.ids is None:
-        allowed = torch.nn.functional.pad(allowed, (0, max(0, len(weights) - len(allowed))))[: len(weights)]
+        allowed = np.pad(allowed, (0, max(0, len(weights) - len(allowed))))[: len(weights)]
     left = weights * allowed
-    if bool((left == weights).all()):
+    if (left == weights).all():
         return bits, probs
-    total = mass(left.numpy())
+    total = mass(left)
     if not total > 0:
         return bits, None
     left /= total
@@ -132,13 +132,14 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
         return replace(probs)  # a device keeps no rows for `match`, whose texts do not depend on q: its token may go
     weights = probs.weights
     if probs.ids is None:
-        places = torch.tensor([i for i in ids if i < len(weights)], dtype=torch.int64, device=weights.device)
+        places = np.array([i for i in ids if i < len(weights)], np.int64)
     else:
-        places = torch.isin(probs.ids, torch.tensor(ids, device=probs.ids.device)).nonzero()[:, 0]
-    if not len(places) or mass(weights[places].numpy()) < LEAST:
+        places = np.flatnonzero(np.isin(probs.ids, ids))
+    if not len(places) or mass(weights[places]) < LEAST:
         return probs
-    left = weights.index_fill(0, places, 0.0)
-    total = mass(left.numpy())
+    left = weights.copy()
+    left[places] = 0
+    total = mass(left)
     if not total > 0:
         return None
     left /= total

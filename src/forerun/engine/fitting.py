@@ -161,7 +161,7 @@ class Outlines:
 def refuse_early(opened: Opened) -> Outlines:
     """Raise UserError for whatever the small files of both models show; returns what they show beside that."""
     config, spec = opened.config, opened.spec
-    device = torch_device(config.device).type
+    device = torch_device(config.device)
     name = ops.resolve(config.ops, device, spec)
     pool_tokens(
         config.kv_cache_backend,

@@ -473,8 +473,8 @@ def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
     model = checkpoint.model
     facts = {
-        "dtype": (config.dtype, str(model.weight_dtype).removeprefix("torch.")),
-        "device": (config.device, model.device.type),
+        "dtype": (config.dtype, model.weight_dtype),
+        "device": (config.device, model.device),
         "ops": (config.ops, model.ops.name),
         "quantization": (config.quantization, checkpoint.quantization),
     }

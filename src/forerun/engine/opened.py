@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
@@ -23,11 +21,11 @@ from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
 from forerun.models import named
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
-from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.outline import Outline
+from forerun.ops.operators import Operators
 from forerun.ops.quantised import Scheme
-from forerun.ops.reference import ReferenceOps
 from forerun.text.chat import ChatTemplate
 from forerun.text.template_files import Source, find_sources
 from forerun.text.tokenizer import Tokenizer, needed
@@ -53,14 +51,19 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
     return (known and known.auto_for(target or named.DEFAULT)) or drafters.WITHOUT_MODEL
 
 
-def torch_device(name: str) -> torch.device:
+def torch_device(name: str) -> str:
     """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
 
     auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/gpu.md).
     """
-    if name == "cuda" and not torch.cuda.is_available():
+    if name != "cuda":
+        return "cpu"
+    ops.refuse_without_torch(name)
+    import torch
+
+    if not torch.cuda.is_available():
         raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
-    return torch.device("cuda" if name == "cuda" else "cpu")
+    return "cuda"
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,15 +193,15 @@ class Opened:
         return "cpu" if self.config.device == "auto" else self.config.device
 
     @cached_property
-    def operators(self) -> ReferenceOps:
+    def operators(self) -> Operators:
         """The operators that will compute it. Raises UserError where they cannot be had."""
         return ops.make(self.config.ops, self.device, self.spec)
 
     @cached_property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """The type of its weights, with what config.json says in place of the stored ones."""
         if self.config.dtype != "auto":
-            return DTYPES[self.config.dtype]
+            return self.config.dtype
         return self.operators.auto_dtype(self.device, self.files.stored_dtype)
 
     @cached_property

@@ -33,10 +33,9 @@ from forerun.types import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.kv import Held
     from forerun.models.runner import Run, Scores
+    from forerun.sampling.largest import Rows
     from forerun.verify import Ruling
 
 
@@ -447,7 +446,7 @@ class Request:
         """Whether tokens of the prompt still lack their log-probabilities, and are to have them."""
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
-    def score_prompt(self, start: int, logits: Tensor) -> None:
+    def score_prompt(self, start: int, logits: Rows) -> None:
         """Note the log-probabilities of the prompt's tokens behind place `start`. logits [n, V]: of that place on."""
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from torch import Tensor
-
 from forerun import sampling, verify
 from forerun.engine.request import Committed, Request
 from forerun.errors import ForerunError
 from forerun.models.runner import Run, Scores
+from forerun.sampling.largest import Rows
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import FORCED, NO_TOKEN, Coins, Draft, Origin, Probs, Sequence, SequenceStep, TokenLogprob, Verdict
 from forerun.verify import Ruling
@@ -27,7 +26,7 @@ class _LazyRows(Seq[Probs]):
     logits: of the rows of the run.
     """
 
-    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
+    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Rows) -> None:
         self._seq, self._draft, self._b, self._logits = seq, draft, b, logits
         self._soft = verify.find(seq.acceptance).reads_soft_rows
         self.known: list[Probs | None] = [None] * (1 + len(draft.nodes(b)))  # extra rows are not judged

@@ -11,6 +11,13 @@ own; or in one line:
 function will ask it for.
 """
 
+from importlib.util import find_spec
+
+from forerun.errors import not_installed
+
+if find_spec("torch") is None:
+    raise not_installed("forerun.functional", "hf", "torch")
+
 from forerun.functional.caching import prune_cache, prune_dynamic_cache, prune_tuple_cache
 from forerun.functional.decoding import (
     autoregressive_generate,

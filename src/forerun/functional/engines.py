@@ -24,6 +24,7 @@ from forerun.models.loading import Checkpoint
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
+from forerun.sampling.arithmetic import Row
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Probs, SamplingParams, Sequence, StepReport
 
@@ -185,7 +186,7 @@ class AfterTheFirst(Pacing):
         own = [most if seq.num_output_tokens else 0 for seq, most in zip(seqs, limits, strict=True)]
         return self.policy.budget(seqs, own)
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: torch.Tensor | None = None) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         return self.policy.go_on(seq, depth, draft_probs, logits)
 
     def facts(self, seq: Sequence) -> Mapping[str, float]:

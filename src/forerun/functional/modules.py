@@ -25,10 +25,13 @@ from torch import Tensor
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, pip, shown
 from forerun.functional.caching import cached_tokens, prune_cache
-from forerun.functional.processors import Draws
+from forerun.functional.processors import Draws, wide
+from forerun.host_tensor import dtype_name
 from forerun.kv import Held, Room
 from forerun.kv.cache import CacheShape
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch_pools import pools_on
+from forerun.ops.torch_tensors import TorchRows
 from forerun.types import RaggedBatch
 
 UNLIMITED = 2**24  # tokens, of a module that states no limit
@@ -73,9 +76,12 @@ class ModuleModel:
         self.model_type = str(getattr(whole, "model_type", type(module).__name__))
         self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # of no layer that the engine could look at
         first = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0))
-        self.device: torch.device = torch.device(getattr(module, "device", first.device))
+        self.place = torch.device(getattr(module, "device", first.device))
+        self.device = self.place.type
         floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-        self.weight_dtype = self.activation_dtype = self.cache_dtype = next(floating, torch.float32)
+        self.dtype = next(floating, torch.float32)
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype_name(self.dtype)
+        self.make_pools, self.rows = pools_on(str(self.place)), TorchRows(self.place, torch.float32)
         self.ops = ReferenceOps()
         named = inspect.signature(module.forward).parameters
         self._keeps_last = "logits_to_keep" in named  # whether it can leave the logits of other rows out
@@ -125,7 +131,7 @@ class ModuleModel:
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """Hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
-        return self._draws.logits(hidden[:, :num_ids].clone())
+        return wide(self._draws.logits(hidden[:, :num_ids].clone()))
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Return hidden [R, V]: logits need no norm."""
@@ -135,14 +141,14 @@ class ModuleModel:
         """Raise BadOption: what a module is given are ids."""
         raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
 
-    def head(self, ids: Seq[int]) -> Tensor:
+    def head(self, ids: Seq[int]) -> Any:
         """Raise BadOption: what a module is given are ids."""
         return self.embed(ids)
 
     def wait(self) -> None:
         """Return when all that was asked for is computed; on a CPU it is."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> ModuleModel:
         """Raise BadOption: the weights of a module are its own."""
@@ -157,7 +163,7 @@ class ModuleModel:
         encoder = self.module.get_encoder()
         with torch.inference_mode():
             for slot, ids in sources.items():
-                cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.device)))
+                cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.place)))
 
     def start_ids(self, pad_token_id: int) -> list[int]:
         """Return what a decoder's text begins with: pad_token_id if nothing is named; of a causal module nothing."""
@@ -217,7 +223,7 @@ class ModuleModel:
         if is_silent:
             if self.uses_cache:
                 self._behind(text, text.path(-1), num, 1)
-            return torch.zeros(1, self.vocab_size, dtype=self.weight_dtype, device=self.device).expand(num, -1)
+            return torch.zeros(1, self.vocab_size, dtype=self.dtype, device=self.place).expand(num, -1)
         if not batch.is_tree(b):
             return self._behind(text, text.path(-1), num, num)
         rows: list[Tensor | None] = [None] * num
@@ -238,7 +244,7 @@ class ModuleModel:
         if self.uses_cache and past is None:
             past = self.new_past()
         past = prune_cache(past, len(past_ids) - start)
-        rest = torch.tensor([ids[start:]], device=self.device)
+        rest = torch.tensor([ids[start:]], device=self.place)
         given: dict[str, Any] = {self._past: past, "use_cache": self.uses_cache}
         if self._keeps_last:
             given["logits_to_keep"] = num_wanted

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from forerun.errors import BadOption
 from forerun.sampling.random import PhiloxCoins, weights_of
@@ -130,8 +129,8 @@ def distribution(weights: Distribution, name: str) -> Probs:
     """Return weights as the Probs that a rule sees, float64. Raises BadOption where they are no distribution."""
     if isinstance(weights, Probs):
         return weights
-    vector = torch.from_numpy(np.array(weights, dtype=np.float64))
-    is_one = vector.dim() == 1 and bool(((vector.sum() - 1).abs() < UNNORMALISED) & (vector >= 0).all())
+    vector = np.array(weights, dtype=np.float64)
+    is_one = vector.ndim == 1 and abs(vector.sum() - 1) < UNNORMALISED and (vector >= 0).all()
     if not is_one:
         raise BadOption(f"{name} must give a vector of weights that are not negative and add up to 1")
     probs = Probs(dense=vector)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,25 +131,30 @@ def max_fn(x: Tensor) -> Tensor:
 
     Raises BadOption for a row without a positive entry, of which no distribution can be made.
     """
-    rows = [normalised(Probs(dense=row), row.clone()) for row in x.reshape(-1, x.shape[-1])]
+    flat = wide(x.detach().cpu()).reshape(-1, x.shape[-1]).numpy()
+    rows = [normalised(Probs(dense=row), row.copy()) for row in flat]
     if not all(mass > 0 for _, mass in rows):
         raise BadOption("max_fn has nothing to normalise: no entry is above 0; where p equals q, draw from p itself")
-    return torch.stack([probs.weights for probs, _ in rows]).reshape(x.shape)
+    return torch.from_numpy(np.stack([probs.weights for probs, _ in rows])).reshape(x.shape).to(x.device, x.dtype)
 
 
 def _rows(logits: Tensor, given: dict[str, Any]) -> Tensor:
     """Return the pipeline's probabilities of logits [..., V], row by row."""
-    flat = logits.reshape(-1, logits.shape[-1])
+    rows = wide(logits.detach()).cpu()
     params = SamplingParams(**given)
-    found = [spelled_out(sampling.probs(row, params), flat.shape[-1]) for row in flat]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.stack(found).reshape(logits.shape).to(logits.device, wide)
+    found = [spelled_out(sampling.probs(row, params), rows.shape[-1]) for row in rows.reshape(-1, rows.shape[-1])]
+    return torch.stack(found).reshape(logits.shape).to(logits.device, rows.dtype)
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Return logits in a type that numpy has: float32 in place of bfloat16 and float16."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def spelled_out(probs: Probs, num_ids: int) -> Tensor:
     """Return a distribution in any form as a vector [num_ids], float32 or wider."""
-    dtype = torch.float32 if probs.point is not None else probs.weights.dtype
-    return aligned(probs, Probs(dense=torch.zeros(num_ids, dtype=dtype))).to(dtype)
+    dtype = np.float32 if probs.point is not None else probs.weights.dtype
+    return torch.from_numpy(aligned(probs, Probs(dense=np.zeros(num_ids, dtype))).copy())
 
 
 # ------------------------------------------------------------------------------------------------ as the engine has it

@@ -15,18 +15,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from forerun.blocks import CacheShape as CacheShape
 from forerun.errors import BadOption, InternalError
 from forerun.kv import Held
 from forerun.kv.disk import Place
 from forerun.kv.keeping import Fetch, Keeper, Missing
-from forerun.kv.pool import Pool as Pool, Pools
+from forerun.kv.pool import HostPools, MakePools
 from forerun.kv.prefix import keys_of
 from forerun.kv.tables import SPARE_TOKENS, BlockTables
-from forerun.types import CacheView, RaggedBatch
+from forerun.types import CacheView, Model, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
@@ -47,19 +47,18 @@ class BlockCache(BlockTables):
         *,
         block_tokens: int,
         num_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
         prefix_caching: bool = True,
         max_batch_size: int = 1,
+        pools: MakePools = HostPools,
     ) -> None:
         self.shape = shape
-        self.device = device
         self.dtype = dtype
         (widest, *windows) = shape.kinds
         more = [max_batch_size * (window // block_tokens + 2) for window in windows if window is not None]
         blocks = [num_blocks, *(num_blocks + own for own in more)]
         touched = [written_blocks(window, block_tokens, num_blocks, max_batch_size) for window in shape.kinds]
-        self.pools = Pools(shape, block_tokens, blocks, dtype, device)
+        self.pools = pools(shape, block_tokens, blocks, dtype)
         super().__init__(
             block_tokens,
             num_blocks,
@@ -91,12 +90,14 @@ class BlockCache(BlockTables):
         max_batch_size: int,
         max_seq_len: int,
         num_tokens: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        dtype: str = "float32",
+        device: str = "cpu",
         prefix_caching: bool = True,
+        pools: MakePools = HostPools,
     ) -> BlockCache:
         """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
 
+        pools: makes the pools of the backend that computes the model (Model.make_pools).
         Raises BadOption where `num_tokens` is less than one block, CapacityError where there is no memory.
         """
         shape = shape_of(shape, backend, max_seq_len, device)
@@ -112,9 +113,35 @@ class BlockCache(BlockTables):
             block_tokens=block,
             num_blocks=num_blocks,
             dtype=dtype,
-            device=torch.device(device),
             prefix_caching=prefix_caching,
             max_batch_size=max_batch_size,
+            pools=pools,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        backend: Backend,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        num_tokens: int | None = None,
+        prefix_caching: bool = True,
+        shape: CacheShape | None = None,
+        dtype: str | None = None,
+    ) -> BlockCache:
+        """Allocate the cache of a model, where its backend keeps it; see `create`. shape, dtype: None = the model's."""
+        return cls.create(
+            shape or model.config.cache_shape,
+            backend,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            num_tokens=num_tokens,
+            dtype=dtype or model.cache_dtype,
+            device=model.device,
+            prefix_caching=prefix_caching,
+            pools=model.make_pools,
         )
 
     # ------------------------------------------------------------------------------------------------- of every kind
@@ -236,7 +263,7 @@ class BlockCache(BlockTables):
 
     # --------------------------------------------------------------------------------------------------- one forward
 
-    def rows(self, slot: int, start: int, stop: int, kind: int = 0) -> Tensor:
+    def rows(self, slot: int, start: int, stop: int, kind: int = 0) -> npt.NDArray[np.int64]:
         """Return the physical rows of the logical positions start .. stop-1 in layers of a kind, int64 [stop - start].
 
         Positions that were given back have rows of others, which are numbers that no row may see.
@@ -244,9 +271,9 @@ class BlockCache(BlockTables):
         table, block = self.kinds[kind].table(slot), self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
             base = table[0] * block if table else 0
-            return torch.arange(base + start, base + stop, device=self.device)
-        heads = torch.tensor(table, dtype=torch.int64)[:, None] * block
-        return (heads + torch.arange(block)).flatten()[start:stop].to(self.device)
+            return np.arange(base + start, base + stop)
+        heads = np.array(table, np.int64)[:, None] * block
+        return (heads + np.arange(block)).reshape(-1)[start:stop]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
         """Return the rows that one pass writes and reads. Raises InternalError where batch and cache disagree."""
@@ -258,13 +285,12 @@ class BlockCache(BlockTables):
             writes.append(read[len(read) - len(batch.run(b)) :])
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
-        empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        return CacheView(batch, torch.cat(writes) if writes else empty, reads)
+        return CacheView(batch, np.concatenate(writes) if writes else np.empty(0, np.int64), reads)
 
 
-def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: torch.device | str) -> CacheShape:
+def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
     """Return the shape of the cache that `BlockCache.create` makes: without windows where nothing is given back."""
-    if backend == "paged" and torch.device(device).type == "cpu":
+    if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)
     return replace(shape, windows=None)  # a block is a whole text, or kernels read one table for all layers
 

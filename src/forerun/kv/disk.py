@@ -34,12 +34,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
+import numpy as np
 import xxhash
-from torch import Tensor
 
 from forerun import native
 from forerun.errors import BadOption
+from forerun.host_tensor import HostTensor
 from forerun.kv.segments import (
     ENTRIES,
     ENTRY_BYTES,
@@ -448,12 +448,12 @@ class Shelf:
             segment.rewrite(changed)
 
 
-def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+def weights_digest(weights: Iterable[tuple[str, HostTensor]]) -> str:
     """Return a hash of weights in memory, by their names; it takes as long as reading them."""
     found = xxhash.xxh3_128()
     for name, weight in sorted(weights, key=lambda one: one[0]):
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())
-        found.update(memoryview(weight.detach().contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        found.update(weight.contiguous().values.reshape(-1).view(np.uint8).data)
     return found.hexdigest()
 
 

@@ -1,30 +1,62 @@
 """The rows of keys and values that a KV cache holds: one pool for each layer.
 
 Which row holds which token is said by kv/tables.py alone. Nothing outside of this room and the backends sees how a row
-is stored.
+is stored. A backend makes the pools of its models: those here are the host's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from forerun import native
-from forerun.blocks import CacheShape
+from forerun.blocks import CacheShape, itemsize
 from forerun.errors import CapacityError
+from forerun.host_tensor import Array, Floats, HostTensor, address
 from forerun.kv.rounded import plain_keys, plain_values, rounded_keys, rounded_values
 
-KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}  # of kv_cache_dtype, by name
+Rows = npt.NDArray[np.int64] | slice
 
 
-def type_number(dtype: torch.dtype) -> int:
+def type_number(dtype: str) -> int:
     """Return how native operators call the type of a cache; what they compute nothing with counts as float32."""
-    return {torch.bfloat16: 1, torch.int8: 2}.get(dtype, 0)
+    return {"bfloat16": 1, "int8": 2}.get(dtype, 0)
+
+
+class Pools(Protocol):
+    """The pools of all layers, where their backend keeps them. native: as native operators take them; None = not."""
+
+    native: Any
+
+    def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
+        """Copy rows in all layers of a kind, one after the other."""
+
+    def clear(self, rows: npt.NDArray[np.int64]) -> None:
+        """Put zeros into these rows in all layers."""
+
+    def record_bytes(self, kind: int) -> int:
+        """Return the bytes of one block in all layers of a kind."""
+
+    def save(self, kind: int, block: int, out: memoryview) -> None:
+        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer."""
+
+    def load(self, kind: int, block: int, rows: memoryview) -> None:
+        """Write what `save` copied into a block."""
+
+    def __getitem__(self, layer: int) -> Any:
+        """Return the pool of a layer, which has write(rows, keys, values) and read(rows)."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the pool of each layer that is kept, in order."""
+
+
+# (shape, tokens of a block, blocks of each kind, type) -> pools
+MakePools = Callable[[CacheShape, int, Seq[int], str], Pools]
 
 
 @dataclass(frozen=True)
@@ -34,29 +66,29 @@ class Pool:
     In 8 bits a head is as wide as kv/rounded.py stores it. head_dim, refined: as there, of a pool in 8 bits.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: HostTensor
+    values: HostTensor
     head_dim: int = 0
     refined: bool = False
 
-    def write(self, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
-        if self.keys.dtype == torch.int8:
-            self.keys[rows] = rounded_keys(keys, refined=self.refined)
-            self.values[rows] = rounded_values(values)
+    def write(self, rows: Rows, keys: Array, values: Array) -> None:
+        """Put keys and values [n, num_kv_heads, head_dim] into these rows [n]."""
+        if self.keys.dtype == "int8":
+            self.keys.values[rows] = rounded_keys(keys, refined=self.refined)
+            self.values.values[rows] = rounded_values(values)
             return
-        self.keys[rows] = keys.to(self.keys.dtype)
-        self.values[rows] = values.to(self.values.dtype)
+        for part, numbers in ((self.keys, keys), (self.values, values)):
+            part.values[rows] = HostTensor.of(numbers).to(part.dtype).values
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; a slice is not copied.
+    def read(self, rows: Rows) -> tuple[Array, Array]:
+        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; float32 where numpy lacks the type.
 
-        Those in 8 bits are float32, in the order of kv/rounded.py.
+        Those in 8 bits are in the order of kv/rounded.py. Where nothing is converted a slice is not copied.
         """
-        if self.keys.dtype == torch.int8:
-            keys = plain_keys(self.keys[rows], self.head_dim, refined=self.refined)
-            return keys, plain_values(self.values[rows], self.head_dim)
-        return self.keys[rows], self.values[rows]
+        if self.keys.dtype == "int8":
+            keys = plain_keys(self.keys.values[rows], self.head_dim, refined=self.refined)
+            return keys, plain_values(self.values.values[rows], self.head_dim)
+        return _plain(self.keys[rows]), _plain(self.values[rows])
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -64,108 +96,131 @@ class Pool:
         return self.keys[:1].nbytes, self.values[:1].nbytes
 
 
-class Pools:
-    """One pool for each layer, by its index. A layer that is not kept has another one's pool, and must not be run.
+def _plain(numbers: HostTensor) -> Floats | Array:
+    return numbers.float32() if numbers.dtype == "bfloat16" else numbers.values
 
-    num_blocks: of each kind of layers (CacheShape.kinds).
-    native: the pools in the form that native operators take, None where there are none.
+
+class LayerPools:
+    """What pools of all backends share: which layer has which. A layer that is not kept has another one's pool.
+
+    num_blocks: of each kind of layers (CacheShape.kinds). pools: of the layers that are kept. A layer that is not kept
+    must not be run.
     """
 
-    def __init__(
-        self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._device, self._dtype = device, dtype
-        self._shape = shape
-        self._block_tokens = block_tokens
-        self._kept = dict(zip(shape.kept, _allocated(shape, block_tokens, num_blocks, dtype, device), strict=True))
+    def __init__(self, shape: CacheShape, block_tokens: int, pools: Seq[Any]) -> None:
+        self.shape, self.block_tokens = shape, block_tokens
+        self._kept = dict(zip(shape.kept, pools, strict=True))
         first = self._kept[shape.kept[0]] if shape.kept else None
-        pools = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
-        self._by_layer = [pool for pool in pools if pool is not None]
-        kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
-        self.native = self._for_native(self._by_layer, block_tokens, kinds)
-        self._of_kind = [self._those(kind) for kind in range(len(shape.kinds))]
-        self._copied = [self._for_native(pools, block_tokens) for pools in self._of_kind]
+        every = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
+        self.by_layer = [pool for pool in every if pool is not None]
+        self.of_kind = [
+            [pool for layer, pool in self._kept.items() if shape.kind_of(layer) == kind]
+            for kind in range(len(shape.kinds))
+        ]
 
-    def __getitem__(self, layer: int) -> Pool:
+    def __getitem__(self, layer: int) -> Any:
         """Return the pool of a layer."""
-        return self._by_layer[layer]
+        return self.by_layer[layer]
 
-    def __iter__(self) -> Iterator[Pool]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the pool of each layer that is kept, in order."""
         return iter(self._kept.values())
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Any]:
         """Return all that is allocated: the keys of each kept layer, then the values."""
         return [pool.keys for pool in self] + [pool.values for pool in self]
 
-    def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
-        """Copy rows in all layers of a kind, one after the other."""
-        if (copied := self._copied[kind]) is not None:
-            copied.copy(sources, targets)
-            return
-        source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
-        for pool in self._of_kind[kind]:
-            pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
-
     def record_bytes(self, kind: int) -> int:
         """Return the bytes of one block in all layers of a kind."""
-        return sum(self._block_tokens * sum(pool.row_bytes) for pool in self._of_kind[kind])
+        return sum(self.block_tokens * sum(pool.row_bytes) for pool in self.of_kind[kind])
+
+
+class HostPools(LayerPools):
+    """Pools in numpy's arrays, which native operators read, too."""
+
+    def __init__(self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str) -> None:
+        super().__init__(shape, block_tokens, _allocated(shape, block_tokens, num_blocks, dtype))
+        self._dtype = dtype
+        kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
+        self.native = self._for_native(self.by_layer, kinds)
+        self._moved = [self._for_native(pools) for pools in self.of_kind]
+
+    def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
+        """See `Pools`."""
+        if (moved := self._moved[kind]) is not None:
+            moved.copy(sources, targets)
+            return
+        for pool in self.of_kind[kind]:
+            for part in (pool.keys.values, pool.values.values):
+                part[targets] = part[sources]
+
+    def clear(self, rows: npt.NDArray[np.int64]) -> None:
+        """See `Pools`."""
+        for tensor in self.tensors():
+            tensor.values[rows] = 0
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer."""
+        """See `Pools`."""
         self._move(kind, block, out, to_pools=False)
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
-        """Write what `save` copied into a block."""
+        """See `Pools`."""
         self._move(kind, block, rows, to_pools=True)
 
     def _move(self, kind: int, block: int, rows: memoryview, *, to_pools: bool) -> None:
-        bytes_ = torch.frombuffer(rows, dtype=torch.uint8)
-        if (copied := self._copied[kind]) is not None:
-            (copied.load if to_pools else copied.save)(block, bytes_.data_ptr(), len(rows))
+        record = np.frombuffer(rows, np.uint8)
+        if (moved := self._moved[kind]) is not None:
+            (moved.load if to_pools else moved.save)(block, address(record), len(rows))
             return
-        own = slice(block * self._block_tokens, (block + 1) * self._block_tokens)
-        parts = [part[own] for pool in self._of_kind[kind] for part in (pool.keys, pool.values)]
-        start = 0
-        for part in parts:
-            one = bytes_[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            (part if to_pools else one).copy_(one if to_pools else part)
-            start += part.nbytes
+        own, start = slice(block * self.block_tokens, (block + 1) * self.block_tokens), 0
+        for pool in self.of_kind[kind]:
+            for part in (pool.keys.values[own], pool.values.values[own]):
+                stored = record[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+                np.copyto(part if to_pools else stored, stored if to_pools else part)
+                start += part.nbytes
 
-    def _those(self, kind: int) -> list[Pool]:
-        return [pool for layer, pool in self._kept.items() if self._shape.kind_of(layer) == kind]
-
-    def _for_native(self, pools: Seq[Pool], block_tokens: int, kinds: Seq[int] = ()) -> Any:
+    def _for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
         extension = native.extension()
-        if extension is None or self._device.type != "cpu":
+        if extension is None:
             return None
-        keys = [pool.keys.data_ptr() for pool in pools]
-        values = [pool.values.data_ptr() for pool in pools]
+        keys = [address(pool.keys.values) for pool in pools]
+        values = [address(pool.values.values) for pool in pools]
         row_bytes, num_rows = [pool.row_bytes for pool in pools], [pool.keys.shape[0] for pool in pools]
-        kinds, refined = list(kinds) or [0] * len(keys), self._shape.refined_keys
+        kinds, refined = list(kinds) or [0] * len(keys), self.shape.refined_keys
         return extension.Pools(
-            keys, values, block_tokens, row_bytes, num_rows, type_number(self._dtype), refined, kinds
+            keys, values, self.block_tokens, row_bytes, num_rows, type_number(self._dtype), refined, kinds
         )
 
 
-def _allocated(
-    shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: torch.dtype, device: torch.device
-) -> list[Pool]:
+def pool_sizes(
+    shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
+    """Yield of each kept layer the shapes of its keys and of its values, and the size of a head."""
+    for layer in shape.kept:
+        rows, (heads, dim) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
+        keys, values = shape.widths_of(layer, dtype)
+        yield (rows, heads, keys), (rows, heads, values), dim
+
+
+def no_room_for_pools(sizes: Seq[Seq[int]], dtype: str, device: str) -> CapacityError:
+    """Return the refusal of a cache for which there is no memory."""
+    num_gb = sum(map(math.prod, sizes)) * itemsize(dtype) / 1e9
+    return CapacityError(
+        f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
+        "or kv_cache_tokens; forerun plan says what fits"
+    )
+
+
+def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str) -> list[Pool]:
     """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them.
 
-    They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
+    They are not zeroed: no row is read before it is written, and untouched pages take no memory.
     """
-    sizes = list[tuple[int, int, int]]()
-    for layer in shape.kept:
-        rows, (heads, _) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
-        sizes += [(rows, heads, width) for width in shape.widths_of(layer, dtype)]
+    sizes = list(pool_sizes(shape, block_tokens, num_blocks, dtype))
     try:
-        made = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-    except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
-        num_gb = sum(map(math.prod, sizes)) * dtype.itemsize / 1e9
-        raise CapacityError(
-            f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
-            "or kv_cache_tokens; forerun plan says what fits"
-        ) from error
-    dims = [shape.size_of(layer)[1] for layer in shape.kept]
-    return [Pool(made[2 * i], made[2 * i + 1], dim, shape.refined_keys) for i, dim in enumerate(dims)]
+        return [
+            Pool(HostTensor.empty(keys, dtype), HostTensor.empty(values, dtype), dim, shape.refined_keys)
+            for keys, values, dim in sizes
+        ]
+    except MemoryError as error:
+        raise no_room_for_pools([one for keys, values, _ in sizes for one in (keys, values)], dtype, "cpu") from error

@@ -13,33 +13,33 @@ The kernels do the same operations (csrc/rounding.h).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import numpy as np
+import numpy.typing as npt
 
 from forerun.blocks import KEY_GROUP, REFINED, VALUE_GROUP
+from forerun.host_tensor import Floats, HostTensor
 
+Stored = npt.NDArray[np.int8]
 LEAST_SCALE = 1e-36  # a group whose scale is less counts as zeros
 
 
-def rounded_keys(keys: Tensor, *, refined: bool) -> Tensor:
-    """Return keys [..., head_dim] of any type as they are stored, int8 [..., width]."""
-    keys = keys.float()
+def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
+    """Return keys [..., head_dim] as they are stored, int8 [..., width]."""
     scales, codes = _groups(keys, KEY_GROUP)
     if refined:
-        left = keys[..., :REFINED] - codes[..., :REFINED].float() * scales[..., :1].float()
+        left = keys[..., :REFINED] - codes[..., :REFINED].astype(np.float32) * scales.float32()[..., :1]
         more, second = _groups(left, KEY_GROUP)
-        scales, codes = torch.cat([scales, more], -1), torch.cat([codes, second], -1)
-    return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
+        scales, codes = HostTensor.joined([scales, more], -1), np.concatenate([codes, second], -1)
+    return np.concatenate([codes, _bytes_of(scales)], -1)
 
 
-def rounded_values(values: Tensor) -> Tensor:
-    """Return values [..., head_dim] of any type as they are stored, int8 [..., width]."""
-    scales, codes = _groups(values.float(), VALUE_GROUP)
-    return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
+def rounded_values(values: Floats) -> Stored:
+    """Return values [..., head_dim] as they are stored, int8 [..., width]."""
+    scales, codes = _groups(values, VALUE_GROUP)
+    return np.concatenate([codes, _bytes_of(scales)], -1)
 
 
-def plain_keys(stored: Tensor, head_dim: int, *, refined: bool) -> Tensor:
+def plain_keys(stored: Stored, head_dim: int, *, refined: bool) -> Floats:
     """Return the float32 keys [..., head_dim] that stored ones stand for."""
     keys = _plain(stored, head_dim + REFINED * refined, KEY_GROUP)
     if refined:
@@ -47,24 +47,30 @@ def plain_keys(stored: Tensor, head_dim: int, *, refined: bool) -> Tensor:
     return keys[..., :head_dim]
 
 
-def plain_values(stored: Tensor, head_dim: int) -> Tensor:
+def plain_values(stored: Stored, head_dim: int) -> Floats:
     """Return the float32 values [..., head_dim] that stored ones stand for."""
     return _plain(stored, head_dim, VALUE_GROUP)
 
 
-def _groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _bytes_of(scales: HostTensor) -> Stored:
+    return np.ascontiguousarray(scales.values).view(np.int8)
+
+
+def _groups(x: Floats, group: int) -> tuple[HostTensor, Stored]:
     """Return scales, bfloat16 [..., groups], and codes [..., dim] of float32 numbers; NaN for what is not finite."""
     dim = x.shape[-1]
-    padded = F.pad(x, (0, -dim % group))
-    own = padded.view(*x.shape[:-1], padded.shape[-1] // group, group)
-    most = own.abs().amax(-1)
-    scales = torch.where(most.isfinite(), most / 127, torch.nan).to(torch.bfloat16)
-    scales = torch.where(scales.float() < LEAST_SCALE, 0, scales)
-    codes = (own / scales.float()[..., None]).round().clamp(-127, 127)
-    codes = torch.where(scales.float()[..., None] > 0, codes, 0).to(torch.int8)
-    return scales, codes.flatten(-2)[..., :dim]
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dim % group)])
+    own = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        most = np.abs(own).max(-1, initial=0.0)
+        scales = HostTensor.of(np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))).to("bfloat16")
+        wide = scales.float32()
+        wide = np.where(wide < LEAST_SCALE, np.float32(0), wide)
+        codes = np.clip(np.rint(own / wide[..., None]), -127, 127)
+        codes = np.where(wide[..., None] > 0, codes, 0).astype(np.int8)
+    return HostTensor.of(wide).to("bfloat16"), codes.reshape(padded.shape)[..., :dim]
 
 
-def _plain(stored: Tensor, dim: int, group: int) -> Tensor:
-    scales = stored[..., dim:].contiguous().view(torch.bfloat16).float()
-    return stored[..., :dim].float() * scales.repeat_interleave(group, -1)[..., :dim]
+def _plain(stored: Stored, dim: int, group: int) -> Floats:
+    scales = HostTensor(np.ascontiguousarray(stored[..., dim:]).view(np.uint16), "bfloat16").float32()
+    return stored[..., :dim].astype(np.float32) * np.repeat(scales, group, -1)[..., :dim]

@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
     """Return the bytes that a new process may take; None where the system does not tell.
@@ -16,6 +14,8 @@ def available_bytes(device: str, root: Path = Path("/")) -> int | None:
     each control group of this process leaves. root: the folder in which /proc and /sys are.
     """
     if device == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info()[0])
     free = [_mem_available(root), *_cgroup_rooms(root)]
     return min((n for n in free if n is not None), default=None)

@@ -2,8 +2,8 @@
 
 Weights and KV pools are exact to the byte. What a step allocates ("activations", probability rows) is an upper bound,
 which follows the code that allocates it: drafters/model.py and engine/step.py in this file, and that of a backend in
-its own (ops/cpu_memory.py, ops/torch_memory.py). Not counted: the interpreter, torch itself, tokenizers, and on an
-accelerator its context.
+its own (ops/cpu/memory.py, ops/torch_memory.py). Not counted: the interpreter, torch where
+something needs it, tokenizers, and on an accelerator its context.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Sizes of weights are usually quoted in GB and sizes of KV pools in GiB, often
 both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import torch
 
 from forerun import ops
 from forerun.blocks import Spec
@@ -111,7 +109,7 @@ def memory_plan(
     draft: Spec | None,
     config: EngineConfig,
     *,
-    dtype: torch.dtype,
+    dtype: str,
     device: str = "cpu",
     available_bytes: int | None = None,
     extra_drafts: Mapping[str, Spec] | None = None,
@@ -224,7 +222,7 @@ class _Needs:
     target: Spec
     drafts: Mapping[str, Spec]
     config: EngineConfig
-    dtype: torch.dtype
+    dtype: str
     device: str
     schemes: Mapping[str, Schemes]
     num_taps: int
@@ -332,7 +330,7 @@ class _Needs:
         more = peak - sum(part.bytes for part in running)
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
-    def _cache_dtype_of(self, name: str) -> torch.dtype:
+    def _cache_dtype_of(self, name: str) -> str:
         own = self.backend_of[name]
         dtype = self.sizes[own].cache_dtype_of(name)
         if name in self.beside:

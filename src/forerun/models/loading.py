@@ -16,26 +16,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
-from torch import Tensor
-
 from forerun.blocks import EMBEDDING, HEAD, Spec, reaching, weight_shapes
 from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
+from forerun.host_tensor import Floats, dtype_name
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource, usual_rounding
 from forerun.models.source import Source
-from forerun.models.weights import StoredWeights, no_room, same
-from forerun.ops import load_model
+from forerun.models.weights import StoredWeights, same
+from forerun.ops import load_model, make
+from forerun.ops.operators import Operators
 from forerun.ops.passes import kinds_in_words
 from forerun.ops.quantised import Scheme
-from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import empty_weights
 from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Model
 
 LOG = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -73,9 +70,9 @@ class Checkpoint:
         return self.opened.end_ids
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The weights by name, as they were read. Raises InternalError where a backend has packed them."""
-        found: Mapping[str, Tensor] | None = getattr(self.model, "weights", None)
+    def tensors(self) -> Mapping[str, Any]:
+        """The weights by name, tensors of torch. Raises InternalError where a backend has packed them."""
+        found: Mapping[str, Any] | None = getattr(self.model, "weights", None)
         if found is None:
             raise InternalError(f"the weights of {self.name} are packed: load it for the reference operators")
         return found
@@ -106,16 +103,16 @@ class LoadedModel(Model, Protocol):
         Of a mixture of experts they are those of one row, with as many experts as it chooses.
         """
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Floats:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
 
 
 def load_checkpoint(
     name: str | Path | OpenedCheckpoint,
     *,
-    dtype: str | torch.dtype = "auto",
-    device: torch.device | str = "cpu",
-    ops: ReferenceOps | Callable[[Spec], ReferenceOps] | None = None,
+    dtype: object = "auto",
+    device: str = "cpu",
+    ops: Operators | Callable[[Spec], Operators] | None = None,
     with_tokenizer: bool = False,
     ignore_config_keys: Collection[str] = (),
     quantization: str | None = None,
@@ -124,12 +121,12 @@ def load_checkpoint(
     """Read a checkpoint as `save_pretrained` writes it; if asked with the tokenizer it has, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`; or what was opened of one. dtype: "float32",
-    "bfloat16", a torch.dtype, or "auto" = bfloat16 with the native operators, float32 with others on a CPU, the
+    "bfloat16", a type of torch's, or "auto": bfloat16 with the native operators, float32 with others on a CPU, the
     checkpoint's own elsewhere. ops: None = the reference; a function is asked for those of the model that config.json
-    describes. ignore_config_keys: of config.json, which is read as if it did not have them. quantization:
-    int8 or int4[:group=N][:again]: matrices are rounded while they are read, "auto" = where that pays for a draft
-    model; operators that pack no such weights get what the rounded ones stand for, in `dtype`. max_seq_len: tokens of
-    the longest text, for rotary positions that depend on it, see `blocks.reaching`.
+    describes. ignore_config_keys: of config.json, which is read as if it did not have them. quantization: int8 or
+    int4[:group=N][:again]: matrices are rounded while they are read, "auto" = where that pays for a draft model;
+    operators that pack no such weights get what the rounded ones stand for, in `dtype`. max_seq_len: tokens of the
+    longest text, for rotary positions that depend on it, see `blocks.reaching`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 20 MB.
@@ -145,21 +142,18 @@ def load_checkpoint(
     if (kind := opened.raw.get("model_type")) != config.model_type:
         LOG.warning("%s is a %s, of which the text model runs alone, a %s", opened.asked, kind, config.model_type)
     tokenizer = opened.tokenizer if with_tokenizer else None
-    config = as_stored(source, config)
-    shapes = stored_shapes(source, config)
-    check_shapes(shapes, weight_shapes(config), str(opened.path), in_one_file=opened.path.is_file())
+    config = checked(source, config, opened.path)
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
-    device = torch.device(device)
-    operators = ReferenceOps() if ops is None else ops if isinstance(ops, ReferenceOps) else ops(config)
+    operators = make("reference", device) if ops is None else ops if isinstance(ops, Operators) else ops(config)
     if quantization == AUTO:
         packs = packed_schemes(operators, _dtype(dtype, device, source, operators))
         quantization = usual_rounding(source.tensors, packs)
     if quantization is not None:
         source = cast(Source, QuantisingSource(source, config, Quantization.parse(quantization)))
     computed = _dtype(dtype, device, source, operators)
-    stored = StoredWeights(source, computed, device, packed_schemes(operators, computed))
+    stored = StoredWeights(source, computed, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
     packed = packed_schemes(operators, computed)
     schemes = {name: own.scheme or own.floats for name, own in source.tensors.items()}
@@ -169,32 +163,18 @@ def load_checkpoint(
         hint = ": quantization=int8 rounds them" if quantization is None else ""
         said = "%s has %d matrices of %s, which become numbers while they are loaded%s"
         LOG.warning(said, opened.asked, num, was, hint)
-    lazy = operators.packs or any(is_packed.values())
-    with operators.alone():  # unpacking is thousands of small operations, for which torch's threads would wait
-        weights = cast(Mapping[str, Tensor], stored) if lazy else _read_all(stored, config)
-        model = load_model(config, weights, operators, consume=True)
+    model = load_model(config, stored, operators, device=device, consume=True)
     opened.close()
     _give_freed_memory_back()
     return Checkpoint(opened, model, tokenizer, quantization, in_words)
 
 
-def packed_schemes(ops: ReferenceOps, dtype: torch.dtype) -> Callable[[Scheme], bool]:
+def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
     """Which quantised matrices are packed as they are stored: none where float32 was asked for.
 
     Packed products round their inputs to int8.
     """
-    return ops.packs_scheme if dtype == torch.bfloat16 else ReferenceOps().packs_scheme
-
-
-def _read_all(stored: StoredWeights, config: Spec) -> dict[str, Tensor]:
-    """Every weight, in the layout of `empty_weights`."""
-    try:
-        weights = empty_weights(config, stored.dtype, stored.device)
-    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
-        raise no_room(config.num_weights * stored.dtype.itemsize, stored.device) from error
-    for name, tensor in weights.items():
-        stored.read(name, tensor)
-    return weights
+    return ops.packs_scheme if dtype == "bfloat16" else Operators().packs_scheme
 
 
 def _give_freed_memory_back() -> None:
@@ -206,6 +186,13 @@ def _give_freed_memory_back() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
+
+
+def checked(source: Source, spec: Spec, path: Path) -> Spec:
+    """The spec `as_stored`, of a source with just the tensors that it asks for. Raises UnsupportedModel for another."""
+    spec = as_stored(source, spec)
+    check_shapes(stored_shapes(source, spec), weight_shapes(spec), str(path), in_one_file=path.is_file())
+    return spec
 
 
 def as_stored(source: Source, config: Spec) -> Spec:
@@ -273,12 +260,13 @@ def _first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device, source: Source, ops: ReferenceOps) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
+def _dtype(dtype: object, device: str, source: Source, ops: Operators) -> str:
+    if not isinstance(dtype, str):
+        return dtype_name(dtype)
+    name = dtype.removeprefix("torch.")
+    if name == "auto":
         stored = source.tensors[EMBEDDING]
-        return ops.auto_dtype(device.type, stored.dtype if stored.scheme is None else torch.bfloat16)
-    if dtype not in DTYPES:
-        raise BadOption(f"dtype={shown(dtype)} is not possible: it must be one of {['auto', *DTYPES]}")
-    return DTYPES[dtype]
+        return ops.auto_dtype(device, stored.dtype if stored.scheme is None else "bfloat16")
+    if name not in DTYPES:
+        raise BadOption(f"dtype={shown(name)} is not possible: it must be one of {['auto', *DTYPES]}")
+    return name

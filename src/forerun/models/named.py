@@ -1,7 +1,7 @@
 """Models that have a name: what they are, what is here of them, and how to get them. The list is data/models.toml.
 
 A name means its model whatever lies in the working directory; a folder called so is written with a slash, ./smollm2.
-Nothing here imports torch.
+Nothing here imports numpy.
 """
 
 from __future__ import annotations

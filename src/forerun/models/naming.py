@@ -14,15 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor
-
 from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Spec, weight_shapes
 from forerun.errors import UnsupportedModel
+from forerun.host_tensor import HostTensor
 from forerun.models.source import STACKED, QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 
-Rows = TypeVar("Rows", Tensor, QuantisedRows)
+Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 
 
 @dataclass(frozen=True)
@@ -230,15 +228,15 @@ class NamedSource:
         """See `Source.tensors`."""
         return {ours: placed(self.source.tensors[place.name], place) for ours, place in self._places.items()}
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""
         place = self._places[name]
         if place.is_row:
-            yield torch.cat([block.clone() for block in self.source.blocks(place.name)])[0]
+            yield HostTensor.joined([block.copy() for block in self.source.blocks(place.name)])[0]
         elif not place.transposed:
             yield from chosen(self.source.blocks(place.name), place.rows)
         else:
-            whole = torch.cat([block.clone() for block in self.source.blocks(place.name)]).T
+            whole = HostTensor.joined([block.copy() for block in self.source.blocks(place.name)]).T
             yield (whole if place.rows is None else whole[place.rows]).contiguous()
 
     def quantised(self, name: str) -> QuantisedMatrix:
@@ -283,7 +281,7 @@ def chosen(found: Iterator[Rows], rows: list[int] | None) -> Iterator[Rows]:
 
 
 def _picked(block: Any, rows: list[int]) -> Any:
-    if isinstance(block, Tensor):
+    if isinstance(block, HostTensor):
         return block[rows]
     numbers = {
         name: part[rows]
@@ -293,10 +291,10 @@ def _picked(block: Any, rows: list[int]) -> Any:
     return replace(block, **numbers)
 
 
-def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """Return weights of our names under the published ones, as files of the family have them."""
-    made: dict[str, dict[str, Tensor]] = {}
-    found, rows = dict[str, Tensor](), {ours: theirs for theirs, ours in names.exact.items()}
+    made: dict[str, dict[str, HostTensor]] = {}
+    found, rows = dict[str, HostTensor](), {ours: theirs for theirs, ours in names.exact.items()}
     for name, weight in weights.items():
         if name in rows:
             found[rows[name]] = weight[None]
@@ -309,22 +307,22 @@ def published(names: Names, spec: Spec, weights: Mapping[str, Tensor]) -> dict[s
             [whole] = parts.values()
         else:
             some = next(iter(parts.values()))
-            whole = some.new_empty(sum(len(part) for part in parts.values()), *some.shape[1:])
+            whole = HostTensor.empty((sum(len(part) for part in parts.values()), *some.shape[1:]), some.dtype)
             for own, part in parts.items():
-                whole[held[own].rows] = part
+                whole.values[held[own].rows] = part.values
         found[theirs] = whole.T.contiguous() if first.transposed else whole
     return _stacked(found)
 
 
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _stacked(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
     """Return tensors with one of all experts in place of one of each, where published files have that."""
-    found, parts = dict[str, Tensor](), dict[str, list[Tensor]]()
+    found, parts = dict[str, HostTensor](), dict[str, list[HostTensor]]()
     for name, tensor in tensors.items():
         if STACKED.fullmatch(name.rpartition(".")[0]):
             parts.setdefault(name.rpartition(".")[0], []).append(tensor)
         else:
             found[name] = tensor
-    return found | {name: torch.stack(own) for name, own in parts.items()}
+    return found | {name: HostTensor.joined([part[None] for part in own]) for name, own in parts.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF

@@ -6,8 +6,9 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from forerun.host_tensor import Array, empty
 
 
 class OpenFile:
@@ -36,11 +37,11 @@ class OpenFile:
         """Return the descriptor, for kernels that read the file themselves."""
         return self.stream.fileno()
 
-    def read(self, start: int, num_bytes: int) -> Tensor:
+    def read(self, start: int, num_bytes: int) -> Array:
         """Return bytes from a place on, uint8: fewer where the file ends before."""
-        numbers = torch.empty(num_bytes, dtype=torch.uint8)
+        numbers = empty((num_bytes,), np.uint8)
         self.stream.seek(start)
-        num_read = self.stream.readinto(numbers.numpy())  # type: ignore[attr-defined]
+        num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
         return numbers[:num_read]
 
     def close(self) -> None:

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
 from forerun.errors import NotFound, UnsupportedModel, UserError
+from forerun.host_tensor import HELD_AS
 from forerun.models import packings, refusals
 from forerun.models.families import computes, family, model_types, published_names
 from forerun.models.generation import end_ids_of
@@ -131,10 +130,10 @@ class OpenedCheckpoint:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     @property
-    def stored_dtype(self) -> torch.dtype:
+    def stored_dtype(self) -> str:
         """The type that config.json names, float32 where it names none."""
-        named = getattr(torch, str(self.raw.get("dtype") or self.raw.get("torch_dtype")), None)
-        return named if isinstance(named, torch.dtype) else torch.float32
+        named = str(self.raw.get("dtype") or self.raw.get("torch_dtype"))
+        return named if named in HELD_AS else "float32"
 
     @cached_property
     def weights(self) -> Source:
@@ -198,7 +197,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
     """Return what config.json says of tensors; embedding and LM head are dense in most quantised checkpoints."""
     file = Path("config.json")
-    return {w.name: Stored(file, w.shape, torch.float32, _said_scheme(w, raw)) for w in weights(config)}
+    return {w.name: Stored(file, w.shape, "float32", _said_scheme(w, raw)) for w in weights(config)}
 
 
 def _said_scheme(weight: Weight, raw: Mapping[str, Any]) -> Scheme | None:

@@ -13,21 +13,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from forerun.errors import UnsupportedModel
+from forerun.host_tensor import Array, Floats as Float32, HostTensor
 from forerun.models.refusals import KEYS, READABLE
 from forerun.ops.quantised import MXFP4, QuantisedRows, Scheme, mxfp4
 
-SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 FLOAT8 = "F8_E4M3"  # as safetensors names it
 INTEGERS, BYTES = frozenset({"I8", "I32", "I64"}), frozenset({"U8"})
 BLOCKS = "_blocks"  # how the name of a tensor with the codes of MXFP4 ends
 SCALES, INPUT_SCALES = ("weight_scale_inv", "weight_scale"), frozenset({"input_scale", "input_scale_ub"})
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
 
-Read = Callable[[str, slice, slice], Tensor]  # (part, rows, columns) of a stored tensor
+Read = Callable[[str, slice, slice], HostTensor]  # (part, rows, columns) of a stored tensor
 Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 
@@ -75,10 +76,13 @@ class Layout:
         """Read some rows of a matrix; they begin at a multiple of 32."""
         if self.method == "MXFP4":
             some = slice(chosen.start, chosen.stop)
-            pairs = read("blocks", some, ALL)
-            return mxfp4(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1), read("scales", some, ALL))
+            pairs = read("blocks", some, ALL).values
+            codes = np.stack((pairs & 15, pairs >> 4), -1).reshape(len(pairs), -1)
+            return mxfp4(codes, read("scales", some, ALL).values)
         codes, scales, zeros = _ROWS[self.codes](self, scheme, shapes, chosen, read)
-        return QuantisedRows(scheme, codes[:, :num_in].contiguous(), scales.contiguous(), zeros.contiguous())
+        return QuantisedRows(
+            scheme, np.ascontiguousarray(codes[:, :num_in]), scales.contiguous(), np.ascontiguousarray(zeros)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,25 +117,26 @@ class Floats:
         return None if num_in % group else Scheme(8, group, "zero", SCALE_DTYPES[scales], zero=0, floats=True)
 
 
-def floats(numbers: Tensor, scales: Tensor, first: int, spans: tuple[int, int], scheme: Scheme) -> QuantisedRows:
+def floats(
+    numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int], scheme: Scheme
+) -> QuantisedRows:
     """Return some rows of a matrix of `Floats`; see `widened`."""
-    rows = torch.arange(first, first + len(numbers)) // spans[0]
-    own = scales[rows].contiguous()
-    zeros = torch.zeros(own.shape, dtype=torch.uint8)
-    return QuantisedRows(scheme, numbers.contiguous().view(torch.uint8), own, zeros)
+    own = scales[np.arange(first, first + len(numbers)) // spans[0]]
+    return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), own, np.zeros(own.shape, np.uint8))
 
 
-def widened(numbers: Tensor, scales: Tensor, first: int, spans: tuple[int, int]) -> Tensor:
+def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int]) -> Float32:
     """Return some rows of a matrix of `Floats` in float32. numbers: [R, I], from row `first` on. scales: [O', I']."""
-    rows = torch.arange(first, first + len(numbers)) // spans[0]
-    columns = torch.arange(numbers.shape[1]) // spans[1]
-    return numbers.float() * scales.float()[rows][:, columns]
+    rows = np.arange(first, first + len(numbers)) // spans[0]
+    columns = np.arange(numbers.shape[1]) // spans[1]
+    return numbers.float32() * scales.float32()[rows][:, columns]
 
 
-def in_order(rows: QuantisedRows, groups: Tensor) -> Tensor:
+def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
     """Return weights in float32 whose inputs are in another order than their groups. groups: int64 [I], of each."""
     assert rows.zeros is not None
-    return (rows.codes.float() - rows.zeros.float()[:, groups]) * rows.scales.float()[:, groups]
+    zeros = rows.zeros.astype(np.float32)
+    return (rows.codes.astype(np.float32) - zeros[:, groups]) * rows.scales.float32()[:, groups]
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
@@ -169,7 +174,7 @@ def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False)
         bits, group, is_symmetric = weights["num_bits"], weights.get("group_size"), weights.get("symmetric") is True
     if not isinstance(group, int) or group < 1 or num_in % group:
         group = num_in  # one scale for each output, which is written -1 or null
-    return Scheme(bits, group, "zero", torch.float16, zero=1 << (bits - 1) if is_symmetric else None)
+    return Scheme(bits, group, "zero", "float16", zero=1 << (bits - 1) if is_symmetric else None)
 
 
 _WAY_OUT = f"name the unquantised original, or one quantised as {READABLE}"
@@ -348,61 +353,66 @@ def _want(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- rows
 
-Parts = tuple[Tensor, Tensor, Tensor]  # codes [R, I], scales [R, groups], zeros [R, groups]
+Parts = tuple[Array, HostTensor, Array]  # codes [R, I], scales [R, groups], zeros [R, groups]
 ALL = slice(None)
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
+def unpack(words: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
     """Return the integers of int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
     if bits == 8 and sys.byteorder == "little":
-        return words.contiguous().view(torch.uint8)
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+        return np.ascontiguousarray(words).view(np.uint8)
+    shifts = np.arange(0, 32, bits, dtype=np.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).astype(np.uint8).reshape(len(words), -1)
 
 
-def pack(integers: Tensor, bits: int) -> Tensor:
+def pack(integers: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
     """Undo `unpack`; a last word is filled with zeros."""
     per_word = 32 // bits
     missing = -integers.shape[-1] % per_word
-    whole = torch.nn.functional.pad(integers, (0, missing)).long()
-    words = (whole.reshape(len(whole), -1, per_word) << torch.arange(0, 32, bits)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    whole = np.pad(integers, ((0, 0), (0, missing))).astype(np.uint32)
+    shifted = whole.reshape(len(whole), -1, per_word) << np.arange(0, 32, bits, dtype=np.uint32)
+    words: npt.NDArray[np.int32] = np.bitwise_or.reduce(shifted, axis=-1).view(np.int32)
+    return words
 
 
 def _rows_qweight(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
     bits, columns = scheme.bits, slice(chosen.start, chosen.stop)
     packed = slice(chosen.start * bits // 32, -(-chosen.stop * bits // 32))
-    zeros = unpack(read("qzeros", ALL, packed), bits)
+    zeros = unpack(read("qzeros", ALL, packed).values, bits)
     if layout.method == "AWQ":
-        codes, zeros = (_in_order(x) for x in (unpack(read("qweight", ALL, packed), bits), zeros))
+        codes, zeros = (_in_order(x) for x in (unpack(read("qweight", ALL, packed).values, bits), zeros))
         codes = codes.T
     else:
-        codes = unpack(read("qweight", ALL, columns).T.contiguous(), bits)
+        codes = unpack(read("qweight", ALL, columns).T.contiguous().values, bits)
     return codes, read("scales", ALL, columns).T, (zeros[:, : len(chosen)] + layout.zero_shift).T
 
 
-def _in_order(integers: Tensor) -> Tensor:
-    return integers.reshape(len(integers), -1, 8)[..., list(AWQ_ORDER)].flatten(-2)
+def _in_order(integers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return integers.reshape(len(integers), -1, 8)[..., list(AWQ_ORDER)].reshape(len(integers), -1)
 
 
 def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
     rows, bits = slice(chosen.start, chosen.stop), scheme.bits
     scales = read("weight_scale", rows, ALL)
-    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+    zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
     if "weight_zero_point" in shapes:
         packed = slice(chosen.start * bits // 32, -(-chosen.stop * bits // 32))
-        zeros = unpack(read("weight_zero_point", packed, ALL).T.contiguous(), bits)[:, : len(chosen)].T
-    return unpack(read("weight_packed", rows, ALL), bits), scales, zeros
+        zeros = unpack(read("weight_zero_point", packed, ALL).T.contiguous().values, bits)[:, : len(chosen)].T
+    return unpack(read("weight_packed", rows, ALL).values, bits), scales, zeros
 
 
 def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
     """int8 from -128 on becomes uint8 from 0 on."""
     rows = slice(chosen.start, chosen.stop)
     scales = read("weight_scale", rows, ALL)
-    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    zeros = np.full(scales.shape, 128, np.uint8)
     if "weight_zero_point" in shapes:
-        zeros = read("weight_zero_point", rows, ALL).view(torch.uint8) ^ 128
-    return read("weight", rows, ALL).view(torch.uint8) ^ 128, scales, zeros
+        zeros = _from_0(read("weight_zero_point", rows, ALL))
+    return _from_0(read("weight", rows, ALL)), scales, zeros
+
+
+def _from_0(integers: HostTensor) -> Array:
+    return np.ascontiguousarray(integers.values).view(np.uint8) ^ 128
 
 
 _ROWS = {"qweight": _rows_qweight, "weight_packed": _rows_packed, "weight": _rows_int}

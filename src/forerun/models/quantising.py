@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from forerun.blocks import Spec, weights
+from forerun.blocks import Spec, itemsize, weights
 from forerun.config import Quantization
 from forerun.errors import BadOption
+from forerun.host_tensor import HostTensor
 from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import BLOCK_WEIGHTS, is_rounded, quantise, scheme_for, scheme_of
@@ -48,14 +46,14 @@ class QuantisingSource:
         """See `Source.check`."""
         self.source.check(with_tokenizer)
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""
         scheme = self.tensors[name].scheme
         if scheme is None or scheme == self.source.tensors[name].scheme:
             yield from self.source.blocks(name)
             return
         for rows in self._rows(name, scheme):
-            yield rows.dequantise()
+            yield HostTensor.of(rows.dequantise())
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`."""
@@ -75,12 +73,12 @@ class QuantisingSource:
         for block in self.source.blocks(name):
             for first in range(0, len(block), step):
                 rows = block[first : first + step]
-                if not bool(rows.isfinite().all()):
+                if not rows.is_finite():
                     raise BadOption(
                         f"quantization={str(self.quantization)!r} is not possible: {name} in "
                         f"{self.tensors[name].file} holds numbers that are not finite: fetch the file again"
                     )
-                yield quantise(rows, scheme)
+                yield quantise(rows.float32(), scheme)
 
 
 def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantization) -> dict[str, Stored]:
@@ -96,7 +94,7 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
             )
         if name in rounded and not _stays(stored, quantization):
             scheme = scheme_for(rounded[name], quantization)
-            made[name] = Stored(stored.file, stored.shape, torch.float32, scheme)
+            made[name] = Stored(stored.file, stored.shape, "float32", scheme)
     return made
 
 
@@ -123,4 +121,4 @@ def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool
 
 
 def _bits(stored: Stored) -> int:
-    return 8 * stored.dtype.itemsize if stored.scheme is None else stored.scheme.bits
+    return 8 * itemsize(stored.dtype) if stored.scheme is None else stored.scheme.bits

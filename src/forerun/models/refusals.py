@@ -1,7 +1,7 @@
 """Checkpoints that forerun does not read: each is refused in one sentence that says how to get one that it does.
 
 A checkpoint is known here by the names of its files, whether they lie in a folder or are listed by the hub. Nothing
-here imports torch: a name that means nothing is refused before torch has loaded.
+here reads a weight: a name that means nothing is refused before.
 """
 
 from __future__ import annotations

@@ -17,14 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv import SCRATCH_SLOT, KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
-from forerun.types import Draw, Model, Probs, RaggedBatch, Stop, ancestor_words
+from forerun.sampling.largest import Rows
+from forerun.types import (
+    Draw,
+    DrawsRows,
+    FindsBest,
+    Model,
+    Probs,
+    RaggedBatch,
+    RunsAhead,
+    Stop,
+    ancestor_words,
+)
 
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
 
@@ -48,7 +58,7 @@ class Run(NamedTuple):
     parents: Seq[int] | None = None
     best_only: bool = False
     pending: bool = False
-    vectors: Mapping[int, Tensor] | None = None
+    vectors: Mapping[int, Any] | None = None
     draws: Seq[Draw] = ()
     asked: Seq[Seq[int]] = ()
 
@@ -61,18 +71,18 @@ class Run(NamedTuple):
 class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
-    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
-    logits are no numbers), or drawn[b] [wanted rows] and best[b] for a run that said how to draw. taps: by k, the
-    residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it. runs: what was asked
-    for. num_experts: that some row chose, on average over the layers that have experts; 0 = none has.
+    logits[b] [wanted rows, ids], on the host; or best[b] [wanted rows] for a run that asked for the best ids only
+    (NO_NUMBERS where logits are no numbers), or drawn[b] [wanted rows] and best[b] for a run that said how to draw.
+    taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it. runs:
+    what was asked for. num_experts: that some row chose, on average over the layers that have experts; 0 = none has.
     """
 
-    hidden: Tensor
+    hidden: Any
     rows: list[range]
-    logits: list[Tensor]
+    logits: list[Rows]
     best: list[list[int]]
     forward_s: float
-    taps: dict[int, Tensor] = field(default_factory=dict)
+    taps: dict[int, Any] = field(default_factory=dict)
     runs: Seq[Run] = ()
     num_experts: float = 0.0
     drawn: Seq[Seq[Probs]] = ()
@@ -101,6 +111,9 @@ class Runner:
         head_rows: int | None = None,
     ) -> None:
         self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
+        self._finder = model if isinstance(model, FindsBest) else None
+        self._drawer = model if isinstance(model, DrawsRows) else None
+        self._ahead = model if isinstance(model, RunsAhead) else None
         has_encoder = getattr(model.config, "encoder", None) is not None
         self.sources = Sources(model, cache) if has_encoder else None
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
@@ -114,7 +127,7 @@ class Runner:
         """Compute the logits of the first ids alone from now on, None = of all."""
         self.head_rows = head_rows
         self.width = min(self.num_ids, head_rows or self.num_ids, self.model.config.vocab_size)  # of a row of logits
-        self._none = torch.empty(0, self.width)
+        self._none: Rows = np.empty((0, self.width), np.float32)
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
@@ -122,9 +135,7 @@ class Runner:
 
         Raises CapacityError where the pool is exhausted.
         """
-        if self.model.ops.packs:  # operators that know no gradients
-            return self._forward(runs)
-        with torch.inference_mode():
+        with self.model.ops.inference():
             return self._forward(runs)
 
     def _forward(self, runs: Seq[Run]) -> Scores:
@@ -138,8 +149,7 @@ class Runner:
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (drawn if run.draws else few if run.best_only else full).extend(wanted)
-        shape = batch.run_starts[-1], self.model.config.hidden_size
-        taps = {k: torch.empty(shape, device=self.model.device) for k in self.taps}
+        taps = {k: self.model.rows.empty(batch.run_starts[-1], self.model.config.hidden_size) for k in self.taps}
         touched = list[int]()
         also: dict[str, Any] = {"num_experts": touched} if self.has_experts else {}
         hidden = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), taps, **also)
@@ -154,11 +164,12 @@ class Runner:
         num_experts = sum(touched) / max(1, len(touched))
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs, num_experts, probs)
 
-    def _drawn(self, hidden: Tensor, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
+    def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
         """The distributions of the rows that are drawn from on the device, by run; their likeliest ids go into best."""
         draws = [draw for run in runs for draw in run.draws]
         asked = [own for run in runs for own in run.asked or [()] * len(run.draws)]
-        found, likeliest = self.model.draw(hidden, rows, self.width, draws, asked)  # type: ignore[attr-defined]
+        assert self._drawer is not None
+        found, likeliest = self._drawer.draw(hidden, rows, self.width, draws, asked)
         probs, at = list[Seq[Probs]](), 0
         for b, run in enumerate(runs):
             probs.append(found[at : at + len(run.draws)])
@@ -170,29 +181,29 @@ class Runner:
     @property
     def finds_best(self) -> bool:
         """Whether the largest logit can be had without the others being written."""
-        return not self.holes and hasattr(self.model, "best")
+        return not self.holes and self._finder is not None
 
     @property
     def draws_rows(self) -> bool:
         """Whether the device can draw from rows, so that their logits need not come to the host."""
-        return not self.holes and hasattr(self.model, "draw")
+        return not self.holes and self._drawer is not None
 
     @property
     def tells_confidence(self) -> bool:
         """Whether the probabilities of what it finds are known, so that `run_ahead` takes stops."""
-        return self.finds_best and getattr(self.model, "tells_confidence", False)
+        return self.finds_best and self._ahead is not None and self._ahead.tells_confidence
 
     @property
     def draws_ahead(self) -> bool:
         """Whether `run_ahead` takes draws."""
-        return self.finds_best and getattr(self.model, "draws_ahead", False)
+        return self.finds_best and self._ahead is not None and self._ahead.draws_ahead
 
     def run_ahead(
         self,
         runs: Seq[Run],
         lengths: Seq[int],
         stops: Seq[Stop] = (),
-        layer_rows: Seq[Tensor] = (),
+        layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> list[list[int]]:
         """The continuation of each run, in one call; only where this `finds_best`.
@@ -217,12 +228,11 @@ class Runner:
             also["layer_rows"] = layer_rows
         if draws:
             also["draws"] = draws
-        ids = self.model.run_ahead(  # type: ignore[attr-defined]
-            batch, list(lengths), self.cache, self.width, self.layers, hidden, **also
-        )
+        assert self._ahead is not None
+        ids = self._ahead.run_ahead(batch, list(lengths), self.cache, self.width, self.layers, hidden, **also)
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
-        return ids  # type: ignore[no-any-return]
+        return ids
 
     @property
     def fingerprint(self) -> str:
@@ -235,7 +245,7 @@ class Runner:
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
         ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers, self.head_rows)
         weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
-        return repr((processor, *ops, *shape, *weights, model.device.type))
+        return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError.
@@ -266,8 +276,7 @@ class Runner:
                 self.cache.keep({SCRATCH_SLOT: range(num_behind)})
             if num_behind and self.has_experts and isinstance(self.cache, BlockCache):
                 rows = self.cache.rows(SCRATCH_SLOT, 0, num_behind)
-                for tensor in self.cache.pools.tensors():
-                    tensor[rows] = 0
+                self.cache.pools.clear(rows)
 
             def run(num_rows: int, is_alike: bool) -> float:
                 self._check_position(num_behind + num_rows)
@@ -287,7 +296,7 @@ class Runner:
         if num_positions > self.model.config.max_positions:
             raise CapacityError(f"the model has {self.model.config.max_positions} positions, {num_positions} asked")
 
-    def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Tensor | None:
+    def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Any:
         """What the first layer gets [T, H]; None where no run has vectors."""
         if not any(run.vectors for run in runs):
             return None
@@ -299,50 +308,34 @@ class Runner:
                 rows[start + i] = vector
         return rows
 
-    def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
+    def _best(self, hidden: Any, rows: list[int]) -> list[int]:
         """Ids of the largest logits, lowest id on ties; NO_NUMBERS for a row whose logits are no numbers."""
         if not rows:
             return []
-        ids, values = self.model.best(hidden, rows, self.width)  # type: ignore[attr-defined]
+        assert self._finder is not None
+        ids, values = self._finder.best(hidden, rows, self.width)
         if all(map(math.isfinite, values)):
-            return ids  # type: ignore[no-any-return]
+            return ids
         return [id_ if math.isfinite(value) else NO_NUMBERS for id_, value in zip(ids, values, strict=True)]
 
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+    def _logits(self, hidden: Any, rows: list[int]) -> Rows:
         if not rows:
             return self._none
-        wanted = _picked(hidden, rows)
+        wanted = hidden if len(rows) == len(hidden) else self.model.rows.take(hidden, rows)
         logits = self.model.logits(wanted, self.head_rows)[:, : self.width]
         if self.holes:
-            logits[:, self.holes] = -torch.inf
-        return logits if logits.device.type == "cpu" else _on_host(logits)
+            logits[:, self.holes] = -math.inf
+        return self.model.rows.to_host(logits)
 
 
-def _picked(hidden: Tensor, rows: list[int]) -> Tensor:
-    """These rows [R, H].
-
-    On the host by numpy: torch's indexing wakes a team of threads of its own for a few dozen rows, which takes
-    milliseconds beside the operators' team.
-    """
-    if len(rows) == len(hidden):
-        return hidden
-    if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
-        return torch.from_numpy(hidden.numpy()[rows])
-    return hidden[rows]
+def float_type(model: Model) -> type[np.floating[Any]]:
+    """Return the type of a model's logits: float64 where its rows are, as a toy's for proofs, else float32."""
+    return np.float64 if str(model.activation_dtype).endswith("float64") else np.float32
 
 
-def _on_host(logits: Tensor) -> Tensor:
-    """Return all rows of a device in one copy, which is there once the model has been waited for.
-
-    The pipeline of sampling takes rows one by one, and would wait for a copy of each.
-    """
-    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=logits.device.type == "cuda")
-    return host.copy_(logits, non_blocking=True)
-
-
-def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tuple[list[Tensor], list[list[int]]]:
+def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
     """What was computed for the wanted rows, one after the other, as the two lists of `Scores`; none: of no row."""
-    some_logits, some_best = list[Tensor](), list[list[int]]()
+    some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:
         num = len(run.tokens) if run.logits == "all" else run.logits == "last"

@@ -8,12 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from forerun.blocks import Spec, difference, weight_shapes
+from forerun.blocks import Spec, difference, itemsize, weight_shapes
 from forerun.errors import UnsupportedModel
+from forerun.host_tensor import HostTensor
+from forerun.models import safetensors_file
 from forerun.models.families import family, names_of
 from forerun.models.loading import check_shapes
 from forerun.models.naming import published
@@ -27,8 +25,8 @@ SHARD_BYTES = 4 << 30
 def save_checkpoint(
     folder: str | Path,
     spec: Spec,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype = torch.bfloat16,
+    weights: Mapping[str, HostTensor],
+    dtype: str = "bfloat16",
     *,
     end_ids: Collection[int] = (),
     bos_id: int | None = None,
@@ -46,7 +44,7 @@ def save_checkpoint(
     check_shapes({name: tuple(w.shape) for name, w in weights.items()}, weight_shapes(spec), str(folder))
     eos = sorted(end_ids)
     ids = {"bos_token_id": bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-    raw = config_to_dict(spec) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    raw = config_to_dict(spec) | ids | {"torch_dtype": dtype}
     write_json(folder / "config.json", raw)
     begun = {key: raw[key] for key in BEGINNING if key in raw}
     write_json(folder / "generation_config.json", {k: v for k, v in (ids | begun).items() if v is not None})
@@ -70,7 +68,7 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
     return raw
 
 
-def write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
+def write_weights(folder: Path, weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> None:
     """Write tensors as safetensors, in shards with an index where they are many. dtype: None = each in its own."""
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -78,20 +76,19 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtyp
     for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
         old.unlink()  # a shard left over from an earlier write would be read, or shadow the new ones
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: weights[name].detach().to("cpu", dtype or weights[name].dtype) for name in names}
-        tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        tensors = {name: weights[name].to(dtype or weights[name].dtype) for name in names}
+        safetensors_file.write(folder / file, tensors, metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(_num_bytes(weight, dtype) for weight in weights.values())
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _num_bytes(weight: Tensor, dtype: torch.dtype | None) -> int:
-    return weight.numel() * (dtype or weight.dtype).itemsize
+def _num_bytes(weight: HostTensor, dtype: str | None) -> int:
+    return weight.values.size * itemsize(dtype or weight.dtype)
 
 
-def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> Iterator[list[str]]:
+def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, cut before a shard would exceed shard_bytes."""
     names: list[str] = []
     filled = 0

@@ -6,20 +6,21 @@ source. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), bu
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from forerun.blocks import weight_shapes
+from forerun.blocks import itemsize
 from forerun.config import Quantization
 from forerun.errors import BadOption, UnsupportedModel
+from forerun.host_tensor import Array, HostTensor
 from forerun.models.families import names_of
 from forerun.models.hub import SMALL
-from forerun.models.loading import as_stored, check_shapes, stored_shapes
+from forerun.models.loading import checked
 from forerun.models.naming import Names
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.packings import pack
@@ -47,9 +48,8 @@ def quantise_checkpoint(
         )
     opened.fetch_weights()
     source = opened.weights
-    config = as_stored(source, config)
-    check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
-    before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
+    config = checked(source, config, opened.path)
+    before = sum(math.prod(stored.shape) * itemsize(stored.dtype) for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
 
 
@@ -61,7 +61,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict[str, Tensor]()
+    tensors = dict[str, HostTensor]()
     for name in source.tensors:
         module, _, ending = name.rpartition(".")
         theirs = module if names is None else names.published(module)
@@ -76,29 +76,29 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Tensor]:
+def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
     """Return a weight as compressed-tensors stores it, by ending: several tensors for a matrix, see packings.py."""
     stored = source.tensors[name]
     if stored.scheme is None:
-        return {ending: torch.cat([block.clone() for block in source.blocks(name)])}
+        return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}
     return parts_of(source.quantised(name))
 
 
-def parts_of(matrix: QuantisedMatrix) -> dict[str, Tensor]:
+def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
     """Return a rounded matrix as compressed-tensors stores it, by the ends of names."""
-    bits, codes, scales, zeros = matrix.scheme.bits, list[Tensor](), list[Tensor](), list[Tensor]()
+    bits, codes, scales, zeros = matrix.scheme.bits, list[Array](), list[HostTensor](), list[Array]()
     for rows in matrix.blocks():
         assert rows.zeros is not None
         codes.append(pack(rows.codes, bits))
         scales.append(rows.scales)
         zeros.append(rows.zeros)
     made = {
-        "weight_packed": torch.cat(codes),
-        "weight_scale": torch.cat(scales),
-        "weight_shape": torch.tensor(matrix.shape),
+        "weight_packed": HostTensor.of(np.concatenate(codes)),
+        "weight_scale": HostTensor.joined(scales),
+        "weight_shape": HostTensor.of(np.array(matrix.shape, np.int64)),
     }
     if bits == 4:  # 8 bits are symmetric
-        made["weight_zero_point"] = pack(torch.cat(zeros).T, bits).T.contiguous()
+        made["weight_zero_point"] = HostTensor.of(pack(np.concatenate(zeros).T, bits)).T.contiguous()
     return made
 
 

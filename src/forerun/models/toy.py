@@ -8,18 +8,20 @@ distribution is a random table over contexts, made on demand from a seed; `logit
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from forerun.blocks import Block
+from forerun.blocks import Block, Spec
 from forerun.config import Quantization
 from forerun.errors import InternalError
+from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache, CacheShape
-from forerun.ops.reference import ReferenceOps
+from forerun.kv.pool import HostPools
+from forerun.ops.operators import HostRows, Operators
+from forerun.sampling.arithmetic import Row
 from forerun.types import RaggedBatch
 
 SOURCE_ENDS = -1  # between a source and a text, in the key of a table
@@ -68,6 +70,27 @@ class ToyTable:
     distance: float = 0.0
 
 
+class ToyOps(Operators):
+    """What computes a toy: Python."""
+
+    name, on_host, row_invariant = "reference", True, True
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+
+    def load(self, spec: Spec, weights: Mapping[str, Any], **how: Any) -> Any:
+        """Make a head of a toy, which needs torch."""
+        from forerun.models.toy_heads import ToyHead
+
+        return ToyHead(spec, weights, how.get("lent"), self._dtype)
+
+    def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
+        """Return what multiplies rows by a matrix [O, I], in the toy's type, one row at a time."""
+        columns = matrix.float32().astype(self._dtype).T
+        added = 0 if bias is None else bias.float32().astype(self._dtype)
+        return lambda rows: np.stack([row @ columns for row in rows]) + added
+
+
 class ToyModel:
     """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
 
@@ -84,10 +107,10 @@ class ToyModel:
         *,
         near: ToyModel | None = None,
         max_positions: int = 4096,
-        dtype: torch.dtype = torch.float64,
+        dtype: str = "float64",
         source: Seq[int] = (),
     ) -> None:
-        if dtype not in (torch.float32, torch.float64):
+        if dtype not in ("float32", "float64"):
             raise InternalError(f"the toy keeps ids in its cache, which {dtype} cannot hold exactly")
         self.source = tuple(source)
         encoder = ToyConfig(vocab_size, max_positions) if source else None
@@ -95,9 +118,11 @@ class ToyModel:
         self.shape = table or ToyTable()
         self.near, self.seed = near, seed
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype
-        self.device = torch.device("cpu")
-        self.ops = ReferenceOps()
-        self._table: dict[tuple[int, ...], Tensor] = {}
+        self.make_pools = HostPools
+        self._float = np.dtype(dtype)
+        self.device = "cpu"
+        self.ops, self.rows = ToyOps(dtype), HostRows(self._float)
+        self._table: dict[tuple[int, ...], Row] = {}
         self._rounded: dict[Quantization, ToyModel] = {}
 
     # ------------------------------------------------------------------------------------------------ as a model
@@ -107,9 +132,9 @@ class ToyModel:
         batch: RaggedBatch,
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
-        hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
+        hidden: Row | None = None,
+        taps: Mapping[int, Row] | None = None,
+    ) -> Row:
         """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
@@ -120,8 +145,8 @@ class ToyModel:
         tokens, positions = batch.ids()
         if hidden is None and max(tokens, default=0) >= self.config.vocab_size:
             raise InternalError(f"the toy has {self.config.vocab_size} embeddings and none for id {max(tokens)}")
-        written = torch.tensor(tokens) if hidden is None else hidden.argmax(dim=1)
-        pool.write(view.write_rows, written[:, None, None], torch.tensor(positions)[:, None, None])
+        written = np.array(tokens) if hidden is None else hidden.argmax(axis=1)
+        pool.write(view.write_rows, written[:, None, None], np.array(positions)[:, None, None])
         rows = []
         for b, read in enumerate(view.read_rows):
             source = self._source_of(batch, b, cache)
@@ -129,17 +154,17 @@ class ToyModel:
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen], source))
-        found = torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.activation_dtype)
+        found = np.stack(rows) if rows else np.empty((0, self.config.vocab_size), self._float)
         if taps:
             inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
             for k, tap in taps.items():
-                tap.copy_((inputs, found)[k])
+                tap[:] = (inputs, found)[k]
         return found
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Write the ids and positions of sources, by slot."""
         for slot, ids in sources.items():
-            written = (torch.tensor(list(numbers))[:, None, None] for numbers in (ids, range(len(ids))))
+            written = (np.array(numbers)[:, None, None] for numbers in (list(ids), list(range(len(ids)))))
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
 
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
@@ -151,21 +176,21 @@ class ToyModel:
         shifts = [int(p) - i for i, p in enumerate(positions.flatten().tolist())]
         return (*(int(x) for x in ids.flatten().tolist()), *filter(None, shifts))
 
-    def embed(self, ids: Seq[int]) -> Tensor:
+    def embed(self, ids: Seq[int]) -> Row:
         """One row for each id [n, V]."""
-        return torch.eye(self.config.vocab_size, dtype=self.activation_dtype)[list(ids)]
+        return np.eye(self.config.vocab_size, dtype=self._float)[list(ids)]
 
-    def head(self, ids: Seq[int]) -> Tensor:
+    def head(self, ids: Seq[int]) -> Row:
         """Rows of the LM head, which is the identity [n, V]."""
         return self.embed(ids)
 
-    def norm(self, hidden: Tensor) -> Tensor:
+    def norm(self, hidden: Row) -> Row:
         """hidden [R, V], a copy."""
-        return hidden.clone()
+        return hidden.copy()
 
-    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+    def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
         """hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's own dtype."""
-        return hidden[:, :num_ids].clone()
+        return hidden[:, :num_ids].copy()
 
     def wait(self) -> None:
         """Everything is computed when a call returns."""
@@ -183,11 +208,11 @@ class ToyModel:
 
     # ----------------------------------------------------------------------------------------------- as an oracle
 
-    def logits_after(self, history: Seq[int]) -> Tensor:
+    def logits_after(self, history: Seq[int]) -> Row:
         """Logits [V] after this history, by the definition: no cache, no positions."""
         return self._logits(self.source, history)
 
-    def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Tensor:
+    def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Row:
         order = self.shape.order
         context = tuple(history) if order is None else tuple(history[max(0, len(history) - order) :])
         key = (*source, SOURCE_ENDS, *context) if source else context
@@ -195,21 +220,19 @@ class ToyModel:
             self._table[key] = self._make(key)
         return self._table[key]
 
-    def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Tensor:
+    def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Row:
         """The logits after a history as it was read back; a position that is not its index spoils it visibly."""
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
-        return logits.roll(1 + sum(map(abs, shifts))) if any(shifts) else logits
+        return np.roll(logits, 1 + sum(map(abs, shifts))) if any(shifts) else logits
 
-    def _make(self, context: tuple[int, ...]) -> Tensor:
+    def _make(self, context: tuple[int, ...]) -> Row:
         """Draw the logits of a context; a source stands before it, and SOURCE_ENDS between."""
         shape, size = self.shape, self.config.vocab_size
         generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
         logits = generator.standard_normal(size) * shape.scale
         if self.near is not None:
-            logits = (
-                self.near._logits(*_parts(context)).double().numpy() + generator.standard_normal(size) * shape.distance
-            )
+            logits = self.near._logits(*_parts(context)) + generator.standard_normal(size) * shape.distance
         if shape.tie_step > 0:
             logits = np.round(logits / shape.tie_step) * shape.tie_step
         excluded = generator.random(size) < shape.zero_share
@@ -217,7 +240,7 @@ class ToyModel:
         logits[excluded] = -np.inf
         if not np.isfinite(logits).any():
             logits[generator.integers(size)] = 0.0
-        return torch.from_numpy(logits).to(self.weight_dtype)
+        return logits.astype(self._float)
 
 
 def _parts(context: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,21 +39,24 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from forerun.blocks import Plain, Spec
+from forerun import ops
+from forerun.blocks import Plain, Spec, weight_shapes
 from forerun.errors import BadOption, UnsupportedModel
+from forerun.host_tensor import LARGEST, Floats, HostTensor
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
-from forerun.ops.torch import TorchModel, empty_weights
+from forerun.sampling.largest import Ids
 
 NOISE_NUMBERS = (1 << 20) + 7  # of the block that is repeated; no row length divides it, so no two rows are equal
 OFFSET_STEP = 104_729  # a prime: hundreds of tensors begin at as many places
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LARGEST_CARRIED = 2.0**-10  # c is a power of two, exact in every type
 PROBE_TOKENS = 256
+COMPUTED = ("float32", "bfloat16")  # types that all operators compute with
 MARGIN = 2.0**15  # logits of new ids lie at least this far below 0: at temperature 100, 327 in the exponent
 
 
@@ -71,29 +74,30 @@ class WideShape:
 
 
 def widen(
-    spec: Spec, weights: Mapping[str, Tensor], shape: WideShape, *, seed: int = 0
-) -> tuple[Spec, dict[str, Tensor]]:
-    """The same function in a larger shape: (spec, weights) with the dtype and device of the weights given.
+    spec: Spec, weights: Mapping[str, HostTensor], shape: WideShape, *, seed: int = 0
+) -> tuple[Spec, dict[str, HostTensor]]:
+    """The same function in a larger shape: (spec, weights) with the type of the weights given.
 
-    Takes no memory beyond the result and some MB. Raises BadOption for a shape that the model does not fit into,
-    UnsupportedModel for QK norm (its eps is the one that has to change) and for what is no model like Llama.
+    Takes no memory beyond the result and some MB; for new ids, a copy of the weights meanwhile. Raises BadOption for a
+    shape that the model does not fit into, UnsupportedModel for QK norm (its eps is the one that has to change) and for
+    what is no model like Llama.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
     block = _noise(trained, seed)
-    heads = _HeadPlaces.of(config, wide, trained.device)
+    heads = _HeadPlaces.of(config, wide)
     scale = math.sqrt(config.hidden_size / wide.hidden_size)
-    made = empty_weights(wide.spec, trained.dtype, trained.device)
+    made = {name: HostTensor.empty(sizes, trained.dtype) for name, sizes in weight_shapes(wide.spec).items()}
     for i, (name, out) in enumerate(made.items()):
         is_norm = name.endswith("norm.weight")
         if _must_be_zero(name):
-            out.zero_()  # writes every page: memory that was never written is not read from memory at all
+            out.values[...] = 0  # writes every page: memory that was never written is not read from memory at all
         elif is_norm:
-            out.fill_(scale)
+            _set(out, ..., scale)
         else:
             _fill(out, block, i * OFFSET_STEP % len(block))
         if name in weights:
-            _place(out, weights[name] * scale if is_norm else weights[name], name, heads)
+            _place(out, _times(weights[name], scale) if is_norm else weights[name], name, heads)
     if wide.vocab_size > config.vocab_size:
         _separate(made, config, _spare_lane(config, weights, wide, seed))
     return wide.spec, made
@@ -168,26 +172,35 @@ def _wide_eps(config: Plain, wide: Plain) -> float:
 # --------------------------------------------------------------------------------------------------------- the noise
 
 
-def _noise(trained: Tensor, seed: int) -> Tensor:
+def _noise(trained: HostTensor, seed: int) -> HostTensor:
     """Uniform numbers with half the standard deviation of the trained feed-forward weights."""
-    generator = torch.Generator(trained.device).manual_seed(seed)
-    limit = float(trained.float().std()) * math.sqrt(3) / 2
-    block = torch.empty(NOISE_NUMBERS, dtype=trained.dtype, device=trained.device)
-    return block.uniform_(-limit, limit, generator=generator)
+    limit = float(trained.float32().std()) * math.sqrt(3) / 2
+    numbers = (np.random.default_rng(seed).random(NOISE_NUMBERS, np.float32) * 2 - 1) * np.float32(limit)
+    return HostTensor.of(numbers).to(trained.dtype)
 
 
-def _fill(out: Tensor, block: Tensor, offset: int) -> None:
+def _set(out: HostTensor, places: Any, number: float) -> None:
+    """Write a number, rounded to the type."""
+    out.values[places] = HostTensor.of(np.float32(number)).to(out.dtype).values
+
+
+def _times(weight: HostTensor, factor: float) -> HostTensor:
+    """Return the product, rounded to the type."""
+    return HostTensor.of(weight.float32() * np.float32(factor)).to(weight.dtype)
+
+
+def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
     """The block again and again: drawing a billion numbers would take longer than all the rest.
 
     It begins elsewhere in every tensor: two that are equal byte for byte can be stored, and cached, once by another
     engine, and would no longer cost what they stand for.
     """
-    flat = out.view(-1)
+    flat = out.values.reshape(-1)
     start = min(len(block) - offset, len(flat))
-    flat[:start].copy_(block[offset : offset + start])
+    flat[:start] = block.values[offset : offset + start]
     while start < len(flat):
         part = flat[start : start + len(block)]
-        part.copy_(block[: len(part)])
+        part[:] = block.values[: len(part)]
         start += len(part)
 
 
@@ -207,14 +220,14 @@ class _HeadPlaces:
     k_proj and v_proj, and kv_sources: the trained row that each of them gets.
     """
 
-    q_rows: Tensor
-    q_new_rows: Tensor
+    q_rows: Ids
+    q_new_rows: Ids
     q_scale: float
-    kv_rows: Tensor
-    kv_sources: Tensor
+    kv_rows: Ids
+    kv_sources: Ids
 
     @classmethod
-    def of(cls, config: Plain, wide: Plain, device: torch.device) -> _HeadPlaces:
+    def of(cls, config: Plain, wide: Plain) -> _HeadPlaces:
         copies, group = _copies(config, wide), _group(config)
         # A trained group is laid out in one piece from the first of its copies on, cut by the wide groups.
         q_heads = [i // group * copies * _group(wide) + i % group for i in range(config.num_heads)]
@@ -223,11 +236,11 @@ class _HeadPlaces:
         kv_heads = range(config.num_kv_heads * copies)
         sources = [i // copies for i in kv_heads]
         return cls(
-            q_rows=_rows(q_heads, lanes, size).to(device),
-            q_new_rows=_rows(q_heads, new_lanes, size).to(device),
+            q_rows=_rows(q_heads, lanes, size),
+            q_new_rows=_rows(q_heads, new_lanes, size),
             q_scale=_query_scale(config, wide),
-            kv_rows=_rows(kv_heads, lanes, size).to(device),
-            kv_sources=_rows(sources, range(config.head_dim), config.head_dim).to(device),
+            kv_rows=_rows(kv_heads, lanes, size),
+            kv_sources=_rows(sources, range(config.head_dim), config.head_dim),
         )
 
 
@@ -241,23 +254,24 @@ def _query_scale(config: Plain, wide: Plain) -> float:
     return math.sqrt(wide.head_dim / config.head_dim)
 
 
-def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Tensor:
+def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
     """Rows of these lanes of these heads of `size` lanes, head by head."""
-    return (torch.tensor(heads)[:, None] * size + torch.tensor(lanes, dtype=torch.int64)).flatten()
+    return (np.array(heads, np.int64)[:, None] * size + np.array(lanes, np.int64)).ravel()
 
 
-def _place(out: Tensor, trained: Tensor, name: str, heads: _HeadPlaces) -> None:
+def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) -> None:
     """Write trained weights into the wide ones: heads into their places, everything else into the first corner."""
-    corner = out[:, : trained.shape[1]] if trained.dim() == 2 else out
+    whole = out.values
+    corner = whole[:, : trained.shape[1]] if trained.ndim == 2 else whole
     if ".q_proj." in name:
-        out.index_fill_(0, heads.q_new_rows, 0)
-        corner.index_copy_(0, heads.q_rows, trained * heads.q_scale)
+        whole[heads.q_new_rows] = 0
+        corner[heads.q_rows] = _times(trained, heads.q_scale).values
     elif ".k_proj." in name or ".v_proj." in name:
-        corner.index_copy_(0, heads.kv_rows, trained[heads.kv_sources])
+        corner[heads.kv_rows] = trained.values[heads.kv_sources]
     elif name.endswith("o_proj.weight"):
-        out[: trained.shape[0]].index_copy_(1, heads.q_rows, trained)
+        whole[: trained.shape[0], heads.q_rows] = trained.values
     else:
-        corner[: trained.shape[0]] = trained
+        corner[: trained.shape[0]] = trained.values
 
 
 # ----------------------------------------------------------------------------------------------------------- new ids
@@ -272,51 +286,52 @@ class _SpareLane:
     new_id: float
 
 
-def _separate(made: Mapping[str, Tensor], config: Plain, spare: _SpareLane) -> None:
+def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
     """Write the last dimension everywhere, and the rows of new ids."""
     for name, out in made.items():
         if name.endswith("norm.weight"):
-            out[-1] = spare.norm_weight if name == FINAL_NORM else 0
+            _set(out, -1, spare.norm_weight if name == FINAL_NORM else 0.0)
     embedding, head, old = made[EMBEDDING], made.get(HEAD), config.vocab_size
-    embedding[:, -1] = spare.carried
+    _set(embedding, (slice(None), -1), spare.carried)
     if head is None:
-        embedding[old:, -1] = spare.new_id
+        _set(embedding, (slice(old, None), -1), spare.new_id)
         return
-    head[:old, -1] = 0
-    head[old:, : config.hidden_size] = 0
-    head[old:, -1] = spare.new_id
+    _set(head, (slice(old), -1), 0.0)
+    _set(head, (slice(old, None), slice(config.hidden_size)), 0.0)
+    _set(head, (slice(old, None), -1), spare.new_id)
 
 
-def _spare_lane(config: Plain, weights: Mapping[str, Tensor], wide: Plain, seed: int) -> _SpareLane:
+def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, seed: int) -> _SpareLane:
     """Measured on a run of the trained model over random ids: how large its residual stream gets differs by model.
 
     Raises BadOption where the type of the weights cannot hold the numbers (float16).
     """
     stream, hidden = _last_stream(config, weights, seed)
-    rms = (stream.square().mean(-1) + config.norm_eps).sqrt()
+    rms = np.sqrt(np.square(stream).mean(-1) + config.norm_eps)
     carried, shrink = _carried(config), math.sqrt(config.hidden_size / wide.hidden_size)
-    typical = float(hidden.square().mean().sqrt())
-    norm_weight = typical * float(rms.median()) * shrink / carried
-    smallest = typical * float(rms.median() / rms.max())
+    typical = math.sqrt(np.square(hidden).mean())
+    norm_weight = typical * float(np.median(rms)) * shrink / carried
+    smallest = typical * float(np.median(rms) / rms.max())
     new_id = -(2.0 ** math.ceil(math.log2(MARGIN / smallest)))
     dtype = weights[FINAL_NORM].dtype
-    if max(norm_weight, -new_id) > torch.finfo(dtype).max:
-        name = str(dtype).removeprefix("torch.")
+    if max(norm_weight, -new_id) > LARGEST[dtype]:
         raise BadOption(
-            f"vocab_size={wide.vocab_size} is not possible in {name}, whose range is too small: use bfloat16"
+            f"vocab_size={wide.vocab_size} is not possible in {dtype}, whose range is too small: use bfloat16"
         )
     return _SpareLane(carried, norm_weight, new_id)
 
 
-def _last_stream(config: Plain, weights: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
+def _last_stream(config: Plain, weights: Mapping[str, HostTensor], seed: int) -> tuple[Floats, Floats]:
     """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
     spec = config.spec
-    num, norm, end = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], config.num_layers
-    ids = torch.randint(config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
-    cache = BlockCache.create(
-        spec.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
-    )
+    num, end = min(PROBE_TOKENS, config.max_positions), config.num_layers
+    if weights[FINAL_NORM].dtype not in COMPUTED:
+        weights = {name: weights[name].to("float32") for name in weight_shapes(spec)}
+    model = ops.load_model(spec, weights, ops.make("auto", "cpu", spec))
+    ids = np.random.default_rng(seed).integers(config.vocab_size, size=num).tolist()
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=num)
     cache.open(0)
-    runner = Runner(TorchModel(spec, weights), cache, taps=[end])
+    runner = Runner(model, cache, taps=[end])
     scores = runner.forward([Run(0, ids, logits="none")])
-    return scores.taps[end], scores.hidden.float()
+    stream, hidden = (model.rows.to_host(rows).astype(np.float32) for rows in (scores.taps[end], scores.hidden))
+    return stream, hidden

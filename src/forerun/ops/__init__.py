@@ -5,12 +5,13 @@ A backend's file says
     NAME                                        how the option `ops` calls it
     RANK                                        auto takes the highest that is usable and computes the model; 0 = never
     DEVICE                                      where it computes, "cpu" or "cuda"; left out = on both
+    NEEDS = "torch"                             where it imports torch; left out = it needs numpy alone
     usable(device) -> reason or None            what keeps it from "cpu" or "cuda", as a sentence goes on
     supports(spec) -> reason or None            why it does not compute a model
     row_invariant                               whether the bits of a row depend on that row alone
-    KV_DTYPES                                   kv_cache_dtype -> dtype of a cache; left out = the model's own alone
-    make() -> operators                         with the interface of reference.py, for heads and single products
-    load(spec, weights, operators, consume=)    a model; see `load_model`
+    KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own alone
+    make() -> operators                         what computes, see operators.py
+    load(spec, weights, operators, ...)         a model; see `load_model`
     sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
 
 and is listed nowhere else.
@@ -19,20 +20,20 @@ and is listed nowhere else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from forerun import native
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.registry import stated, unknown
 
 if TYPE_CHECKING:
-    from torch import dtype as Dtype
-
     from forerun.blocks import CacheShape, Spec
-    from forerun.ops.cpu_model import CpuModel
+    from forerun.ops.cpu.model import CpuModel
     from forerun.ops.memory import Sizes, Wanted
-    from forerun.ops.reference import ReferenceOps
+    from forerun.ops.operators import Operators
+    from forerun.ops.passes import Lent
     from forerun.ops.torch import TorchModel
 
 MOST_HEAD_DIM = 1024  # of keys and values in 8 bits, as in csrc/kernels.h
@@ -47,25 +48,57 @@ class Backend(Protocol):
 
     def usable(self, device: str) -> str | None: ...
     def supports(self, spec: Spec) -> str | None: ...
-    def make(self) -> ReferenceOps: ...
+    def make(self) -> Operators: ...
     def load(
-        self, spec: Spec, weights: Mapping[str, Any], operators: ReferenceOps, *, consume: bool = False
+        self,
+        spec: Spec,
+        weights: Mapping[str, Any],
+        operators: Operators,
+        *,
+        device: str = "cpu",
+        consume: bool = False,
+        lent: Lent | None = None,
     ) -> TorchModel | CpuModel: ...
     def sizes(self, wanted: Wanted) -> Sizes: ...
 
 
 @cache
+def files() -> Mapping[str, str]:
+    """Return the files of the backends by their names, those that `auto` would rather have first. None is imported."""
+    names, ranks = stated(__name__, "NAME"), stated(__name__, "RANK")
+    return {names[file]: file for file in sorted(names, key=lambda file: -int(ranks[file]))}
+
+
 def backends() -> Mapping[str, Backend]:
-    """Return the backends by their names, those that `auto` would rather have first."""
-    found = [importlib.import_module(f"{__name__}.{file}") for file in stated(__name__, "NAME")]
-    return {module.NAME: cast(Backend, module) for module in sorted(found, key=lambda module: -module.RANK)}
+    """Return the backends that can be imported here by their names, in the order of `files`: most need torch."""
+    return {name: backend(name) for name in files() if why_no_import(name) is None}
 
 
 def backend(name: str) -> Backend:
-    """Return the backend of a name. Raises BadOption with the known ones."""
-    if name not in backends():
-        raise BadOption(unknown("backend", name, ["auto", *backends()]))
-    return backends()[name]
+    """Return the backend of a name. Raises BadOption with the known ones, and for one whose library is not there."""
+    if name not in files():
+        raise BadOption(unknown("backend", name, ["auto", *files()]))
+    if (reason := why_no_import(name)) is not None:
+        raise BadOption(f"ops={name!r} {reason}")
+    return cast(Backend, importlib.import_module(f"{__name__}.{files()[name]}"))
+
+
+@cache
+def why_no_import(name: str) -> str | None:
+    """Return why the file of a backend cannot be imported, as a sentence goes on behind its name; None where it can."""
+    is_missing = _states(name, "NEEDS") == "torch" and native.torch_version() is None
+    return f"is not possible: {native.needs_torch('it')}" if is_missing else None
+
+
+def refuse_without_torch(device: str) -> None:
+    """Raise BadOption for a device that nothing but torch reaches, where there is no torch."""
+    if device == "cuda" and native.torch_version() is None:
+        raise BadOption(f"device='cuda' is not possible: {native.needs_torch('a CUDA device', 'cuda')}")
+
+
+@cache
+def _states(name: str, constant: str) -> str | None:
+    return stated(__name__, constant).get(files()[name])
 
 
 def resolve(name: str, device: str, spec: Spec | None = None) -> str:
@@ -74,8 +107,12 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
     spec: of the model that it must compute, where that is known. Raises BadOption for a backend that cannot run here,
     UnsupportedModel for one that does not compute the model.
     """
+    refuse_without_torch(device)
     if name == "auto":
         name = next((found for found in _ranked(device) if why_not(found, device, spec) is None), "reference")
+        if (reason := why_no_import(name)) is not None:
+            kernels = why_not("native", device, spec)
+            raise BadOption(f"nothing here computes the model: ops='native' {kernels}; and ops='reference' {reason}")
     if (reason := backend(name).usable(device)) is not None:
         raise BadOption(f"ops={name!r} {reason}")
     if spec is not None and (reason := backend(name).supports(spec)) is not None:
@@ -96,43 +133,46 @@ def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -
 
 def why_not(name: str, device: str, spec: Spec | None) -> str | None:
     """Return why a backend cannot compute a model on a device; None where it can."""
-    module = backends()[name]
+    if (reason := why_no_import(name)) is not None:
+        return reason
+    module = backend(name)
     reason = module.usable(device)
     return reason if reason is not None or spec is None else module.supports(spec)
 
 
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield the backends that `auto` would rather have than this one, each with why it does not compute the model."""
-    for other in _ranked(device):
-        if backend(other).RANK > backend(name).RANK > 0 and (reason := why_not(other, device, spec)) is not None:
+    ranked = list(_ranked(device))
+    for other in ranked[: ranked.index(name)] if name in ranked else ():
+        if (reason := why_not(other, device, spec)) is not None:
             yield other, reason
 
 
 def _ranked(device: str) -> Iterator[str]:
     """Yield the backends that `auto` may stand for on a device, the fastest first: some are for one kind alone."""
-    for name, module in backends().items():
-        if module.RANK and getattr(module, "DEVICE", device) == device:
+    for name in files():
+        if _states(name, "RANK") != "0" and (_states(name, "DEVICE") or device) == device:
             yield name
 
 
-def make(name: str, device: str, spec: Spec | None = None) -> ReferenceOps:
+def make(name: str, device: str, spec: Spec | None = None) -> Operators:
     """Return the operators of a backend; those of one backend are the same object. Raises as `resolve`."""
     return backend(resolve(name, device, spec)).make()
 
 
-def kv_dtype(option: str, model: Any, *, must: bool = True) -> Dtype:
+def kv_dtype(option: str, model: Any, *, must: bool = True) -> str:
     """Return the type of a cache for a loaded model, by the option kv_cache_dtype; see kept_dtype."""
     name = getattr(getattr(model, "ops", None), "name", "")
     return kept_dtype(option, name, model.config.cache_shape, model.cache_dtype, must=must)
 
 
-def kept_dtype(option: str, name: str, shape: CacheShape, own: Dtype, *, must: bool = True) -> Dtype:
+def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:
     """Return the type of a cache of this shape for a model that a backend computes, by the option kv_cache_dtype.
 
     own: what it is by itself. must: whether a type that the backend does not compute with raises BadOption; else it is
     the model's own.
     """
-    if option == "auto" or str(own) == f"torch.{option}":
+    if option in ("auto", own):
         return own
     reason = None
     if option not in kv_dtypes(name):
@@ -140,28 +180,35 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: Dtype, *, must: b
     elif option == "int8" and max(shape.size_of(layer)[1] for layer in shape.kept) > MOST_HEAD_DIM:
         reason = f"takes heads of up to {MOST_HEAD_DIM:,} dimensions, and this model's are larger: leave it out"
     if reason is None:
-        return kv_dtypes(name)[option]
+        return option
     if must:
         raise BadOption(f"kv_cache_dtype={option!r} {reason}")
     return own
 
 
-def kv_dtypes(name: str) -> Mapping[str, Dtype]:
-    """Return the types of a cache that a backend computes with beside its models' own, by kv_cache_dtype."""
-    return getattr(backends().get(name), "KV_DTYPES", {})
+def kv_dtypes(name: str) -> Collection[str]:
+    """Return the types of a cache that a backend computes with beside its models' own."""
+    return getattr(backend(name), "KV_DTYPES", ()) if name in files() else ()
 
 
 def load_model(
-    spec: Spec, weights: Mapping[str, Any], operators: ReferenceOps, *, consume: bool = False
+    spec: Spec,
+    weights: Mapping[str, Any],
+    operators: Operators,
+    *,
+    device: str = "cpu",
+    consume: bool = False,
+    lent: Lent | None = None,
 ) -> TorchModel | CpuModel:
     """Make a model of a spec and its weights, computed by these operators.
 
-    weights: every name of `blocks.weights(spec)`, with that shape; tensors of one dtype on one device. They are looked
-    up once: later changes must be in place. consume: a backend that packs may take the tensors apart while it does, so
-    that nothing is in memory twice; the mapping must then not be used again. Raises UnsupportedModel for a spec that
-    the backend does not compute.
+    weights: every name of `blocks.weights(spec)`, with that shape; tensors of the host of one type, or torch's on one
+    device. They are looked up once: later changes must be in place. device: "cpu" or "cuda". consume: a backend that
+    packs may take the tensors apart while it does, so that nothing is in memory twice; the mapping must then not be
+    used again. lent: what a head uses of its target, of the same operators. Raises UnsupportedModel for a spec that the
+    backend does not compute.
     """
-    module = backend(operators.name)
-    if (reason := module.supports(spec)) is not None:
+    if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")
-    return module.load(spec, weights, operators, consume=consume)
+    model: TorchModel | CpuModel = operators.load(spec, weights, device=device, consume=consume, lent=lent)
+    return model

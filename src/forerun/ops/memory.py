@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-import torch
-
-from forerun.blocks import Spec, products, weights
+from forerun.blocks import Spec, itemsize, products, weights
+from forerun.errors import CapacityError
 from forerun.ops.quantised import Scheme
 from forerun.ops.rotary import Rotations, turned
 
 Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
 
-FLOAT_BYTES = torch.float32.itemsize
+FLOAT_BYTES = 4
 PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logits and sampling.probs
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
@@ -98,7 +97,7 @@ class Wanted:
     matrices are rounded in memory. in_place: whether consecutive rows of the cache are read without a copy.
     """
 
-    dtype: torch.dtype
+    dtype: str
     device: str
     max_seq_len: int
     in_place: bool = False
@@ -109,7 +108,7 @@ class Wanted:
 class Sizes(Protocol):
     """The memory that operators need. Each kind of operators has one class."""
 
-    def cache_dtype_of(self, name: str) -> torch.dtype:
+    def cache_dtype_of(self, name: str) -> str:
         """Return the type of keys and values in the cache of a model."""
 
     def weights(
@@ -170,3 +169,25 @@ def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
     num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
     found = {(a.rope, a.head_dim): turned(a.rope, a.head_dim) for b in spec.blocks if (a := b.attention) and a.rope}
     return 2 * num_positions * 2 * sum(found.values()) * size
+
+
+def weight_bytes(config: Spec, dtype: str) -> int:
+    """Return the bytes of all weights; a tied LM head is its embedding and counts once."""
+    return config.num_weights * itemsize(dtype)
+
+
+def block_bytes(config: Spec) -> int:
+    """Return the bytes of the largest block of the files that loading reads at once, at 4 bytes per number.
+
+    Files with float64 weights, which can be loaded but do not occur in practice, would need twice as much.
+    """
+    largest = max(math.prod(weight.shape) for weight in weights(config))
+    return min(BLOCK_BYTES, 4 * largest)
+
+
+def no_room(num_bytes: int, device: str) -> CapacityError:
+    """The refusal of weights for which there is no memory."""
+    return CapacityError(
+        f"there is no memory for weights of {num_bytes / 1e9:.1f} GB on {device}: choose a smaller model, or "
+        "dtype='bfloat16'; forerun plan says what fits"
+    )

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from forerun.blocks import Spec
 from forerun.errors import InternalError
+from forerun.host_tensor import Floats
 from forerun.types import RaggedBatch
 
 
+@dataclass(frozen=True)
+class Lent:
+    """What a head has of its target: the embedding and the LM head where it has none, and the ids of its own.
+
+    ids: of each id that the head drafts, the target's.
+    """
+
+    target: Any
+    ids: Seq[int]
+
+
 def check_pass(
-    spec: Spec, batch: RaggedBatch, layers: Seq[int] | None, hidden: Tensor | None, taps: Mapping[int, Tensor]
+    spec: Spec, batch: RaggedBatch, layers: Seq[int] | None, hidden: Any, taps: Mapping[int, Any]
 ) -> tuple[Seq[int], bool]:
     """Return the layers of a pass, and whether the final norm follows them. See TorchModel.forward for the arguments.
 
@@ -27,23 +41,24 @@ def check_pass(
     return chosen, layers is None or spec.num_layers - 1 in layers
 
 
-def check_rows(tensors: Iterable[Tensor], batch: RaggedBatch, width: int) -> None:
+def check_rows(tensors: Iterable[Any], batch: RaggedBatch, width: int) -> None:
     """Raise InternalError for what are no hidden rows of a batch's tokens."""
     for rows in tensors:
         if rows.shape != (batch.run_starts[-1], width):
             raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
 
 
-def float_rows(x: Tensor, width: int, num: int | None = None) -> Tensor:
+def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
     """Return rows of this width as native operators read them: float32, one behind the other.
 
     num: how many there must be, None = any number. Raises InternalError.
     """
-    if x.dim() != 2 or x.shape[1] != width:
+    x = np.asarray(x)
+    if x.ndim != 2 or x.shape[1] != width:
         raise InternalError(f"rows of shape {tuple(x.shape)} do not fit a width of {width}")
     if num not in (None, x.shape[0]):
         raise InternalError(f"{x.shape[0]} rows are given where there must be {num}")
-    return x.float().contiguous()
+    return np.ascontiguousarray(x, np.float32)
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
@@ -75,8 +90,8 @@ def end_of(batch: RaggedBatch) -> int:
     return max(map(batch.end, range(len(batch.slots))), default=0)
 
 
-def kinds_in_words(bits: Iterable[int], dtypes: Iterable[torch.dtype]) -> str:
+def kinds_in_words(bits: Iterable[int], dtypes: Iterable[str]) -> str:
     """Return weights of these bits and types in words: 4-bit and 8-bit weights, or bfloat16 weights."""
-    names = [f"{num}-bit" for num in sorted(set(bits))] + sorted({str(t).removeprefix("torch.") for t in dtypes})
+    names = [f"{num}-bit" for num in sorted(set(bits))] + sorted(set(dtypes))
     *others, last = names
     return f"{', '.join(others)}{' and ' if others else ''}{last} weights"

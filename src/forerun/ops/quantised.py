@@ -7,12 +7,16 @@ OCP MX all fit, so that a kernel reads exactly the weights of the file (docs/ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+
+from forerun.host_tensor import Array, Floats, HostTensor, float8_numbers
+
+Codes = npt.NDArray[np.uint8]
 
 UNIT = 32  # weights in a row whose inputs are rounded together
 LARGEST_FLOAT = 448  # of 8 bits
@@ -35,7 +39,7 @@ class Scheme:
     bits: int
     group: int
     offset: str
-    scale_dtype: torch.dtype
+    scale_dtype: str
     super_group: int = 0
     zero: int | None = None
     table: tuple[int, ...] = ()
@@ -65,83 +69,90 @@ class Scheme:
 class QuantisedRows:
     """Some rows [R, I] of a quantised matrix.
 
-    codes: uint8 [R, I]. scales: [R, I / group], in `scale_dtype`, or int8 where there is a super group. zeros: uint8
-    [R, I / group] with offset "zero". minimums: [R, I / group] with offset "minimum", in `scale_dtype`, or uint8 where
-    there is a super group. super_scales, super_minimums: [R, I / super_group] in `scale_dtype`.
+    codes: [R, I]. scales: [R, I / group], in `scale_dtype`, or int8 where there is a super group. zeros: [R, I / group]
+    with offset "zero". minimums: [R, I / group] with offset "minimum", in `scale_dtype`, or uint8 where there is a
+    super group. super_scales, super_minimums: [R, I / super_group] in `scale_dtype`.
     """
 
     scheme: Scheme
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    minimums: Tensor | None = None
-    super_scales: Tensor | None = None
-    super_minimums: Tensor | None = None
+    codes: Codes
+    scales: HostTensor
+    zeros: Codes | None = None
+    minimums: HostTensor | None = None
+    super_scales: HostTensor | None = None
+    super_minimums: HostTensor | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
 
-    def dequantise(self) -> Tensor:
-        """Return the weights in float32 [R, I], rounded in the order in which GGUF's own package rounds them."""
+    def dequantise(self) -> Floats:
+        """Return the weights [R, I], rounded in the order in which GGUF's own package rounds them."""
         scales = _expanded(self.scales, self.super_scales, self.scheme)
-        numbers = torch.unflatten(self._integers(), -1, (-1, self.scheme.group))
+        numbers = self._integers().reshape(len(self.codes), -1, self.scheme.group)
         if self.zeros is not None:
-            return numbers.sub_(self.zeros.float().unsqueeze(-1)).mul_(scales).flatten(-2)
-        assert self.minimums is not None
-        return numbers.mul_(scales).sub_(_expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
+            numbers -= self.zeros.astype(np.float32)[..., None]
+            numbers *= scales
+        else:
+            assert self.minimums is not None
+            numbers *= scales
+            numbers -= _expanded(self.minimums, self.super_minimums, self.scheme)
+        return numbers.reshape(len(self.codes), -1)
 
     def looked_up(self) -> QuantisedRows:
         """Return the same weights with what their codes stand for as codes of 8 bits."""
         if not self.scheme.table:
             return self
-        codes = _taken(self.codes, [number + TABLE_ZERO for number in self.scheme.table], torch.uint8)
-        zeros = torch.full(self.zeros.shape, TABLE_ZERO, dtype=torch.uint8) if self.zeros is not None else None
+        codes = np.array([number + TABLE_ZERO for number in self.scheme.table], np.uint8)[self.codes]
+        zeros = None if self.zeros is None else np.full_like(self.zeros, TABLE_ZERO)
         return replace(self, scheme=self.scheme.looked_up(), codes=codes, zeros=zeros)
 
-    def _integers(self) -> Tensor:
+    def _integers(self) -> Floats:
         """Return what the codes stand for, float32 [R, I], which nobody else holds."""
         if self.scheme.table:
-            return _taken(self.codes, self.scheme.table, torch.float32)
-        if self.scheme.floats:
-            return self.codes.view(torch.float8_e4m3fn).float()
-        return self.codes.float()
+            return np.array(self.scheme.table, np.float32)[self.codes]
+        return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)
 
-    def numbers(self, span: int, count: int, offset: str) -> tuple[Tensor, Tensor]:
+    def numbers(self, span: int, count: int, offset: str) -> tuple[Floats, Floats]:
         """Return scales and what is subtracted in float32, [R, count] each: one for `span` weights, 0 behind the last.
 
         offset: "zero" or "minimum"; a zero point becomes a minimum where that is asked for. All are exact: a product
         of at most 8 bits and 16 has less than 24.
         """
-        scales = _expanded(self.scales, self.super_scales, self.scheme).squeeze(-1)
+        scales = _expanded(self.scales, self.super_scales, self.scheme)[..., 0]
         if self.zeros is not None:
-            subtracted = self.zeros.float() if offset == "zero" else self.zeros.float() * scales
+            zeros = self.zeros.astype(np.float32)
+            subtracted = zeros if offset == "zero" else zeros * scales
         else:
             assert self.minimums is not None
             assert offset == "minimum"
-            subtracted = _expanded(self.minimums, self.super_minimums, self.scheme).squeeze(-1)
-        repeat = self.scheme.group // span
-        both = [part.repeat_interleave(repeat, dim=-1)[:, :count] for part in (scales, subtracted)]
-        missing = count - both[0].shape[1]
-        return tuple(torch.nn.functional.pad(part, (0, missing)).contiguous() for part in both)  # type: ignore[return-value]
+            subtracted = _expanded(self.minimums, self.super_minimums, self.scheme)[..., 0]
+        repeats = self.scheme.group // span
+
+        def spread(numbers: Floats) -> Floats:
+            repeated = np.repeat(numbers, repeats, axis=1)[:, :count]
+            return np.ascontiguousarray(np.pad(repeated, ((0, 0), (0, count - repeated.shape[1]))))
+
+        return spread(scales), spread(subtracted)
 
 
 # Floats of 4 bits, doubled (OCP Microscaling Formats 1.0, table 5): sign, two bits of exponent, one of mantissa.
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-MXFP4 = Scheme(4, 32, "zero", torch.float32, zero=0, table=E2M1, powers=True)
+MXFP4 = Scheme(4, 32, "zero", "float32", zero=0, table=E2M1, powers=True)
 
 
-def mxfp4(codes: Tensor, exponents: Tensor) -> QuantisedRows:
+def mxfp4(codes: Codes, exponents: Codes) -> QuantisedRows:
     """Return rows of MXFP4, the format of GGUF's type 39 and of gpt-oss.
 
     codes: uint8 [R, I], the floats of 4 bits in order. exponents: uint8 [R, I / 32], of E8M0: 2 ** (exponent - 127) is
     the scale of a block, and 255 is no number. A block of zeros gets the scale 0, whatever its exponent is.
     """
     # The table is doubled and the scale halved. Of the lowest two exponents it is below the least normal float32.
-    bits = torch.where(exponents < 2, 0x200000 << exponents.int(), (exponents.int() - 1) << 23)
-    scales = bits.view(torch.float32).masked_fill(exponents == 255, torch.nan)
-    is_zero = torch.unflatten(codes & 7, -1, (-1, MXFP4.group)).amax(-1) == 0
-    zeros = torch.zeros(exponents.shape, dtype=torch.uint8)
-    return QuantisedRows(MXFP4, codes, scales.masked_fill(is_zero, 0.0), zeros)
+    wide = exponents.astype(np.int32)
+    scales = np.where(wide < 2, 0x200000 << np.minimum(wide, 1), (wide - 1) << 23).astype(np.int32).view(np.float32)
+    scales[exponents == 255] = np.nan
+    is_zero = ~(codes & 7).reshape(len(codes), -1, MXFP4.group).any(-1)
+    scales[is_zero] = 0
+    return QuantisedRows(MXFP4, codes, HostTensor.of(scales), np.zeros_like(exponents))
 
 
 class HasFileno(Protocol):
@@ -162,12 +173,12 @@ class StoredRows:
     file: HasFileno
     type: int
     start: int
-    numbers: Tensor | None = None
+    numbers: npt.NDArray[np.int32] | None = None
     rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
         """Return where some of the rows are."""
-        numbers = torch.tensor(rows, dtype=torch.int32)
+        numbers = np.array(rows, np.int32)
         return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
 
 
@@ -184,24 +195,16 @@ class QuantisedMatrix:
     stored: StoredRows | None = None
 
 
-def dequantised(matrix: QuantisedMatrix, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
     """Return a whole matrix, in the type of a product whose other parts are dense."""
-    return torch.cat([rows.dequantise().to(dtype) for rows in matrix.blocks()])
+    return HostTensor.joined([HostTensor.of(rows.dequantise()).to(dtype) for rows in matrix.blocks()])
 
 
-def _taken(codes: Tensor, table: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the entries of a table at some codes."""
-    entries = torch.tensor(table, dtype=dtype)
-    return entries.index_select(0, codes.flatten().int()).view(codes.shape)
-
-
-def _expanded(numbers: Tensor, factors: Tensor | None, scheme: Scheme) -> Tensor:
+def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
     """Return one float32 for each group, [R, I / group, 1]."""
+    own = numbers.float32()
     if factors is None:
-        return numbers.float().unsqueeze(-1)
+        return own[..., None]
     per_factor = scheme.super_group // scheme.group
-    return (
-        (factors.float().unsqueeze(-1) * torch.unflatten(numbers.float(), -1, (-1, per_factor)))
-        .flatten(-2)
-        .unsqueeze(-1)
-    )
+    products: Array = factors.float32()[..., None] * own.reshape(len(own), -1, per_factor)
+    return products.reshape(len(own), -1)[..., None]

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun import native
 from forerun.blocks import Weight
 from forerun.config import GROUPS, Quantization
 from forerun.errors import BadOption
+from forerun.host_tensor import Floats, HostTensor, address
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
 
-SCALE_DTYPE = torch.bfloat16  # as published checkpoints have them, whose model is computed in bfloat16
+SCALE_DTYPE = "bfloat16"  # as published checkpoints have them, whose model is computed in bfloat16
 LANES = 16  # of the kernels
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
 
@@ -32,24 +32,25 @@ def scheme_of(bits: int, group: int) -> Scheme:
     return Scheme(bits, group, "zero", SCALE_DTYPE, zero=128 if bits == 8 else None)
 
 
-def quantise(rows: Tensor, scheme: Scheme) -> QuantisedRows:
+def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
     """Round rows [R, I] to a scheme of `scheme_of`, whose group divides I. The weights must be finite.
 
-    The native kernels do the operations of `rounded_by_torch` in the same order, some ten times as fast.
+    The native kernels do the operations of `rounded_by_numpy` in the same order, some ten times as fast.
     """
-    if native.isa() == "reference" or rows.device.type != "cpu":
-        return rounded_by_torch(rows, scheme)
-    return rounded_by_kernels(rows, scheme, native.isa())
+    return (
+        rounded_by_numpy(rows, scheme)
+        if native.isa() == "reference"
+        else rounded_by_kernels(rows, scheme, native.isa())
+    )
 
 
-def rounded_by_kernels(rows: Tensor, scheme: Scheme, isa: str) -> QuantisedRows:
+def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
     """Do what `quantise` does with the kernels of an instruction set; the group is a multiple of 16."""
-    weights = rows.detach().float().contiguous()
-    groups = (len(rows), rows.shape[1] // scheme.group)
-    codes, zeros = torch.empty(rows.shape, dtype=torch.uint8), torch.empty(groups, dtype=torch.uint8)
-    scales = torch.empty(groups, dtype=SCALE_DTYPE)
-    places = (codes.data_ptr(), scales.data_ptr(), zeros.data_ptr())
-    _kernels(isa).round_groups(weights.data_ptr(), scales.numel(), scheme.group, scheme.bits, *places)
+    weights, groups = np.ascontiguousarray(rows), (len(rows), rows.shape[1] // scheme.group)
+    codes, zeros = np.empty(rows.shape, np.uint8), np.empty(groups, np.uint8)
+    scales = HostTensor.empty(groups, SCALE_DTYPE)
+    places = address(codes), address(scales.values), address(zeros)
+    _kernels(isa).round_groups(address(weights), zeros.size, scheme.group, scheme.bits, *places)
     return QuantisedRows(scheme, codes, scales, zeros)
 
 
@@ -59,62 +60,55 @@ def _kernels(isa: str) -> Any:
     return native.extension().Backend(isa, native.num_threads())
 
 
-def rounded_by_torch(rows: Tensor, scheme: Scheme) -> QuantisedRows:
+def rounded_by_numpy(rows: Floats, scheme: Scheme) -> QuantisedRows:
     """Do what `quantise` does where there are no kernels."""
-    groups = rows.float().reshape(len(rows), -1, scheme.group)
-    codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
-    return QuantisedRows(scheme, codes.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8))
+    groups = rows.reshape(len(rows), -1, scheme.group)
+    with np.errstate(over="ignore"):  # infinite squares of large errors lose against any other
+        codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
+    return QuantisedRows(scheme, codes.astype(np.uint8).reshape(len(rows), -1), scales, zeros.astype(np.uint8))
 
 
-def _eight_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scales = _positive(groups.abs().amax(-1) / 127)
-    codes = torch.round(groups / scales.float().unsqueeze(-1)).clamp_(-127, 127).add_(128)
-    return codes, scales, torch.full_like(scales, 128)
+def _eight_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
+    scales = _positive(np.abs(groups).max(-1) / np.float32(127))
+    codes = np.clip(np.rint(groups / scales.float32()[..., None]), -127, 127) + np.float32(128)
+    return codes, scales, np.full(scales.shape, 128, np.float32)
 
 
-def _four_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    least = torch.empty(0)
+def _four_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
+    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+    codes, least = np.empty_like(groups), np.full(low.shape, np.inf, np.float32)
+    steps, zeros = np.empty_like(low), np.empty_like(low)
     for share in SHARES:
-        scales = _positive((high - low) * (share / 15))
-        step = scales.float()
-        zeros = torch.round(-share * low / step).clamp_(0, 15)
-        codes = torch.round(groups / step.unsqueeze(-1)).add_(zeros.unsqueeze(-1)).clamp_(0, 15)
-        errors = (codes - zeros.unsqueeze(-1)).mul_(step.unsqueeze(-1)).sub_(groups).square_()
-        errors = _sum(errors)
-        if best is None:
-            best, least = (codes, scales, zeros), errors
-            continue
-        better = errors < least
-        least = torch.where(better, errors, least)
-        best = (
-            torch.where(better.unsqueeze(-1), codes, best[0]),
-            torch.where(better, scales, best[1]),
-            torch.where(better, zeros, best[2]),
-        )
-    assert best is not None
-    return best
+        step = _positive((high - low) * np.float32(share / 15)).float32()
+        zero = np.clip(np.rint(np.float32(-share) * low / step), 0, 15)
+        rounded = np.clip(np.rint(groups / step[..., None]) + zero[..., None], 0, 15)
+        errors = _sum(np.square((rounded - zero[..., None]) * step[..., None] - groups))
+        better = errors < least if share < SHARES[0] else np.ones(errors.shape, np.bool_)
+        least = np.where(better, errors, least)
+        codes, zeros = np.where(better[..., None], rounded, codes), np.where(better, zero, zeros)
+        steps = np.where(better, step, steps)
+    return codes, HostTensor.of(steps).to(SCALE_DTYPE), zeros
 
 
-def _sum(numbers: Tensor) -> Tensor:
-    """Sum the last dimension in the kernels' order: torch's own depends on the processor, and with it which is less."""
+def _sum(numbers: Floats) -> Floats:
+    """Sum the last dimension in the kernels' order, which decides which of two errors is less."""
     if numbers.shape[-1] % LANES == 0:
-        lanes = torch.unflatten(numbers, -1, (-1, LANES))
+        lanes = numbers.reshape(*numbers.shape[:-1], -1, LANES)
         numbers = lanes[..., 0, :]
         for i in range(1, lanes.shape[-2]):
             numbers = numbers + lanes[..., i, :]
     while numbers.shape[-1] > 1:
         half, is_odd = divmod(numbers.shape[-1], 2)
         rest = numbers[..., :half] + numbers[..., half : 2 * half]
-        numbers = torch.cat((rest, numbers[..., -1:]), dim=-1) if is_odd else rest
-    return numbers.squeeze(-1)
+        numbers = np.concatenate((rest, numbers[..., -1:]), axis=-1) if is_odd else rest
+    return numbers[..., 0]
 
 
-def _positive(scales: Tensor) -> Tensor:
+def _positive(scales: Floats) -> HostTensor:
     """Return scales in their type; 1 where a group is all zeros, or too small for the type."""
-    rounded = scales.to(SCALE_DTYPE)
-    return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
+    rounded = HostTensor.of(scales).to(SCALE_DTYPE)
+    wide = rounded.float32()
+    return HostTensor.of(np.where(wide > 0, wide, np.float32(1))).to(SCALE_DTYPE)
 
 
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
@@ -137,7 +131,7 @@ def is_rounded(weight: Weight) -> bool:
     return weight.least_bits < 16
 
 
-class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
+class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
     """Weights that are in memory, each matrix rounded when it is looked up, as `models.quantising` rounds a file's.
 
     weights: of the spec. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias.
@@ -148,10 +142,10 @@ class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
     def __init__(
         self,
         weights: Iterable[Weight],
-        read: Callable[[str, range], Tensor],
-        vector: Callable[[str], Tensor],
+        read: Callable[[str, range], HostTensor],
+        vector: Callable[[str], HostTensor],
         quantization: Quantization,
-        as_tensors: torch.dtype | None,
+        as_tensors: str | None,
     ) -> None:
         known = list(weights)
         self.read, self.vector, self.as_tensors = read, vector, as_tensors
@@ -159,7 +153,7 @@ class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
         self.matrices = {weight.name for weight in known if weight.role == "matrix"}
         self.schemes = {weight.name: scheme_for(weight, quantization) for weight in known if is_rounded(weight)}
 
-    def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
+    def __getitem__(self, name: str) -> HostTensor | QuantisedMatrix:
         shape = self.shapes[name]
         if name not in self.schemes:
             kept = self.read(name, range(shape[0])) if name in self.matrices else self.vector(name)
@@ -167,7 +161,7 @@ class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
         matrix = QuantisedMatrix(self.schemes[name], (shape[0], shape[1]), partial(self._rows, name))
         if self.as_tensors is None:
             return matrix
-        return torch.cat([rows.dequantise().to(self.as_tensors) for rows in matrix.blocks()])
+        return HostTensor.joined([HostTensor.of(rows.dequantise()).to(self.as_tensors) for rows in matrix.blocks()])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -179,4 +173,5 @@ class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
         num_rows, num_in = self.shapes[name]
         step = max(1, BLOCK_WEIGHTS // num_in)
         for first in range(0, num_rows, step):
-            yield quantise(self.read(name, range(first, min(num_rows, first + step))), self.schemes[name])
+            rows = self.read(name, range(first, min(num_rows, first + step)))
+            yield quantise(rows.float32(), self.schemes[name])

@@ -8,21 +8,24 @@ compare with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Act, Buckets
-from forerun.kv.pool import Pool
-from forerun.ops.quantised import Scheme
+from forerun.host_tensor import HostTensor
+from forerun.ops.operators import Operators
 from forerun.ops.rotary import buckets_of_distances
+from forerun.ops.torch_pools import TorchPool
+from forerun.ops.torch_tensors import tensor_of
 from forerun.types import CacheView
 
 # A private operator of torch's oneDNN build; where it is missing, F.linear serves.
@@ -45,12 +48,13 @@ class Plan(CacheView):
     writes: Rows = field(default_factory=lambda: slice(0, 0))
     reads: list[Rows] = field(default_factory=list)
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
 
     def mask(self, b: int, window: int | None) -> Tensor | None:
         """Return the mask of run b; None where its only row sees everything."""
         if (b, window) not in self.masks:
             sees_all = len(self.batch.run(b)) == 1 and window is None and not self.batch.is_tree(b)
-            self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.write_rows.device)
+            self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.device)
         return self.masks[b, window]
 
     def positions(self, b: int) -> Tensor:
@@ -64,7 +68,7 @@ class Plan(CacheView):
             for own in self.batch.seen(b):
                 for depth, j in enumerate(own):
                     places[cached + j] = cached + depth
-        return torch.tensor(places, device=self.write_rows.device)
+        return torch.tensor(places, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,8 @@ class Scoring:
 PLAIN = Scoring()
 
 
-class ReferenceOps:
-    """Operators over rows: x is [T, features], one row per token.
-
-    row_invariant tells whether the bits of one row depend on that row alone; tests hold a backend to it. packs:
-    a model makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them.
-    """
-
-    packs = False
+class ReferenceOps(Operators):
+    """Operators over rows: x is [T, features], one row per token."""
 
     def __init__(self, *, row_by_row: bool = False) -> None:
         self.row_by_row = row_by_row
@@ -113,29 +111,26 @@ class ReferenceOps:
 
     @property
     def build(self) -> str:
-        """The name of what computes, for reports: bits are promised, and speeds were measured, for it alone."""
+        """The version of torch, and the instructions that it uses."""
         return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
     @property
     def num_threads(self) -> int:
-        """The number of threads that compute on a CPU."""
+        """The number of threads that compute on a CPU, which are torch's."""
         return torch.get_num_threads()
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no threads but the operators' own compute on the CPU; these are torch's."""
-        return nullcontext()
+    def inference(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is remembered for gradients."""
+        return torch.inference_mode()
 
-    def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
-        """Return the type that dtype="auto" means: on a CPU float32, torch's fastest there, else the stored one."""
-        return torch.float32 if device == "cpu" else stored
+    def auto_dtype(self, device: str, stored: str) -> str:
+        """Return on a CPU float32, torch's fastest type there, else the stored one."""
+        return "float32" if device == "cpu" else stored
 
-    def rows_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Return the type of rows that go in and come out, beside weights of this type; here they have one type."""
-        return weights
-
-    def packs_scheme(self, scheme: Scheme) -> bool:
-        """Tell whether a model takes a QuantisedMatrix of this scheme in place of a tensor."""
-        return False
+    def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `Operators.multiplier`."""
+        own = [None if part is None else tensor_of(part.to(model.weight_dtype), model.place) for part in (matrix, bias)]
+        return lambda rows: self.linear(rows.to(model.rows_dtype), own[0], own[1])  # type: ignore[arg-type]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply: x [T, I], weight [O, I], bias [O] -> [T, O]."""
@@ -148,16 +143,6 @@ class ReferenceOps:
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """Compute the layer norm over the last dimension, in float32 (Ba et al. 2016, eq. 4)."""
         return self._rows(lambda row: _layer_norm(row, weight, bias, eps), x)
-
-    def join(
-        self, parts: Seq[Tensor], norms: Seq[Tensor | None], eps: float, weight: Any, bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply rows side by side, each behind a norm of its own (None = as it is): [norm(a) | norm(b) | ...] w.
-
-        parts: of each [T, I]; weight [O, parts x I] as `linear` takes it -> [T, O].
-        """
-        rows = [x if norm is None else self.rms_norm(x, norm, eps) for x, norm in zip(parts, norms, strict=True)]
-        return self.linear(torch.cat(rows, -1), weight, bias)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) * up, the gated activation of the feed-forward block."""
@@ -188,13 +173,14 @@ class ReferenceOps:
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
         """Called with what each router decided: scores [T, experts], and the experts chosen [T, chosen]."""
 
-    def plan(self, view: CacheView) -> Plan:
+    def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
         """Return what attention needs of a view; it is computed once per forward pass."""
-        reads = [_consecutive(rows) for rows in view.read_rows]
-        writes: Rows = view.write_rows
+        reads = [_on_device(rows, device) for rows in view.read_rows]
         if len(reads) == 1 and isinstance(reads[0], slice):
-            writes = slice(reads[0].stop - len(view.write_rows), reads[0].stop)
-        return Plan(view.batch, view.write_rows, view.read_rows, writes, reads)
+            writes: Rows = slice(reads[0].stop - len(view.write_rows), reads[0].stop)
+        else:
+            writes = torch.from_numpy(view.write_rows).to(device)
+        return Plan(view.batch, view.write_rows, view.read_rows, writes, reads, device=device)
 
     def attention(
         self,
@@ -202,7 +188,7 @@ class ReferenceOps:
         k: Tensor | None,
         v: Tensor | None,
         *,
-        pool: Pool | None,
+        pool: TorchPool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
@@ -215,11 +201,11 @@ class ReferenceOps:
         its own minus window.
         """
         assert view is not None
-        plan = view if isinstance(view, Plan) else self.plan(view)
+        plan = view if isinstance(view, Plan) else self.plan(view, q.device)
         if pool is None:
             assert k is not None
             assert v is not None
-            pool = Pool(k, v)
+            pool = TorchPool(k, v)
         elif k is not None and v is not None:
             pool.write(plan.writes, k, v)
         attend = self._attend_alone if self.row_by_row else self._attend_run
@@ -319,13 +305,11 @@ def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
     return hidden.triu(first + window) + hidden.tril(first - window)
 
 
-def _consecutive(rows: Tensor) -> Rows:
-    """Return a slice where the rows are consecutive. Rows on an accelerator stay: to read them would stop its queue."""
-    if rows.device.type != "cpu" or len(rows) == 0:
-        return rows
-    first = int(rows[0])
-    same = len(rows) == 1 or torch.equal(rows, torch.arange(first, first + len(rows)))
-    return slice(first, first + len(rows)) if same else rows
+def _on_device(rows: npt.NDArray[np.int64], device: torch.device | str) -> Rows:
+    """Return rows as indices on a device, a slice where they are consecutive."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)
 
 
 def _scored(

@@ -12,8 +12,6 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from forerun.blocks import Buckets, Rope
 from forerun.sampling import arithmetic
@@ -23,30 +21,24 @@ Ints = npt.NDArray[np.int64]
 
 
 class Rotations:
-    """cos and sin by position, on a device and in a type. The table grows by blocks, as far as it is asked for."""
+    """cos and sin by position. The table grows by blocks, as far as it is asked for."""
 
     BLOCK = 256
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rope: Rope, head_dim: int) -> None:
         self.rope = rope
         self.inv_freq = inverse_frequencies(rope, head_dim)
         self._factor = attention_factor(rope)
-        self._table = torch.empty(0, 2, 1, 2 * len(self.inv_freq), device=device, dtype=dtype)
+        self._table = np.empty((0, 2, 1, 2 * len(self.inv_freq)), np.float32)
         self.num_positions = 0  # of the table
 
-    def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, 1, turned dimensions] of positions [T] below `end`; sin as ops.rope wants it."""
-        cos, sin = self.table(end)[positions].unbind(1)
-        return cos, sin
-
-    def table(self, end: int) -> Tensor:
+    def table(self, end: int) -> Singles:
         """Return cos and sin of every position below `end`, and some more: [positions, 2, 1, turned dimensions]."""
-        if end > self.num_positions:  # a tensor's len() takes as long as a layer's norm
+        if end > self.num_positions:
             firsts = range(self.num_positions, end, self.BLOCK)
             blocks = [rotations(self.inv_freq, self._factor, range(first, first + self.BLOCK)) for first in firsts]
-            more = torch.from_numpy(np.concatenate(blocks))[:, :, None]
-            self._table = torch.cat((self._table, more.to(self._table.device, self._table.dtype)))
-            self.num_positions = self._table.shape[0]
+            self._table = np.concatenate((self._table, *(block[:, :, None] for block in blocks)))
+            self.num_positions = len(self._table)
         return self._table
 
 

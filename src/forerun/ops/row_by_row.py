@@ -10,6 +10,7 @@ from forerun.ops.torch import load as load, supports as supports, usable as usab
 from forerun.ops.torch_memory import ReferenceSizes
 
 NAME = "reference_row_by_row"
+NEEDS = "torch"
 RANK = 0  # never by itself
 row_invariant = True
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,24 +27,31 @@ from forerun.blocks import (
     Attention,
     Block,
     Experts,
+    Features,
     LayerInput,
     Mlp,
     Norm,
     Rope,
     Spec,
+    itemsize,
 )
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
+from forerun.host_tensor import Floats, HostTensor, dtype_name
 from forerun.kv.cache import BlockCache
-from forerun.ops.memory import Sizes, Wanted
-from forerun.ops.passes import batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.memory import Sizes, Wanted, no_room
+from forerun.ops.passes import Lent, batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
-from forerun.ops.rotary import Rotations, sinusoids
+from forerun.ops.rotary import sinusoids
 from forerun.ops.torch_memory import ReferenceSizes
+from forerun.ops.torch_pools import pools_on
+from forerun.ops.torch_rotations import TorchRotations
+from forerun.ops.torch_tensors import TorchRows, as_tensors, dtype_of, host_of, tensor_of, torch_dtype
 from forerun.types import CacheView, RaggedBatch
 
 NAME = "reference"
+NEEDS = "torch"
 RANK = 1
 row_invariant = False
 Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
@@ -70,9 +78,29 @@ def make() -> ReferenceOps:
     return ReferenceOps()
 
 
-def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> TorchModel:
+def load(
+    spec: Spec,
+    weights: Mapping[str, Any],
+    operators: ReferenceOps,
+    *,
+    device: str = "cpu",
+    consume: bool = False,
+    lent: Lent | None = None,
+) -> TorchModel:
     """Make a model that is computed one operator after the other; see ops.load_model."""
-    return TorchModel(spec, weights, operators)
+    return TorchModel(spec, placed(spec, weights, device), operators, lent=lent)
+
+
+def placed(spec: Spec, weights: Mapping[str, Any], device: str) -> Mapping[str, Tensor]:
+    """Return weights as tensors on a device, those of the host each read into its final place."""
+    return as_tensors(weights, lambda: _room_for(spec, dtype_of(weights), device))
+
+
+def _room_for(spec: Spec, dtype: str, device: str) -> dict[str, Tensor]:
+    try:
+        return empty_weights(spec, torch_dtype(dtype), device)
+    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+        raise no_room(spec.num_weights * itemsize(dtype), device) from error
 
 
 def sizes(wanted: Wanted) -> Sizes:
@@ -300,13 +328,13 @@ class TorchMlp:
     def __init__(self, mlp: Mlp, parts: Parts, at: str) -> None:
         self.spec = mlp
         self.up = parts.product(*([f"{at}gate_proj"] if mlp.gated else []), f"{at}up_proj")
-        self.down = parts.product(f"{at}down_proj")
+        self.down = parts.product(f"{at}down_proj") if mlp.down else Projections([], [], None)
 
     def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
         """y [T, H] -> [T, H]."""
         parts = self.up.apply(ops, y)
         inner = ops.gated(self.spec.act, *parts) if self.spec.gated else ops.activated(self.spec.act, parts[0])
-        return self.down.apply(ops, inner)[0]
+        return self.down.apply(ops, inner)[0] if self.spec.down else inner
 
 
 class TorchExperts:
@@ -394,6 +422,38 @@ class TorchLayerInputs:
         return (projected + found.view(projected.shape)) * 2**-0.5
 
 
+class TorchFeatures:
+    """How a head begins: the embedding of each token beside features, which are made of its target's rows."""
+
+    def __init__(self, own: Features, parts: Parts) -> None:
+        self.spec = own
+        rows, sides = (Norm(eps=own.eps) if has else None for has in (own.row_norms, own.side_norms))
+        self.row_norms = [Normed.of(parts, f"fc_norm.{i}", rows) for i in range(own.num)]
+        self.whole_norm = Normed.of(parts, "input_norm", Norm(eps=own.eps) if own.whole_norm else None)
+        self.layers = parts.product("fc", *(["fc_act"] if own.act else [])) if own.joined else None
+        self.side_norms = [Normed.of(parts, side, sides) for side in blocks.SIDES]
+        self.context_norm = Normed.of(parts, blocks.SIDES[1], own.context_norm)
+        self.input = parts.product("input") if own.input == "product" else None
+
+    def of_rows(self, ops: ReferenceOps, layer_rows: Seq[Tensor], dtype: torch.dtype) -> Tensor:
+        """The target's rows behind each layer [n, size] -> features [n, H]."""
+        cut = [x.to(dtype).clamp(-self.spec.largest, self.spec.largest) for x in layer_rows]
+        rows = torch.cat([normed(norm, ops, x) for norm, x in zip(self.row_norms, cut, strict=True)], -1)
+        rows = normed(self.whole_norm, ops, rows)
+        if self.layers is None:
+            return rows
+        made, *acted = self.layers.apply(ops, rows)
+        return made if self.spec.act is None else made + ops.activated(self.spec.act, acted[0])
+
+    def begun(self, ops: ReferenceOps, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what the first block gets [T, H], and what its attention reads in its place [T, 2 H], None = that."""
+        sides = [normed(norm, ops, x) for norm, x in zip(self.side_norms, (embedded, features), strict=True)]
+        both = torch.cat(sides, -1)
+        if self.input is not None:
+            return self.input.apply(ops, both)[0], None
+        return sides[1] if self.spec.normed_stream else features, both
+
+
 class TorchBlock:
     """One block: its norms, its attention, and its feed-forward part or experts."""
 
@@ -461,21 +521,30 @@ class TorchModel:
     weights: every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: of the weights.
     activation_dtype: of the rows that go in and come out. cache_dtype: what a KV cache for this model must be made
     with. The reference operators have one type for all three. join: what makes products of matrices; None = they stay
-    where they are, which is for the reference operators alone. A head has neither embedding nor LM head among its
-    weights, and is given its rows.
+    where they are, which is for the reference operators alone. lent: what a head uses of its target.
     """
 
+    feeds_itself = False  # whether it has a `run_ahead` in which rows of a head stand for features
+
     def __init__(
-        self, spec: Spec, weights: Mapping[str, Tensor], ops: ReferenceOps | None = None, join: Join | None = None
+        self,
+        spec: Spec,
+        weights: Mapping[str, Tensor],
+        ops: ReferenceOps | None = None,
+        join: Join | None = None,
+        lent: Lent | None = None,
     ) -> None:
         if (why_not := supports(spec)) is not None:
             raise InternalError(f"model_type={spec.model_type!r} cannot be run in torch: {why_not}")
-        self.config, self.ops = spec, ops or ReferenceOps()
+        self.config, self.ops, self._lent = spec, ops or ReferenceOps(), lent
         self.weights: Mapping[str, Tensor] = weights
         some = next(iter(weights.values()))
-        self.device, self.weight_dtype, self.cache_dtype = some.device, some.dtype, some.dtype
-        self.activation_dtype = self.ops.rows_dtype(some.dtype)
-        parts = Parts(weights, self.activation_dtype, join or Projections.of)
+        self.place, self.device = some.device, some.device.type
+        self.weight_dtype = self.cache_dtype = dtype_name(some.dtype)
+        self.activation_dtype = self.ops.rows_dtype(self.weight_dtype)
+        self.rows_dtype = torch_dtype(self.activation_dtype)
+        self.make_pools, self.rows = pools_on(str(some.device)), TorchRows(some.device, self.rows_dtype)
+        parts = Parts(weights, self.rows_dtype, join or Projections.of)
         self._embedding = weights.get(EMBEDDING)
         self._head = self._embedding if spec.tied else weights.get(HEAD)
         self._head_bias = weights["lm_head.bias"] if spec.head_bias else None
@@ -489,16 +558,16 @@ class TorchModel:
             self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", biased))
         found = [a for block in spec.blocks if (a := block.attention) is not None]
         turns = dict.fromkeys((a.rope, a.head_dim) for a in found if a.rope is not None)
+        self._features = None if spec.features is None else TorchFeatures(spec.features, parts)
         own_inputs = spec.layer_input
         self._layer_inputs = None if own_inputs is None else TorchLayerInputs(own_inputs, parts)
         self.encoder: TorchModel | None = None
         if spec.encoder is not None:
             names = [weight.name for weight in blocks.weights(spec.encoder)]
-            lent = "" if spec.encoder.own_embedding else EMBEDDING
-            own = {name: weights[name if name == lent else blocks.of_encoder(name)] for name in names}
+            of_decoder = "" if spec.encoder.own_embedding else EMBEDDING
+            own = {name: weights[name if name == of_decoder else blocks.of_encoder(name)] for name in names}
             self.encoder = self._made_encoder(spec.encoder, own, join)
-        dtype = self.activation_dtype
-        self._rotations = {turn: Rotations(*turn, self.device, dtype) for turn in turns}
+        self._rotations = {turn: TorchRotations(*turn, self.place, self.rows_dtype) for turn in turns}
         self._packed = None if join is None else parts.made
         if join is not None:  # products that have weights of their own: nothing is in memory twice
             self.weights = {}
@@ -507,11 +576,11 @@ class TorchModel:
         """Return the model of an encoder. own: its weights by the names of its spec."""
         return TorchModel(spec, own, self.ops, join)
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
+    def stored(self) -> Iterator[tuple[str, HostTensor]]:
         """Yield the name and the bytes of all weights as they are in memory. Raises BadOption for packed ones."""
         if self._packed is not None:
             raise BadOption("kv_disk is not built for these operators: leave it out")
-        yield from self.weights.items()
+        yield from ((name, host_of(weight)) for name, weight in self.weights.items())
 
     weight_bits: tuple[int, ...] = ()  # of weights that are computed with as integers: none here
 
@@ -540,31 +609,28 @@ class TorchModel:
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
-        read: Tensor | None = None,
         num_experts: list[int] | None = None,
     ) -> Tensor:
         """Run every new token through these layers, whose keys and values go into the cache. Returns rows [T, H].
 
         layers: ascending, gaps allowed; None = all. hidden [T, H]: what the first of them gets; None = the tokens'
-        embeddings; learned positions are added to what layer 0 gets. The rows come after the final norm if the last
-        layer is among them, else they are the residual stream. taps: by k, a float32 [T, H] to which the residual
-        stream before layer k is written; k = 0: before all layers, k = num_layers: behind all, before the final norm.
-        read: what the first layer's attention reads in place of that stream, of a head. num_experts: to which is
-        appended, of each of these layers that has experts, how many of them some row chose. Raises InternalError for
-        what is no such layer, tap or row.
+        embeddings; of a head the features of the tokens, None = zeros; learned positions are added to what layer 0
+        gets. The rows come after the final norm if the last layer is among them, else they are the residual stream.
+        taps: by k, a float32 [T, H] to which the residual stream before layer k is written; k = 0: before all layers,
+        k = num_layers: behind all, before the final norm.
+        num_experts: to which is appended, of each of these layers that has experts, how many of them some row chose.
+        Raises InternalError for what is no such layer, tap or row.
         """
         taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         views, sources = list[CacheView](), None
         if cache is not None:
-            views = [self.ops.plan(cache.view(batch, kind)) for kind in range(len(cache.kinds))]
-            sources = None if self.encoder is None else self.ops.plan(_sources_of(batch, cache))
+            views = [self.ops.plan(cache.view(batch, kind), self.place) for kind in range(len(cache.kinds))]
+            sources = None if self.encoder is None else self.ops.plan(_sources_of(batch, cache), self.place)
         elif self._sees_all:
-            views = [self.ops.plan(_of_itself(batch, self.device))]
-        tokens, positions = _on_device(batch, self.device)
-        x = self._embedded(tokens) if hidden is None else hidden.to(self.activation_dtype)
-        if hidden is None or (len(chosen) and chosen[0] == 0):
-            x = self._entered(x, positions)
+            views = [self.ops.plan(_of_itself(batch), self.place)]
+        tokens, positions = _on_device(batch, self.place)
+        x, read = self._begun(tokens, positions, hidden, chosen)
         end = end_of(batch)
         rotations = {k: table.at(positions, end) for k, table in self._rotations.items()}
         inputs = None
@@ -590,7 +656,8 @@ class TorchModel:
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
         rows = self.encoder.forward(batch_of_sources(sources), None)
-        places = torch.cat([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
+        rows_of = [cache.rows(slot, 0, len(own)) for slot, own in sources.items()]
+        places = torch.from_numpy(np.concatenate(rows_of)).to(self.place)
         for i in cache.shape.kept:
             attention = self.blocks[i].attention
             if attention is not None and attention.spec.sees == "encoder":
@@ -600,14 +667,54 @@ class TorchModel:
     def _sees_all(self) -> bool:
         return any(block.attention is not None and block.attention.sees == "all" for block in self.config.blocks)
 
+    def _begun(
+        self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, chosen: Seq[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what the first of these layers gets [T, H], and what its attention reads in its place, if anything."""
+        is_first = len(chosen) > 0 and chosen[0] == 0
+        if self._features is None or not is_first or self._features.spec.input in ("features", "context"):
+            x = self._embedded(tokens) if hidden is None else hidden.to(self.rows_dtype)
+            return self._entered(x, positions) if hidden is None or is_first else x, None
+        embedded = self._embedded(tokens).to(self.rows_dtype)
+        features = torch.zeros_like(embedded) if hidden is None else hidden.to(self.rows_dtype)
+        x, read = self._features.begun(self.ops, embedded, features)
+        return self._entered(x, positions), read
+
+    def features(self, layer_rows: Seq[Tensor]) -> Tensor:
+        """What a head makes of its target's rows behind each of the layers that it reads [n, size]: rows [n, H]."""
+        if self._features is None:
+            raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
+        return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
+
+    def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Tensor]) -> None:
+        """Keep what its blocks see of these tokens, of a head with a context: keys and values of features.
+
+        batch: runs of the tokens, whose rows of the cache are reserved. layer_rows: as `features` takes them.
+        """
+        if self._features is None:
+            raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
+        x = normed(self._features.context_norm, self.ops, self.features(layer_rows))
+        positions, places = _on_device(batch, self.place)[1], cache.view(batch).write_rows
+        rotations = {turn: table.at(positions, end_of(batch)) for turn, table in self._rotations.items()}
+        for i, block in enumerate(self.blocks):
+            if block.attention is None:
+                continue
+            a = block.attention.spec
+            rotation = None if a.rope is None else rotations[a.rope, a.head_dim]
+            projected = block.attention.project(self.ops, x, "k_proj")
+            cache.pools[i].write(places, *block.attention.keys_values(self.ops, projected, rotation))
+
     def _table_of_positions(self) -> Tensor | None:
         own = self.config.positions
         if own is None or own.kind == "learned":
             return None if own is None else self.weights[POSITIONS]
         table = torch.from_numpy(sinusoids(own.num + own.offset, self.config.hidden_size))
-        return table.to(self.device, self.activation_dtype)
+        return table.to(self.place, self.rows_dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        if self._embedding is None and self._lent is not None:
+            target = self._lent.target
+            return target._embedded(tokens) if isinstance(target, TorchModel) else target.embed(tokens.tolist())
         if self._embedding is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no embedding, and was given no rows")
         x = F.embedding(tokens, self._embedding)
@@ -623,8 +730,8 @@ class TorchModel:
 
     def wait(self) -> None:
         """Return when all that was asked for is computed; on a CPU it is."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> TorchModel:
         """Return a second model with what each rounded matrix stands for; the first stays as it is.
@@ -633,31 +740,40 @@ class TorchModel:
         """
         weights = RoundedWeights(
             blocks.weights(self.config),
-            lambda name, rows: self.weights[name][rows.start : rows.stop],
-            self.weights.__getitem__,
+            lambda name, rows: host_of(self.weights[name][rows.start : rows.stop]),
+            lambda name: host_of(self.weights[name]),
             quantization,
             self.weight_dtype,
         )
-        return TorchModel(self.config, dict(weights), self.ops)  # type: ignore[arg-type]
+        tensors = {name: tensor_of(weight, self.place) for name, weight in weights.items()}  # type: ignore[arg-type]
+        return TorchModel(self.config, tensors, self.ops, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """The embeddings of these ids [n, H], as a pass begins with them; learned positions are added by the pass."""
-        return self._embedded(torch.tensor(ids, dtype=torch.int64, device=self.device))
+        """The embeddings of these ids [n, H], as a pass begins with them; learned positions are added by the pass.
 
-    def weight(self, name: str) -> Tensor:
+        Of a head zeros, for what it is given in their place are features.
+        """
+        if self._features is not None:
+            shape = len(ids), self.config.hidden_size
+            return torch.zeros(shape, dtype=self.rows_dtype, device=self.place)
+        return self._embedded(torch.tensor(ids, dtype=torch.int64, device=self.place))
+
+    def weight(self, name: str) -> Floats:
         """A weight by its name in a checkpoint, float32."""
-        return self.weights[name].float()
+        return host_of(self.weights[name]).float32()
 
-    def head(self, ids: Seq[int]) -> Tensor:
-        """Rows of the LM head, float32 [n, H]."""
-        return self._lm_head()[list(ids)].float()
+    def head(self, ids: Seq[int]) -> Floats:
+        """Rows of the LM head on the host [n, H]."""
+        return host_of(self._lm_head()[list(ids)]).float32()
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of rows of the residual stream [R, H]: what `logits` reads of an inner layer."""
-        return normed(self._final_norm, self.ops, hidden.to(self.activation_dtype))
+        return normed(self._final_norm, self.ops, hidden.to(self.rows_dtype))
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
+        if self._lent is not None and not self.config.head:
+            return self._lent.target.logits(hidden, num_ids)  # type: ignore[no-any-return]
         bias = None if self._head_bias is None else self._head_bias[:num_ids]
         logits = self.ops.linear(hidden, self._lm_head()[:num_ids], bias).float()
         if self.config.logit_scale != 1:
@@ -703,12 +819,12 @@ def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
     """Return the rows that the source of each run has in the cache. Raises InternalError for a run without one."""
     check_sources(batch)
     reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
-    return CacheView(batch, reads[0][:0] if reads else torch.empty(0, dtype=torch.int64), reads)
+    return CacheView(batch, np.empty(0, np.int64), reads)
 
 
-def _of_itself(batch: RaggedBatch, device: torch.device) -> CacheView:
+def _of_itself(batch: RaggedBatch) -> CacheView:
     """Return a view of rows that are in no cache: each run sees its own alone."""
-    rows = torch.arange(batch.run_starts[-1], device=device)
+    rows = np.arange(batch.run_starts[-1])
     return CacheView(batch, rows, [rows[batch.run(b).start : batch.run(b).stop] for b in range(len(batch.slots))])
 
 

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
-from forerun.blocks import Spec, weights
+from forerun.blocks import Spec, itemsize
 from forerun.ops.memory import (
-    BLOCK_BYTES,
     FLOAT_BYTES,
     KERNEL_BYTES,
     PROB_BYTES,
@@ -23,8 +20,10 @@ from forerun.ops.memory import (
     MemoryPart,
     Pass,
     Widths,
+    block_bytes,
     matrix_shapes,
     rope_table_bytes,
+    weight_bytes,
 )
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
 
@@ -39,13 +38,13 @@ class ReferenceSizes:
     in_place: whether consecutive rows of the cache are read without a copy.
     """
 
-    dtype: torch.dtype
+    dtype: str
     device: str
     max_seq_len: int
     in_place: bool
     row_by_row: bool
 
-    def cache_dtype_of(self, name: str) -> torch.dtype:
+    def cache_dtype_of(self, name: str) -> str:
         """The type of the weights."""
         return self.dtype
 
@@ -56,7 +55,7 @@ class ReferenceSizes:
 
         A part follows for each head, whose rounded matrices are kept as what they stand for.
         """
-        size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
+        size, found = itemsize(self.dtype), {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
         for name, own in beside.items():
             num, floats = own.num_weights - own.num_floats, own.num_floats
@@ -98,11 +97,11 @@ class ReferenceSizes:
         return 2 * block_bytes(model) if self.device == "cpu" else 0
 
     def _is_compiled(self, shape: tuple[int, int]) -> bool:
-        return self.dtype != torch.float32 or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
+        return self.dtype != "float32" or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
         """Return the peaks of one pass in bytes: outside of attention, within it, and of the logits at the end."""
-        size, copies = self.dtype.itemsize, 2 if self.row_by_row else 1
+        size, copies = itemsize(self.dtype), 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
         hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * size
@@ -115,7 +114,7 @@ class ReferenceSizes:
 
         The first follows TorchBlock.run line by line; the rows that the layer was given live until it is done.
         """
-        c, size = Widths.of(run.model), self.dtype.itemsize
+        c, size = Widths.of(run.model), itemsize(self.dtype)
         h, f, q, kv = run.model.hidden_size, c.ffn, c.q, c.kv
         norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
         rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.has_head_norm else 0)
@@ -131,7 +130,7 @@ class ReferenceSizes:
 
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
         """Return the bytes of attention: masks of all runs, which the pass keeps, and the work on the largest run."""
-        model, size = run.model, self.dtype.itemsize
+        model, size = run.model, itemsize(self.dtype)
         windows = {block.attention.window for block in model.blocks if block.attention is not None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
         masks = len(windows) * masked * run.context * 4
@@ -175,17 +174,3 @@ def _has_scores(spec: Spec) -> bool:
     """Whether an attention writes its scores out: soft caps, sinks and biases of positions are no fused product."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     return any(a.softcap is not None or a.sinks or a.bias is not None for a in attentions)
-
-
-def weight_bytes(config: Spec, dtype: torch.dtype) -> int:
-    """Return the bytes of all weights; a tied LM head is its embedding and counts once."""
-    return config.num_weights * dtype.itemsize
-
-
-def block_bytes(config: Spec) -> int:
-    """Return the bytes of the largest block of the files that loading reads at once, at 4 bytes per number.
-
-    Files with float64 weights, which can be loaded but do not occur in practice, would need twice as much.
-    """
-    largest = max(math.prod(weight.shape) for weight in weights(config))
-    return min(BLOCK_BYTES, 4 * largest)

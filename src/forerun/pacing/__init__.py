@@ -10,15 +10,11 @@ is), reading.py (when a draft model reads a text).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING
 
 from forerun.pacing.cost import Costs
 from forerun.registry import load, make_options, parse_spec
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence, StepReport, Stop
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 BEAM_LEVELS = 2  # that a beam search drafts, where the policy does not say
 
@@ -58,16 +54,14 @@ class Pacing:
         """
         return BEAM_LEVELS
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.
 
         logits [V]: the drafter's own, where `reads_logits` asks for them and the drafter has a model; else None.
         """
         return True
 
-    def go_behind(
-        self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Tensor | None = None
-    ) -> bool:
+    def go_behind(self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         """Return whether a token may follow `token`, which was just drawn at `depth` and stays in the draft."""
         return True
 

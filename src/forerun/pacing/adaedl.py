@@ -15,16 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import entropy_nats
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence, StepReport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STEP, KEEP = 0.01, 0.9  # of the threshold
 
@@ -65,7 +62,7 @@ class AdaEdlPacing(Pacing):
     def wanted(self, seq: Sequence) -> int:
         return self.spec_length
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         bound = 1 - math.sqrt(max(0.0, self.options.entropy_factor * entropy_nats(draft_probs, logits)))
         return bound >= self._of(seq.id).threshold
 

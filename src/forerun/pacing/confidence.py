@@ -7,16 +7,13 @@ alone, which leaves the output's distribution as it is; to drop the unlikely tok
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from forerun.config import DEFAULT_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import confidence
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,7 @@ class ConfidencePacing(Pacing):
     def wanted(self, seq: Sequence) -> int:
         return self.spec_length
 
-    def go_behind(
-        self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Tensor | None = None
-    ) -> bool:
+    def go_behind(self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         return confidence(token, draft_probs, logits) >= self.options.threshold
 
 

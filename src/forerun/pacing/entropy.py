@@ -17,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,10 +25,8 @@ from forerun.errors import BadOption
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import normalized_entropy
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 REMEMBERED = 256  # values of Hn, whose percentile h_ref is
 FEWEST = 16  # of them; before, h_ref is 1
@@ -87,7 +84,7 @@ class EntropyPacing(Pacing):
     def wanted(self, seq: Sequence) -> int:
         return self.longest
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         if depth == 0:
             self._begin(seq, normalized_entropy(draft_probs, logits))
         return depth < self._rounds[seq.id].length

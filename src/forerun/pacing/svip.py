@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import entropy_nats
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class SvipPacing(Pacing):
     def wanted(self, seq: Sequence) -> int:
         return self.spec_length
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         return math.sqrt(max(0.0, entropy_nats(draft_probs, logits))) < self.options.threshold
 
 

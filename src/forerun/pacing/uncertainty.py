@@ -8,39 +8,28 @@ draws from is all there is.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from forerun.sampling import arithmetic
+from forerun.sampling.arithmetic import Row
 from forerun.types import Probs
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from forerun.sampling.pipeline import Row
-
-
-def entropy_nats(draft_probs: Probs, logits: Tensor | None) -> float:
+def entropy_nats(draft_probs: Probs, logits: Row | None) -> float:
     """Return H = -sum p ln p of softmax(logits) [V], or of draft_probs where there are no logits."""
     if logits is not None:
-        return arithmetic.entropy_of_logits(_row(logits))
-    return 0.0 if draft_probs.point is not None else arithmetic.entropy(draft_probs.weights.numpy())
+        return arithmetic.entropy_of_logits(logits)
+    return 0.0 if draft_probs.point is not None else arithmetic.entropy(draft_probs.weights)
 
 
-def normalized_entropy(draft_probs: Probs, logits: Tensor | None) -> float:
+def normalized_entropy(draft_probs: Probs, logits: Row | None) -> float:
     """Return the entropy over that of a uniform distribution on the ids that are possible, in [0, 1]."""
     if logits is not None:
-        num_ids = int((_row(logits) > -math.inf).sum())
+        num_ids = int((logits > -math.inf).sum())
     else:
         num_ids = 1 if draft_probs.point is not None else len(draft_probs.weights)
     return entropy_nats(draft_probs, logits) / math.log(max(2, num_ids))
 
 
-def confidence(token: int, draft_probs: Probs, logits: Tensor | None) -> float:
+def confidence(token: int, draft_probs: Probs, logits: Row | None) -> float:
     """Return the probability of a drawn token by softmax(logits) [V], or by draft_probs where there are none."""
-    return arithmetic.chance(_row(logits), token) if logits is not None else draft_probs.at(token)
-
-
-def _row(logits: Tensor) -> Row:
-    from forerun.sampling.pipeline import host_row
-
-    return host_row(logits)
+    return arithmetic.chance(logits, token) if logits is not None else draft_probs.at(token)

@@ -1,6 +1,6 @@
 """From logits to the distribution that a token is drawn from, and the random numbers that draw it.
 
-The names are loaded when they are first used: what compiles grammars (forerun.sampling.grammar) needs no torch.
+The names are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ids of the largest logits of many rows, the lowest on ties.
 
-On the host numpy finds them: torch's topk leaves open which of equal ones it takes, and its topk and argmax of several
-rows wake a team of threads of their own, which costs the next pass of the operators' team several milliseconds.
+Sorts of libraries leave open which of equal ones they take; and an argmax or topk of torch wakes a team of threads of
+its own, which costs the next pass of the operators' team several milliseconds.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 _STRIPES = 64  # a row is read as so many stripes, whose elementwise maximum is cheap
 
@@ -19,29 +17,20 @@ Rows = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
 
 
-def best(logits: Tensor) -> list[int]:
+def best(logits: npt.ArrayLike) -> list[int]:
     """Return the id of the largest logit of each row of [R, ids], the lowest id on ties."""
-    if logits.device.type != "cpu":
-        return logits.argmax(dim=1).tolist()
-    return _host(logits).argmax(axis=1).tolist()  # type: ignore[no-any-return]
+    return np.asarray(logits).argmax(axis=1).tolist()  # type: ignore[no-any-return]
 
 
-def top(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
     """Return ids and values of the `num` largest logits of each row of [R, ids], largest first, each [R, num].
 
-    Of equal ones on the host the lowest ids.
+    Of equal ones the lowest ids.
     """
-    num = min(num, logits.shape[1])
-    if logits.device.type != "cpu":
-        found = logits.topk(num)
-        return found.indices, found.values
-    ids = torch.from_numpy(np.array([_top(row, num) for row in _host(logits)], np.int64).reshape(len(logits), num))
-    return ids, logits.gather(1, ids)
-
-
-def _host(logits: Tensor) -> Rows:
-    rows: Rows = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).detach().numpy()
-    return rows
+    rows = np.asarray(logits)
+    num = min(num, rows.shape[1])
+    ids = np.array([_top(row, num) for row in rows], np.int64).reshape(len(rows), num)
+    return ids, np.take_along_axis(rows, ids, axis=1)
 
 
 def _top(row: Rows, num: int) -> Ids:

@@ -24,8 +24,6 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import arithmetic
@@ -127,42 +125,41 @@ class _Joined(Seq[int]):
 # ---------------------------------------------------------------------------------------------------- the pipeline
 
 
-def probs(logits: Tensor, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
+def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
     """The distribution that the next token is drawn from.
 
-    logits [V], float32 or float64 (its width is kept), never modified. Greedy gives a point mass, lowest id on ties;
-    otherwise a vector [V] on the host with exact zeros for every id that was removed, or a list of the ids with a
-    probability above 0 where filters left few of many. soft: whether a greedy point gets the distribution at
-    temperature 1 as well (Probs.soft).
+    logits [V]: what numpy takes for an array of float32 or float64, whose width is kept; never modified. Greedy gives a
+    point mass, lowest id on ties; otherwise a vector [V] with exact zeros for every id that was removed, or a list of
+    the ids with a probability above 0 where filters left few of many. soft: whether a greedy point gets the
+    distribution at temperature 1 as well (Probs.soft).
     Raises BadOption where bias, bad words and min_tokens leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
     if (forced := history.forced(params)) is not None:
         return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
-    if (only := _only(params, history)) is not None and only < logits.shape[-1]:
+    row = row_of(logits)
+    if (only := _only(params, history)) is not None and only < len(row):
         return Probs(point=only, soft=Probs.of_point(only) if soft else None)
-    row = host_row(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
     native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
     if params.greedy:
         best: int | None = _argmax(adjusted) if native is None else native.argmax(adjusted)
         if best is None:
             raise _no_probs(row)
-        at_one = probs(logits, dataclasses.replace(params, temperature=1.0), history) if soft else None
+        at_one = probs(row, dataclasses.replace(params, temperature=1.0), history) if soft else None
         return Probs(point=best, soft=at_one)
     filters = filters_of(params, len(adjusted))
     made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
     if made is None:
         raise _no_probs(row)
-    ids, values = (None if part is None else torch.from_numpy(part) for part in made)
+    ids, values = made
     return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
-def host_row(logits: Tensor) -> Row:
-    """Logits [V] as numpy, shared where they are on the host already; bfloat16 and float16 are widened."""
-    wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    row: Row = np.ascontiguousarray(wide.detach().cpu().numpy())
-    return row
+def row_of(logits: npt.ArrayLike) -> Row:
+    """Return logits [V] as an array without gaps, float32 or wider, of the same memory where it is one already."""
+    row: Row = np.ascontiguousarray(logits)
+    return row if row.itemsize >= 4 and row.dtype.kind == "f" else row.astype(np.float32)
 
 
 def _no_probs(row: Row) -> Exception:
@@ -385,7 +382,9 @@ def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
 # --------------------------------------------------------------------------------------------------------- reporting
 
 
-def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int) -> tuple[list[int], list[float]]:
+def likeliest(
+    logits: npt.ArrayLike, params: SamplingParams, history: History, num: int
+) -> tuple[list[int], list[float]]:
     """The `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
 
     logits [V]. Scores are log-probabilities, float64, to which bias, penalties and masks are applied as they are to
@@ -394,7 +393,7 @@ def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int
     """
     if (forced := history.forced(params)) is not None:
         return [forced], [0.0]
-    row = host_row(logits)
+    row = row_of(logits)
     log_mass = _log_mass(row)
     if history.grammar is not None or _adjusts(params, history.bad_word_ids):
         scores: Row = row.astype(np.float64) - log_mass
@@ -409,12 +408,12 @@ def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int
     return ids[order].tolist(), found[order].tolist()
 
 
-def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
+def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob:
     """Log-probability of `token` and of the `num_top` likeliest ids under the raw model distribution, natural log.
 
     logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """
-    row = host_row(logits)
+    row = row_of(logits)
     log_mass = _log_mass(row)
     ids = _largest(row, min(num_top, len(row))) if num_top else np.empty(0, dtype=np.int64)
     best = sorted(ids.tolist(), key=lambda i: (-row[i], i))

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forerun.errors import InternalError
 from forerun.sampling import arithmetic
@@ -201,13 +200,12 @@ class PhiloxCoins:
         """The `num` first ids of the race that `pick` looks at the winner of."""
         if probs.point is not None:
             return [probs.point]
-        weights, ids = (None if part is None else torch.from_numpy(part.copy()) for part in _host(probs))
-        assert weights is not None
+        weights, ids = probs.weights.copy(), probs.ids
         found: list[int] = []
-        while len(found) < num and bool(weights.any()):
+        while len(found) < num and weights.any():
             left = Probs(dense=weights) if ids is None else Probs(ids=ids, listed=weights)
             found.append(_pick(left, self._seed, self._position + depth))
-            weights[found[-1] if ids is None else int(torch.searchsorted(ids, found[-1]))] = 0
+            weights[found[-1] if ids is None else ids.searchsorted(found[-1])] = 0
         return found
 
 
@@ -254,18 +252,11 @@ class WatchedCoins:
         return is_accepted
 
 
-def _host(probs: Probs) -> tuple[Row, Ids | None]:
-    """The weights of a distribution and their ids, None = 0 to n - 1. Raises InternalError where there are none."""
-    weights: Row = probs.weights.detach().cpu().numpy()
-    return weights, None if probs.ids is None else probs.ids.numpy()
-
-
 def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
     """Return the weights of a distribution and their ids. Raises InternalError where they are no distribution."""
-    weights, ids = _host(probs)
-    if error := _no_probs(weights):
+    if error := _no_probs(probs.weights):
         raise error
-    return weights, ids
+    return probs.weights, probs.ids
 
 
 def _no_probs(weights: Row) -> InternalError | None:
@@ -280,7 +271,7 @@ def _no_probs(weights: Row) -> InternalError | None:
 
 def _draw(probs: Probs, uniform: float) -> int:
     """Inverse of the cumulative sum at `uniform`; an id of probability 0 is never returned."""
-    weights, ids = _host(probs)
+    weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     place = _place(weights, int(uniform * 2**53)) if native is None else native.place(weights, int(uniform * 2**53))
     if place is None:
@@ -307,7 +298,7 @@ def _place(weights: Row, uniform: int) -> int | None:
 
 def _pick(probs: Probs, seed: int, position: int) -> int:
     """argmax of log weight + Gumbel noise, as the exponential race that it is: argmin of -log u / weight."""
-    weights, ids = _host(probs)
+    weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     winner: int | None = (
         _race(weights, ids, seed, position) if native is None else native.race(weights, ids, seed, position)

@@ -2,7 +2,7 @@
 
 The input is read twice: to check all of it, then request by request as places come free. Each answer is appended when
 its last token is there, so the output is in the order of finishing, and a run that ends early, however it ends, is
-taken up by the next one. torch is imported when the input is known to be sound.
+taken up by the next one. The engine is imported when the input is known to be sound.
 """
 
 from __future__ import annotations

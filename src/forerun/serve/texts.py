@@ -1,4 +1,4 @@
-"""From the bytes of a body to ids: JSON, fields, chat template, tokenizer. No engine, no torch.
+"""From the bytes of a body to ids: JSON, fields, chat template, tokenizer. No engine, no arithmetic.
 
 All of it is done beside the event loop: for short bodies by a thread of the server, for long ones by the process of
 aside.py. What cannot fit into the context is refused before it is cut into tokens.

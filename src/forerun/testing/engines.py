@@ -22,6 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.opened import Opened
 from forerun.engine.router import Router
 from forerun.errors import InternalError
+from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint
 from forerun.models.opened import OpenedCheckpoint
@@ -106,8 +107,11 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 def runner_for(model: ToyModel) -> Runner:
     """Return a toy at work, with a cache whose memory is full of wrong rows."""
-    cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
+    cache = BlockCache.of(
+        model,
+        "paged",
+        max_batch_size=2,
+        max_seq_len=SPACE_TOKENS,
     )
     spoil(cache)
     return Runner(model, cache)
@@ -115,9 +119,9 @@ def runner_for(model: ToyModel) -> Runner:
 
 def spoil(cache: Any) -> None:
     """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
-    for pool in cache.pools:
-        pool.keys.fill_(-1)
-        pool.values.fill_(-1)
+    for part in cache.pools.tensors():
+        numbers = part.values if isinstance(part, HostTensor) else part
+        numbers[...] = -1
 
 
 def checkpoint_of(model: Any) -> Checkpoint:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forerun.testing.coins import Branching, enumerate_outcomes
 from forerun.types import Coins, Draft, Probs
@@ -41,7 +40,7 @@ def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | No
 
 def dense(weights: Floats) -> Probs:
     """Return weights as the Probs that a rule sees."""
-    return Probs(dense=torch.from_numpy(np.array(weights, dtype=np.float64)))
+    return Probs(dense=np.array(weights, dtype=np.float64))
 
 
 def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from forerun import sampling
 from forerun.drafters import model as model_drafter
@@ -23,6 +22,7 @@ from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.registry import unknown
 from forerun.sampling import random as rng
+from forerun.sampling.arithmetic import Row
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import engines
 from forerun.testing.coins import Branching, Reused
@@ -120,7 +120,7 @@ def _soft_greedy() -> AbstractContextManager[None]:
     """Judge greedy requests by softmax vectors while tokens are argmaxes, as found in the wild."""
     right_probs, right_rule = sampling.probs, ratio.rule
 
-    def probs(logits: torch.Tensor, params: SamplingParams, history: Any = None, soft: bool = False) -> Probs:
+    def probs(logits: Row, params: SamplingParams, history: Any = None, soft: bool = False) -> Probs:
         return right_probs(logits, params, history or sampling.History(), True)
 
     def rule(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
@@ -206,10 +206,8 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
     """Count the wrong ones among the kept rows before the last committed token."""
     assert isinstance(cache, BlockCache)
     held = min(cache.length(slot), len(tokens) - 1)
-    ids, positions = (kept.flatten() for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
-    right_ids = ids == torch.tensor(tokens[:held])
-    right_positions = positions == torch.arange(held)
-    return int((~(right_ids & right_positions)).sum())
+    ids, positions = (np.asarray(kept).ravel() for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
+    return int(((ids != np.array(tokens[:held])) | (positions != np.arange(held))).sum())
 
 
 def _purpose(name: str, other: str) -> Switch:
@@ -224,7 +222,7 @@ def coin_error() -> float:
     result is the larger total variation of the two whose G-test has a p-value below CHANCE.
     """
     target, drafted = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
-    p, q = (Probs(dense=torch.tensor(probs, dtype=torch.float32)) for probs in (target, drafted))
+    p, q = (Probs(dense=probs.astype(np.float32)) for probs in (target, drafted))
     firsts, seconds = list[int](), list[int]()
     for seed in range(NUM_ROUNDS):
         coins = PhiloxCoins(seed, position=7, round=1)

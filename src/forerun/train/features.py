@@ -56,13 +56,11 @@ class Recomputed:
     """
 
     def __init__(self, model: Model, layers: Seq[int], longest: int) -> None:
-        cache = BlockCache.create(
-            model.config.cache_shape,
+        cache = BlockCache.of(
+            model,
             "contiguous",
             max_batch_size=1,
             max_seq_len=longest,
-            dtype=model.cache_dtype,
-            device=model.device,
             prefix_caching=False,
         )
         self.layers, self._taps = tuple(layers), sorted(set(layers))
@@ -79,15 +77,15 @@ class Recomputed:
                 chunk = ids[start : start + CHUNK_TOKENS]
                 scores = runner.forward([Run(SLOT, chunk)])
                 runner.cache.keep({SLOT: range(len(chunk))})
-                logits = scores.logits[0].float()
+                logits = torch.from_numpy(scores.logits[0]).float()
                 rows = [scores.taps[k] for k in self.layers]
                 taps = torch.stack(rows, 1) if rows else scores.hidden.new_empty(len(chunk), 0, self.width)
                 parts.append(
                     Features(
                         taps.bfloat16().cpu(),
                         scores.hidden.bfloat16().cpu(),
-                        logits.argmax(-1).cpu(),
-                        logits.logsumexp(-1).cpu(),
+                        logits.argmax(-1),
+                        logits.logsumexp(-1),
                     )
                 )
         finally:

@@ -16,6 +16,7 @@ from forerun.drafters.head_matrices import dense_of
 from forerun.errors import BadOption, shown
 from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.saving import config_to_dict
+from forerun.ops.torch_tensors import HostWeights, tensor_of
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.config import HeadConfig
@@ -77,7 +78,11 @@ class HeadTask:
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
         head_files.save(
-            self.config.out / "head", method, weights | {head_files.PROBE: self.probe}, sizes, self.tokenizer
+            self.config.out / "head",
+            method,
+            HostWeights(weights | {head_files.PROBE: self.probe}),
+            sizes,
+            self.tokenizer,
         )
         if (backbone := getattr(self.head, "backbone", None)) is not None:
             numbers = {name: value for line in log for name, value in line.items()}
@@ -177,7 +182,7 @@ class Before:
             raise BadOption(f"{shown(name)} was not made by `forerun train head`, which goes on with its own alone")
         config = head_files.read_config(folder, method, tokenizer)
         d2t = head_files.tensors(Path(folder) / head_files.WEIGHTS, {"d2t"}).get("d2t")
-        ids = torch.arange(0) if d2t is None else head_files.draft_ids(folder, d2t, num_ids)
+        ids = torch.arange(0) if d2t is None else torch.from_numpy(head_files.draft_ids(folder, d2t, num_ids))
         return cls(folder, config, ids)
 
     @torch.no_grad()
@@ -199,7 +204,7 @@ class Before:
         found = head_files.read_weights(self.folder, {**shapes, **own}, model, num_ids)
         for name, weight in head.weights.items():
             if name in found:  # the weights of a target that is trained along stand elsewhere
-                weight.copy_(dense_of(found[name]))
+                weight.copy_(tensor_of(dense_of(found[name])))
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:

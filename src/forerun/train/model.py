@@ -18,6 +18,7 @@ from forerun.models.opened import spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import HostWeights
 from forerun.train.shape import SIZES, ModelShape
 from forerun.types import RaggedBatch
 
@@ -92,7 +93,7 @@ def export(
     save_checkpoint(
         folder,
         shape.spec(),
-        weights,
+        HostWeights(weights),
         end_ids=end_ids or (() if end_id is None else {end_id}),
         bos_id=end_id,
         tokenizer_folder=tokenizer_folder,
@@ -113,7 +114,7 @@ def read_shape(folder: Path) -> ModelShape:
     )
 
 
-def load_decoder(name: Path | str, ops: ReferenceOps, device: torch.device | str = "cpu") -> TorchModel:
+def load_decoder(name: Path | str, ops: ReferenceOps, device: str = "cpu") -> TorchModel:
     """Load a model in float32: from a folder; a str may be a GGUF file, a name or a hub id, too."""
     model = load_checkpoint(name, dtype="float32", device=device, ops=ops).model
     assert isinstance(model, TorchModel)

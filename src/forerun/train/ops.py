@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kv.pool import Pool
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_pools import TorchPool
 from forerun.train import losses
 from forerun.types import CacheView, RaggedBatch
 
@@ -37,7 +37,7 @@ class TrainingOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        pool: Pool | None,
+        pool: TorchPool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
@@ -73,7 +73,7 @@ class RememberingOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        pool: Pool | None,
+        pool: TorchPool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,

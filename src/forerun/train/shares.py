@@ -95,9 +95,7 @@ def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) ->
 
 def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
     model = checkpoint.model
-    cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=longest, dtype=model.cache_dtype
-    )
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=longest)
     return Runner(model, cache)
 
 
@@ -105,7 +103,7 @@ def _logits(runner: Runner, ids: Seq[int]) -> Floats:
     """The logits behind each id, [n, V]."""
     runner.cache.open(0)
     try:
-        return runner.forward([Run(0, list(ids))]).logits[0].float().numpy().astype(np.float64)
+        return runner.forward([Run(0, list(ids))]).logits[0].astype(np.float64)
     finally:
         runner.cache.release(0)
 

@@ -58,8 +58,7 @@ class Scorer:
         longest = max(map(len, windows))
         sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "prefix_caching": False}
         self.model = model
-        kind: dict[str, Any] = {"dtype": model.cache_dtype, "device": model.device}
-        self.cache = BlockCache.create(config.cache_shape, "contiguous", **sizes, **kind)
+        self.cache = BlockCache.of(model, "contiguous", **sizes)
         shapes = weight_shapes(config).items()
         in_layers = sum(math.prod(shape) for name, shape in shapes if name.startswith("model.layers."))
         head = config.vocab_size * config.hidden_size
@@ -84,7 +83,7 @@ class Scorer:
         for window in self.windows:
             self.cache.open(SLOT)
             scores = runner.forward([Run(SLOT, window, best_only=runner.finds_best)])
-            found += scores.best[0] if runner.finds_best else scores.logits[0].argmax(dim=-1).tolist()
+            found += scores.best[0] if runner.finds_best else scores.logits[0].argmax(axis=-1).tolist()
             self.cache.release(SLOT)
         return np.array(found)
 

@@ -289,13 +289,15 @@ def fingerprint(model: LoadedModel) -> str:
 
     The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
     """
-    rows = model.embed(range(min(64, model.config.vocab_size))).float()
-    digest = hashlib.sha256(rows.cpu().numpy().tobytes())
-    digest.update(model.norm(rows[:1].new_ones(1, rows.shape[1])).float().cpu().numpy().tobytes())
+    ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
+    embedded = model.embed(range(min(64, model.config.vocab_size)))
+    some = [model.rows.to_host(rows) for rows in (embedded, model.norm(ones))]
+    model.wait()
+    digest = hashlib.sha256(b"".join(rows.astype(np.float32).tobytes() for rows in some))
     at = f"model.layers.{model.config.num_layers // 2}."
     for name in weight_shapes(model.config):
         if name.startswith(at):
-            digest.update(model.weight(name).cpu().numpy().tobytes())
+            digest.update(model.weight(name).tobytes())
     return digest.hexdigest()
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from forerun.sampling import arithmetic
 from forerun.types import Probs
+
+Row = npt.NDArray[np.floating[Any]]
+Ids = npt.NDArray[np.int64]
 
 
 def acceptance(target_prob: float, draft_prob: float) -> float:
@@ -31,42 +36,42 @@ def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
     return normalised(p, (weights if share == 1 else weights * share) - theirs)
 
 
-def normalised(p: Probs, rest: Tensor) -> tuple[Probs, float]:
+def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
     """Return norm(max(0, rest)) in the form of p, and its mass; p itself where that is 0.
 
     rest [n]: weights of the ids of p, which is no point; it is changed in place.
     """
-    rest = rest.clamp_(min=0)
-    mass = arithmetic.mass(rest.numpy())
+    np.maximum(rest, 0, out=rest)
+    mass = arithmetic.mass(rest)
     return (reweighted(p, rest / mass), mass) if mass > 0 else (p, 0.0)
 
 
-def reweighted(p: Probs, weights: Tensor) -> Probs:
+def reweighted(p: Probs, weights: Row) -> Probs:
     """Return p, which is no point, with other weights [n]."""
     return Probs(dense=weights) if p.ids is None else Probs(ids=p.ids, listed=weights)
 
 
-def aligned(q: Probs, p: Probs) -> Tensor:
+def aligned(q: Probs, p: Probs) -> Row:
     """Return the probabilities that q gives the ids of p, [n] like p.weights. p is no point."""
-    size, device = len(p.weights), p.weights.device
+    size = len(p.weights)
     if q.point is not None:
-        weights, ids = torch.ones(1, dtype=p.weights.dtype, device=device), torch.tensor([q.point])
+        weights, ids = np.ones(1, p.weights.dtype), np.array([q.point])
     else:
-        weights = q.weights.to(device)
+        weights = q.weights
         if q.ids is None and p.ids is None and len(weights) >= size:
             return weights[:size]
-        ids = torch.arange(len(weights)) if q.ids is None else q.ids
-    found = torch.zeros(size, dtype=weights.dtype, device=device)
+        ids = np.arange(len(weights)) if q.ids is None else q.ids
+    found = np.zeros(size, weights.dtype)
     known, places = _places(p, ids)
     found[places] = weights[known]
     return found
 
 
-def _places(p: Probs, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _places(p: Probs, ids: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:
     """Return which of these ids p has a weight for, bool [n], and the indices of those weights."""
     if p.ids is None:
         known = ids < len(p.weights)
         return known, ids[known]
-    places = torch.searchsorted(p.ids, ids).clamp_(max=len(p.ids) - 1)
+    places = np.minimum(p.ids.searchsorted(ids), len(p.ids) - 1)
     known = p.ids[places] == ids
     return known, places[known]

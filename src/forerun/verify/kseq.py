@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from forerun.sampling.arithmetic import mass
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
@@ -85,9 +85,9 @@ def _groups(draft: Draft, siblings: Seq[int]) -> list[tuple[Probs, list[int]]]:
 def _equal(a: Probs, b: Probs) -> bool:
     if a is b or a.point is not None or b.point is not None:
         return a.point == b.point
-    if (a.ids is None) != (b.ids is None) or not torch.equal(a.weights, b.weights):
+    if (a.ids is None) != (b.ids is None) or not np.array_equal(a.weights, b.weights):
         return False
-    return a.ids is None or b.ids is None or torch.equal(a.ids, b.ids)
+    return a.ids is None or b.ids is None or np.array_equal(a.ids, b.ids)
 
 
 def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
@@ -95,10 +95,10 @@ def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
     low, high = 1.0, float(num_draws)
     if num_draws <= 1 or p.point is not None:
         return low
-    target_probs, draft_probs = p.weights.double(), aligned(q, p).double()
+    target_probs, draft_probs = p.weights.astype(np.float64, copy=False), aligned(q, p).astype(np.float64, copy=False)
 
     def is_enough(rho: float) -> bool:
-        beta = mass(torch.minimum(draft_probs, target_probs / rho).numpy())
+        beta = mass(np.minimum(draft_probs, target_probs / rho))
         return 1 - (1 - beta) ** num_draws <= rho * beta
 
     if is_enough(low):
@@ -113,9 +113,9 @@ def left_by(p: Probs, q: Probs, num_draws: int, rho: float) -> Probs:
     """Return the distribution of the emitted token where none of `num_draws` draws from q was accepted."""
     if num_draws == 1 or p.point is not None:
         return residual(p, q)
-    target_probs = p.weights.double()
-    kept = torch.minimum(aligned(q, p).double(), target_probs / rho)
-    beta = min(1.0, mass(kept.numpy()))
+    target_probs = p.weights.astype(np.float64, copy=False)
+    kept = np.minimum(aligned(q, p), target_probs / rho)
+    beta = min(1.0, mass(kept))
     scale = (1 - (1 - beta) ** num_draws) / beta if beta > 0 else 0.0
     rest, _ = normalised(p, target_probs - kept * scale)
     return rest

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from forerun.errors import BadOption, shown
 from forerun.sampling.arithmetic import mass
@@ -75,9 +75,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
     """Return the total variation between p and what is emitted. anew: a correction is drawn from p."""
     if anew and p.point is None:
-        kept = torch.minimum(aligned(q, lenient).double(), lenient.weights)
-        own = p.weights.double()
-        return mass((kept + (1 - mass(kept.numpy())) * own - own).abs().numpy()) / 2
+        kept, own = np.minimum(aligned(q, lenient), lenient.weights), p.weights.astype(np.float64)
+        return mass(np.abs(kept + (1 - mass(kept)) * own - own)) / 2
     return max(0.0, _accepted_share(q, lenient) - _accepted_share(q, _caps(p, 1.0)))
 
 
@@ -87,15 +86,15 @@ def _caps(p: Probs, share: float) -> Probs:
     These are weights, and no distribution.
     """
     if p.point is None:
-        return reweighted(p, p.weights.double() / share)
+        return reweighted(p, p.weights.astype(np.float64) / share)
     if p.soft is None or p.soft.point is not None or share == 1:  # one token alone is possible
         return p
-    soft = p.soft.weights.double()
-    return reweighted(p.soft, (soft >= share * soft.max()).double())
+    soft = p.soft.weights.astype(np.float64)
+    return reweighted(p.soft, (soft >= share * soft.max()).astype(np.float64))
 
 
 def _accepted_share(q: Probs, caps: Probs) -> float:
     """Return alpha = sum_x min(q(x), cap(x))."""
     if caps.point is not None:
         return q.at(caps.point)
-    return mass(torch.minimum(aligned(q, caps).double(), caps.weights).numpy())
+    return mass(np.minimum(aligned(q, caps), caps.weights))

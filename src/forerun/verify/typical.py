@@ -64,4 +64,4 @@ def threshold(p: Probs, options: Options) -> float:
     """Return min(epsilon, delta exp(-H(p))), H in nats."""
     if p.point is not None:
         return min(options.epsilon, options.delta)
-    return min(options.epsilon, options.delta * math.exp(-entropy(p.weights.numpy())))
+    return min(options.epsilon, options.delta * math.exp(-entropy(p.weights)))

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from forerun.host_tensor import HostTensor
 from forerun.models.gguf.grids import IQ3_S, IQ3_XXS
 from forerun.ops.quantised import E2M1, MXFP4, QuantisedRows, Scheme, mxfp4
 
-F16 = torch.float16
+F16 = "float16"
 
-Unpack = Callable[[Tensor], QuantisedRows]
+Bytes = npt.NDArray[Any]  # uint8
+Unpack = Callable[[Bytes], QuantisedRows]
 
 
 @dataclass(frozen=True)
@@ -30,133 +33,159 @@ class TensorType:
     name: str
     block: int
     num_bytes: int
-    dtype: torch.dtype
+    dtype: str
     scheme: Scheme | None = None
     unpack: Unpack | None = None
 
 
-def _halves(data: Tensor, at: int) -> Tensor:
+def _halves(data: Bytes, at: int) -> HostTensor:
     """Return the float16 at byte `at` of each block: [R, blocks]."""
-    return data[..., at : at + 2].contiguous().view(F16).squeeze(-1)
+    return HostTensor(np.ascontiguousarray(data[..., at : at + 2]).view(np.float16)[..., 0], F16)
 
 
-def _nibbles(data: Tensor) -> Tensor:
+def _negative(numbers: HostTensor) -> HostTensor:
+    return HostTensor(-numbers.values, numbers.dtype)
+
+
+def _rows(numbers: Bytes) -> Bytes:
+    """Return what belongs to each row in one dimension, [R, ...] as [R, n]."""
+    return numbers.reshape(len(numbers), -1)
+
+
+def _parted(data: Bytes, *sizes: int) -> Bytes:
+    """Return the last dimension as several."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
+def _joined(data: Bytes, num: int = 2) -> Bytes:
+    """Return the last dimensions as one."""
+    return data.reshape(*data.shape[:-num], -1)
+
+
+def _signed_bytes(numbers: Bytes) -> HostTensor:
+    """Return bytes as integers of 8 bits, those of each row in one dimension."""
+    return HostTensor.of(_rows(np.ascontiguousarray(numbers)).view(np.int8))
+
+
+def _nibbles(data: Bytes) -> Bytes:
     """Return the low four bits of the last dimension, then the high ones: [..., 2 n]."""
-    return torch.cat((data & 15, data >> 4), dim=-1)
+    return np.concatenate((data & 15, data >> 4), axis=-1)
 
 
-def _fifth_bits(data: Tensor) -> Tensor:
+def _fifth_bits(data: Bytes) -> Bytes:
     """Return bit i of four bytes as 16 or 0, for 32 weights."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (data.unsqueeze(-1) >> shifts & 1).flatten(-2) << 4
+    return _bits(data) << 4
 
 
-def _q8_0(data: Tensor) -> QuantisedRows:
+def _q8_0(data: Bytes) -> QuantisedRows:
     codes = data[..., 2:] ^ 128  # int8 + 128
     return _with_zero(Q8_ZERO, codes, _halves(data, 0))
 
 
-def _q4_0(data: Tensor) -> QuantisedRows:
+def _q4_0(data: Bytes) -> QuantisedRows:
     return _with_zero(Q4_ZERO, _nibbles(data[..., 2:]), _halves(data, 0))
 
 
-def _q5_0(data: Tensor) -> QuantisedRows:
+def _q5_0(data: Bytes) -> QuantisedRows:
     codes = _nibbles(data[..., 6:]) | _fifth_bits(data[..., 2:6])
     return _with_zero(Q5_ZERO, codes, _halves(data, 0))
 
 
-def _q4_1(data: Tensor) -> QuantisedRows:
-    return QuantisedRows(Q4_MINIMUM, _nibbles(data[..., 4:]).flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
+def _q4_1(data: Bytes) -> QuantisedRows:
+    return QuantisedRows(
+        Q4_MINIMUM, _rows(_nibbles(data[..., 4:])), _halves(data, 0), minimums=_negative(_halves(data, 2))
+    )
 
 
-def _q5_1(data: Tensor) -> QuantisedRows:
+def _q5_1(data: Bytes) -> QuantisedRows:
     codes = _nibbles(data[..., 8:]) | _fifth_bits(data[..., 4:8])
-    return QuantisedRows(Q5_MINIMUM, codes.flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
+    return QuantisedRows(Q5_MINIMUM, _rows(codes), _halves(data, 0), minimums=_negative(_halves(data, 2)))
 
 
-def _q4_k(data: Tensor) -> QuantisedRows:
-    codes = _nibbles(torch.unflatten(data[..., 16:], -1, (4, 32)))
+def _q4_k(data: Bytes) -> QuantisedRows:
+    codes = _nibbles(_parted(data[..., 16:], 4, 32))
     return _two_levels(K4, data, codes)
 
 
-def _q5_k(data: Tensor) -> QuantisedRows:
-    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)  # bit j of byte l belongs to weight 32 j + l
-    high = (data[..., 16:48].unsqueeze(-2) >> shifts & 1) << 4
-    codes = _nibbles(torch.unflatten(data[..., 48:], -1, (4, 32)))
-    return _two_levels(K5, data, torch.unflatten(codes, -1, (2, 32)).flatten(-3, -2) | high)
+def _q5_k(data: Bytes) -> QuantisedRows:
+    shifts = np.arange(8, dtype=np.uint8)[:, None]  # bit j of byte l belongs to weight 32 j + l
+    high = (data[..., None, 16:48] >> shifts & 1) << 4
+    codes = _nibbles(_parted(data[..., 48:], 4, 32))
+    return _two_levels(K5, data, codes.reshape(*codes.shape[:-2], 8, 32) | high)
 
 
-def _two_levels(scheme: Scheme, data: Tensor, codes: Tensor) -> QuantisedRows:
+def _two_levels(scheme: Scheme, data: Bytes, codes: Bytes) -> QuantisedRows:
     """codes: [R, blocks, ...] with the 256 weights of a block in order. The 6-bit numbers are in bytes 4 to 15."""
     low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
-    scales = torch.cat((low & 63, high & 15 | (low >> 6) << 4), dim=-1)
-    minimums = torch.cat((middle & 63, high >> 4 | (middle >> 6) << 4), dim=-1)
+    scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
+    minimums = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=-1)
     return QuantisedRows(
         scheme,
-        codes.flatten(1),
-        scales.view(torch.int8).flatten(1),
-        minimums=minimums.flatten(1),
+        _rows(codes),
+        _signed_bytes(scales),
+        minimums=HostTensor.of(_rows(minimums)),
         super_scales=_halves(data, 0),
         super_minimums=_halves(data, 2),
     )
 
 
-def _q6_k(data: Tensor) -> QuantisedRows:
-    low = _nibbles(torch.unflatten(data[..., :128], -1, (2, 64)))  # per half of the block: 64 low nibbles, 64 high ones
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
-    high = (torch.unflatten(data[..., 128:192], -1, (2, 1, 32)) >> shifts & 3).flatten(-2)
-    scales = data[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return _with_zero(K6, low | high << 4, scales, super_scales=_halves(data, 208))
+def _q6_k(data: Bytes) -> QuantisedRows:
+    low = _nibbles(_parted(data[..., :128], 2, 64))  # per half of the block: 64 low nibbles, 64 high ones
+    high = _joined(_parted(data[..., 128:192], 2, 1, 32) >> _PAIRS & 3)
+    return _with_zero(K6, low | high << 4, _signed_bytes(data[..., 192:208]), super_scales=_halves(data, 208))
 
 
-def _q2_k(data: Tensor) -> QuantisedRows:
+def _q2_k(data: Bytes) -> QuantisedRows:
     return QuantisedRows(
         K2,
-        _quarters(data[..., 16:80]).flatten(1),
-        (data[..., :16] & 15).view(torch.int8).flatten(1),
-        minimums=(data[..., :16] >> 4).flatten(1),
+        _rows(_quarters(data[..., 16:80])),
+        _signed_bytes(data[..., :16] & 15),
+        minimums=HostTensor.of(_rows(data[..., :16] >> 4)),
         super_scales=_halves(data, 80),
         super_minimums=_halves(data, 82),
     )
 
 
-def _q3_k(data: Tensor) -> QuantisedRows:
-    bits = (data[..., None, :32] >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1) & 1).flatten(-2)
+def _q3_k(data: Bytes) -> QuantisedRows:
+    bits = _joined(data[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1)
     # Of 16 scales: eight bytes of low nibbles, then four bytes that hold two bits of each.
     low = _nibbles(data[..., 96:104])
-    high = (data[..., None, 104:108] >> _PAIRS & 3).flatten(-2)
-    scales = (low | high << 4).view(torch.int8) - 32
+    high = _joined(data[..., None, 104:108] >> _PAIRS & 3)
     codes = _quarters(data[..., 32:96]) | bits << 2
-    return _with_zero(K3, codes, scales.flatten(1), super_scales=_halves(data, 108))
+    return _with_zero(K3, codes, _from_32(low | high << 4), super_scales=_halves(data, 108))
 
 
-_PAIRS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
-def _quarters(data: Tensor) -> Tensor:
+def _from_32(levels: Bytes) -> HostTensor:
+    """Return levels of 6 bits as integers from -32 on, those of each row in one dimension."""
+    return HostTensor.of(_rows(levels).astype(np.int8) - np.int8(32))
+
+
+def _quarters(data: Bytes) -> Bytes:
     """Return the pairs of bits of 64 bytes: of each half its lowest ones first."""
-    return (torch.unflatten(data, -1, (2, 1, 32)) >> _PAIRS & 3).flatten(-3)
+    return _joined(_parted(data, 2, 1, 32) >> _PAIRS & 3, 3)
 
 
-def _iq4_nl(data: Tensor) -> QuantisedRows:
+def _iq4_nl(data: Bytes) -> QuantisedRows:
     return _with_zero(NL4, _nibbles(data[..., 2:]), _halves(data, 0))
 
 
-def _iq4_xs(data: Tensor) -> QuantisedRows:
-    low = torch.stack((data[..., 4:8] & 15, data[..., 4:8] >> 4), dim=-1).flatten(-2)
-    high = (data[..., 2:4].unsqueeze(-1) >> _PAIRS.squeeze(-1) & 3).flatten(-2)
-    scales = (low | high << 4).view(torch.int8) - 32
-    codes = _nibbles(torch.unflatten(data[..., 8:], -1, (8, 16)))
-    return _with_zero(XS4, codes, scales.flatten(1), super_scales=_halves(data, 0))
+def _iq4_xs(data: Bytes) -> QuantisedRows:
+    low = _in_turn(data[..., 4:8])
+    high = _joined(data[..., 2:4, None] >> _PAIRS[:, 0] & 3)
+    codes = _nibbles(_parted(data[..., 8:], 8, 16))
+    return _with_zero(XS4, codes, _from_32(low | high << 4), super_scales=_halves(data, 0))
 
 
-def _mxfp4(data: Tensor) -> QuantisedRows:
-    return mxfp4(_nibbles(data[..., 1:]).flatten(1), data[..., 0].contiguous())
+def _mxfp4(data: Bytes) -> QuantisedRows:
+    return mxfp4(_rows(_nibbles(data[..., 1:])), np.ascontiguousarray(data[..., 0]))
 
 
-def _nvfp4(data: Tensor) -> QuantisedRows:
-    codes = _nibbles(torch.unflatten(data[..., 4:], -1, (4, 8)))
-    return _with_zero(NV4, codes, _E4M3[data[..., :4].int()].flatten(1))
+def _nvfp4(data: Bytes) -> QuantisedRows:
+    codes = _nibbles(_parted(data[..., 4:], 4, 8))
+    return _with_zero(NV4, codes, HostTensor.of(_E4M3[data[..., :4]].reshape(len(data), -1)))
 
 
 def _half_of_e4m3(number: int) -> float:
@@ -167,46 +196,54 @@ def _half_of_e4m3(number: int) -> float:
     return mantissa / 1024 if exponent == 0 else (8 + mantissa) / 16 * 2.0 ** (exponent - 7)
 
 
-_E4M3 = torch.tensor([_half_of_e4m3(number) for number in range(256)], dtype=F16)
+_E4M3 = np.array([_half_of_e4m3(number) for number in range(256)], np.float16)
 
 
-def _iq3_s(data: Tensor) -> QuantisedRows:
-    fours = data[..., 2:66].int() | _bits(data[..., 66:74]).int() << 8
-    levels = torch.stack((data[..., 106:110] & 15, data[..., 106:110] >> 4), dim=-1).flatten(-2)
-    codes = _signed(IQ3_S[fours].flatten(-2), _bits(data[..., 74:106]))
-    return _with_zero(S3, codes, (2 * levels + 1).view(torch.int8).flatten(1), super_scales=_halves(data, 0))
+def _iq3_s(data: Bytes) -> QuantisedRows:
+    fours = data[..., 2:66].astype(np.int32) | _bits(data[..., 66:74]).astype(np.int32) << 8
+    codes = _signed(_joined(IQ3_S[fours]), _bits(data[..., 74:106]))
+    return _with_zero(S3, codes, _signed_bytes(2 * _in_turn(data[..., 106:110]) + 1), super_scales=_halves(data, 0))
 
 
-def _iq3_xxs(data: Tensor) -> QuantisedRows:
+def _iq3_xxs(data: Bytes) -> QuantisedRows:
     # Of each unit four times 7 bits of signs, then 4 bits of its scale; a copy, for they need not lie at whole words.
-    words = data[..., 66:].flatten().clone().view(torch.int32).view(*data.shape[:-1], 8)
-    signs = words.unsqueeze(-1) >> torch.tensor([0, 7, 14, 21]) & 127
+    words = np.ascontiguousarray(data[..., 66:]).view(np.uint32)
+    signs = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127
     parity = signs ^ signs >> 4  # the eighth sign makes their number even
     parity = parity ^ parity >> 2
     signs = signs | ((parity ^ parity >> 1) & 1) << 7
-    codes = _signed(IQ3_XXS[data[..., 2:66].int()].flatten(-2), _bits(signs.flatten(-2).to(torch.uint8)))
-    levels = (2 * (words >> 28 & 15) + 1).to(torch.int8).flatten(1)
-    return _with_zero(XXS3, codes, levels, super_scales=_halves(data, 0).float() / 4)
+    codes = _signed(_joined(IQ3_XXS[data[..., 2:66]]), _bits(_joined(signs).astype(np.uint8)))
+    levels = _signed_bytes((2 * (words >> 28 & 15) + 1).astype(np.uint8))
+    quarters = HostTensor.of(_halves(data, 0).float32() / np.float32(4))
+    return _with_zero(XXS3, codes, levels, super_scales=quarters)
 
 
-def _bits(data: Tensor) -> Tensor:
+def _in_turn(data: Bytes) -> Bytes:
+    """Return the low four bits of each byte and its high ones, byte by byte: [..., 2 n]."""
+    return _joined(np.stack((data & 15, data >> 4), axis=-1))
+
+
+def _bits(data: Bytes) -> Bytes:
     """Return the bits of the last dimension's bytes, the lowest first: [..., 8 n]."""
-    return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return _joined(data[..., None] >> np.arange(8, dtype=np.uint8) & 1)
 
 
-def _signed(digits: Tensor, signs: Tensor) -> Tensor:
+def _signed(digits: Bytes, signs: Bytes) -> Bytes:
     """Return codes of a table whose upper half has the magnitudes of digits 0 to 7, the lower their negatives."""
-    return (digits | 8) ^ signs * 15
+    codes: Bytes = (digits | 8) ^ signs * 15
+    return codes
 
 
 def _both_signs(magnitudes: tuple[int, ...]) -> tuple[int, ...]:
     return (*(-number for number in reversed(magnitudes)), *magnitudes)
 
 
-def _with_zero(scheme: Scheme, codes: Tensor, scales: Tensor, super_scales: Tensor | None = None) -> QuantisedRows:
+def _with_zero(
+    scheme: Scheme, codes: Bytes, scales: HostTensor, super_scales: HostTensor | None = None
+) -> QuantisedRows:
     assert scheme.zero is not None
-    zeros = torch.full(scales.shape, scheme.zero, dtype=torch.uint8)
-    return QuantisedRows(scheme, codes.flatten(1), scales, zeros, super_scales=super_scales)
+    zeros = np.full(scales.shape, scheme.zero, np.uint8)
+    return QuantisedRows(scheme, _rows(codes), scales, zeros, super_scales=super_scales)
 
 
 Q4_ZERO, Q5_ZERO = Scheme(4, 32, "zero", F16, zero=8), Scheme(5, 32, "zero", F16, zero=16)
@@ -220,28 +257,28 @@ NL4, XS4 = Scheme(4, 32, "zero", F16, zero=0, table=IQ4), Scheme(4, 32, "zero", 
 NV4 = Scheme(4, 16, "zero", F16, zero=0, table=E2M1)
 S3 = Scheme(4, 32, "zero", F16, 256, 0, _both_signs((1, 3, 5, 7, 9, 11, 13, 15)))
 # A quarter of a float16 number need not be one.
-XXS3 = Scheme(4, 32, "zero", torch.float32, 256, 0, _both_signs((4, 12, 20, 28, 36, 44, 52, 62)))
+XXS3 = Scheme(4, 32, "zero", "float32", 256, 0, _both_signs((4, 12, 20, 28, 36, 44, 52, 62)))
 
 _TYPES = (
-    TensorType(0, "F32", 1, 4, torch.float32),
-    TensorType(1, "F16", 1, 2, torch.float16),
-    TensorType(30, "BF16", 1, 2, torch.bfloat16),
-    TensorType(8, "Q8_0", 32, 34, torch.float32, Q8_ZERO, _q8_0),
-    TensorType(2, "Q4_0", 32, 18, torch.float32, Q4_ZERO, _q4_0),
-    TensorType(3, "Q4_1", 32, 20, torch.float32, Q4_MINIMUM, _q4_1),
-    TensorType(6, "Q5_0", 32, 22, torch.float32, Q5_ZERO, _q5_0),
-    TensorType(7, "Q5_1", 32, 24, torch.float32, Q5_MINIMUM, _q5_1),
-    TensorType(12, "Q4_K", 256, 144, torch.float32, K4, _q4_k),
-    TensorType(13, "Q5_K", 256, 176, torch.float32, K5, _q5_k),
-    TensorType(14, "Q6_K", 256, 210, torch.float32, K6, _q6_k),
-    TensorType(20, "IQ4_NL", 32, 18, torch.float32, NL4, _iq4_nl),
-    TensorType(23, "IQ4_XS", 256, 136, torch.float32, XS4, _iq4_xs),
-    TensorType(39, "MXFP4", 32, 17, torch.float32, MXFP4, _mxfp4),
-    TensorType(10, "Q2_K", 256, 84, torch.float32, K2, _q2_k),
-    TensorType(11, "Q3_K", 256, 110, torch.float32, K3, _q3_k),
-    TensorType(21, "IQ3_S", 256, 110, torch.float32, S3, _iq3_s),
-    TensorType(18, "IQ3_XXS", 256, 98, torch.float32, XXS3, _iq3_xxs),
-    TensorType(40, "NVFP4", 64, 36, torch.float32, NV4, _nvfp4),
+    TensorType(0, "F32", 1, 4, "float32"),
+    TensorType(1, "F16", 1, 2, "float16"),
+    TensorType(30, "BF16", 1, 2, "bfloat16"),
+    TensorType(8, "Q8_0", 32, 34, "float32", Q8_ZERO, _q8_0),
+    TensorType(2, "Q4_0", 32, 18, "float32", Q4_ZERO, _q4_0),
+    TensorType(3, "Q4_1", 32, 20, "float32", Q4_MINIMUM, _q4_1),
+    TensorType(6, "Q5_0", 32, 22, "float32", Q5_ZERO, _q5_0),
+    TensorType(7, "Q5_1", 32, 24, "float32", Q5_MINIMUM, _q5_1),
+    TensorType(12, "Q4_K", 256, 144, "float32", K4, _q4_k),
+    TensorType(13, "Q5_K", 256, 176, "float32", K5, _q5_k),
+    TensorType(14, "Q6_K", 256, 210, "float32", K6, _q6_k),
+    TensorType(20, "IQ4_NL", 32, 18, "float32", NL4, _iq4_nl),
+    TensorType(23, "IQ4_XS", 256, 136, "float32", XS4, _iq4_xs),
+    TensorType(39, "MXFP4", 32, 17, "float32", MXFP4, _mxfp4),
+    TensorType(10, "Q2_K", 256, 84, "float32", K2, _q2_k),
+    TensorType(11, "Q3_K", 256, 110, "float32", K3, _q3_k),
+    TensorType(21, "IQ3_S", 256, 110, "float32", S3, _iq3_s),
+    TensorType(18, "IQ3_XXS", 256, 98, "float32", XXS3, _iq3_xxs),
+    TensorType(40, "NVFP4", 64, 36, "float32", NV4, _nvfp4),
 )
 # By their number in a file.
 TYPES = {kind.number: kind for kind in _TYPES}

@@ -135,7 +135,7 @@ def _rows(header: Header, path: Path) -> int:
 
 
 def _dtype_name(header: Header) -> str:
-    return str(header.tensors["token_embd.weight"].type.dtype).removeprefix("torch.")
+    return header.tensors["token_embd.weight"].type.dtype
 
 
 # -------------------------------------------------------------------------------------------------- rotary positions

@@ -6,13 +6,13 @@ to be frequent in models; no rule makes them.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 
-def fours(digits: str) -> Tensor:
+def fours(digits: str) -> npt.NDArray[np.uint8]:
     """Return digits as uint8 [number of fours, 4]."""
-    return torch.tensor([int(digit) for digit in digits], dtype=torch.uint8).view(-1, 4)
+    return (np.frombuffer(digits.encode(), np.uint8) - ord("0")).reshape(-1, 4)
 
 
 IQ3_XXS = fours(

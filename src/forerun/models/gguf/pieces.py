@@ -1,4 +1,4 @@
-"""The names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. Nothing here imports torch."""
+"""The names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. Nothing here imports numpy."""
 
 from __future__ import annotations
 

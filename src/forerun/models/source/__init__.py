@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
-from torch import Tensor
-
+from forerun.host_tensor import HostTensor
 from forerun.models import refusals
 from forerun.ops.memory import BLOCK_BYTES as BLOCK_BYTES
 from forerun.ops.quantised import QuantisedMatrix, Scheme
@@ -35,7 +33,7 @@ class Stored:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     scheme: Scheme | None = None
     was: str | None = None
     floats: Scheme | None = None
@@ -62,7 +60,7 @@ class Source(Protocol):
     def check(self, with_tokenizer: bool) -> None:
         """Raise UserError for what the names of the files show: no weights, foreign ones, a foreign tokenizer."""
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         """The rows of a tensor in order, at most BLOCK_BYTES at a time.
 
         They may be views of the file: each is to be let go before the next is asked for.

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
+from forerun.host_tensor import HELD_AS, Array, HostTensor
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
@@ -90,20 +89,21 @@ class GgufFile:
         entries = self._header.tensors
         return {name: self._stored(entry) for name, entry in entries.items() if name not in ROPE_TENSORS}
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
         offset = self._gguf.stored_offset if "norm" in name else 0.0
         for rows in self._whole(name):
-            yield rows - offset if offset else rows
+            yield HostTensor.of(rows.float32() - np.float32(offset)).to(rows.dtype) if offset else rows
 
-    def _whole(self, name: str) -> Iterator[Tensor]:
+    def _whole(self, name: str) -> Iterator[HostTensor]:
         """Yield all rows of a tensor of the file."""
         entry = self._header.tensors[name]
         if entry.type.unpack is None:
-            yield from self._rows(name)
+            for numbers in self._rows(name):
+                yield HostTensor(numbers, entry.type.dtype)
             return
         for rows in self._quantised_rows(name):
-            yield rows.dequantise().view(-1, *entry.shape[1:])
+            yield HostTensor.of(rows.dequantise().reshape(-1, *entry.shape[1:]))
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `Source.quantised`."""
@@ -112,7 +112,7 @@ class GgufFile:
         num_out, num_in = entry.shape
         stored = StoredRows(entry.file, entry.type.number, entry.start)
         if turned > 1:
-            stored = stored.chosen(_turned_back(torch.arange(num_out), turned).tolist())
+            stored = stored.chosen(_turned_back(np.arange(num_out), turned).tolist())
         return QuantisedMatrix(entry.type.scheme, (num_out, num_in), partial(self._quantised_rows, name), stored)
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -127,7 +127,7 @@ class GgufFile:
         for rows in self._rows(name):
             yield entry.type.unpack(rows)
 
-    def _rows(self, name: str) -> Iterator[Tensor]:
+    def _rows(self, name: str) -> Iterator[Array]:
         """Yield rows in the order of published checkpoints: weights, or bytes [R, blocks, num_bytes] if quantised."""
         entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
         is_vector = len(entry.shape) == 1
@@ -139,13 +139,13 @@ class GgufFile:
             rows = self._read(entry, first * row_bytes, min(step, num_rows - first) * row_bytes)
             yield _turned_back(rows, turned) if turned > 1 else rows
 
-    def _read(self, entry: Entry, start: int, num_bytes: int) -> Tensor:
+    def _read(self, entry: Entry, start: int, num_bytes: int) -> Array:
         numbers = entry.file.read(entry.start + start, num_bytes)
         if len(numbers) < num_bytes:
             raise UnsupportedModel(f"{entry.file} has become shorter while it was read: fetch it again")
         if entry.type.unpack is None:
-            return numbers.view(entry.type.dtype).view(-1, *entry.shape[1:])
-        return numbers.view(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
+            return numbers.view(HELD_AS[entry.type.dtype]).reshape(-1, *entry.shape[1:])
+        return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
 
     def _rows_of_a_head(self, name: str) -> int:
         """Return the rows that a file of llama has in another order, of each head of q and k; 1 for all others.
@@ -164,7 +164,7 @@ class GgufFile:
                 continue
             if entry.type.name != "F32" or len(entry.shape) != 1:
                 raise UnsupportedModel(f"{entry.file} has no float32 vector as {name}: fetch it again")
-            found[name] = entry.file.read(entry.start, entry.num_bytes).numpy().view(np.float32)
+            found[name] = entry.file.read(entry.start, entry.num_bytes).view(np.float32)
         return found
 
     # ---------------------------------------------------------------------------------------------------- small files
@@ -216,9 +216,10 @@ def _each_expert(header: Header) -> Header:
     return replace(header, tensors=tensors)
 
 
-def _turned_back(rows: Tensor, turned: int) -> Tensor:
+def _turned_back(rows: Array, turned: int) -> Array:
     """Return rows of heads in the order of published checkpoints; see `_rows_of_a_head`."""
-    return torch.unflatten(rows, 0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
+    halves = rows.reshape(-1, turned // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
+    return np.ascontiguousarray(halves.reshape(rows.shape))
 
 
 def open_source(path: Path) -> GgufFile:

@@ -1,71 +1,38 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
-The library of that name opens a file anew for each look, parses its whole header, and maps it into memory, where what
-is read stays resident. With tensors by the ten thousand, as of experts, that is most of the work. So a file's header is
-read here, once, and its tensors by their places. Quantised matrices are several tensors each, see packings.py; those of
-8-bit floats, and those whose inputs are in another order than their groups, are given as numbers.
+A header is read once, and tensors by their places, see safetensors_file.py. Quantised matrices are several tensors
+each, see packings.py; those of 8-bit floats, and those whose inputs are in another order than their groups, are given
+as numbers.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from forerun.errors import NotFound, UnsupportedModel
+from forerun.host_tensor import HostTensor
 from forerun.models import refusals
 from forerun.models.open_file import OpenFile
 from forerun.models.packings import FLOAT8, SCALE_DTYPES, Floats, Layout, floats, in_order, layout_of, widened
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
+from forerun.models.safetensors_file import TYPES, Entry, read_header
 from forerun.models.source import BLOCK_BYTES, STACKED, STACKED_SIZES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
-from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 # As safetensors names them; whatever else a file may hold means quantised weights.
-READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Those of the parts of quantised matrices, too.
-DTYPES = READABLE | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-                     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}  # fmt: skip
+READABLE = {word: TYPES[word] for word in ("F64", "F32", "F16", "BF16")}
 BASE_PREFIX, BASE_EMBEDDING = "model.", "embed_tokens.weight"
 BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
 COPIES = 8  # of a block, or fewer, are in memory at a time: the last one and this one, of two tensors, converted
-MOST_HEADER_BYTES = 100_000_000  # as the library reads; that of 30,000 tensors has some 5 MB
-METADATA = "__metadata__"  # beside the tensors of a header
 ALL = slice(None)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a file, as its header has it. dtype: safetensors' word for it. start: its first byte in the file."""
-
-    file: OpenFile
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    num_bytes: int
-
-    def rows(self, first: int, end: int) -> Tensor:
-        """Read some rows. Raises UnsupportedModel where the file has them no more."""
-        row_bytes = self.num_bytes // max(1, self.shape[0])
-        return self._read(first * row_bytes, (end - first) * row_bytes).view(end - first, *self.shape[1:])
-
-    def whole(self) -> Tensor:
-        """Read all of it. Raises as `rows`."""
-        return self._read(0, self.num_bytes).view(self.shape)
-
-    def _read(self, start: int, num_bytes: int) -> Tensor:
-        numbers = self.file.read(self.start + start, num_bytes)
-        if len(numbers) < num_bytes:
-            raise UnsupportedModel(f"{self.file} has become shorter while it was read: fetch it again")
-        return numbers.view(DTYPES[self.dtype])
 
 
 def recognises(path: Path) -> bool:
@@ -102,7 +69,7 @@ class SafetensorsFolder:
         Names that AutoModel saves, which knows no LM head, get the prefix that they have in a whole model.
         """
         self._open = [OpenFile(path) for path in self._files()]
-        found = {name: entry for file in self._open for name, entry in _header(file).items()}
+        found = {name: entry for file in self._open for name, entry in read_header(file).items()}
         prefix = BASE_PREFIX if BASE_EMBEDDING in found else ""
         return {
             name if name.startswith("lm_head.") else prefix + name: entry
@@ -127,7 +94,7 @@ class SafetensorsFolder:
         entries = {part: self._entries[name] for part, name in names.items() if name in self._entries}
         shapes = {part: entry.shape for part, entry in entries.items()}
         if "weight_shape" in entries:
-            shapes["weight_shape"] = tuple(self._entries[names["weight_shape"]].whole()[:2].tolist())
+            shapes["weight_shape"] = tuple(self._entries[names["weight_shape"]].whole().values[:2].tolist())
         scales = "scales" if "scales" in layout.parts else "weight_scale"
         try:
             shape, scheme = layout.scheme_of(shapes, entries[scales].dtype)
@@ -145,14 +112,14 @@ class SafetensorsFolder:
             "checkpoint"
         )
 
-    def _groups(self, name: str, num_in: int, group: int) -> Tensor | None:
+    def _groups(self, name: str, num_in: int, group: int) -> npt.NDArray[np.int64] | None:
         """Return the group of each input; None where they are in order. Raises ValueError where one is not there."""
-        groups, usual = self._entries[name].whole().long(), torch.arange(num_in) // group
+        groups, usual = self._entries[name].whole().values.astype(np.int64), np.arange(num_in) // group
         if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
             return None
         if groups.shape != usual.shape or int(groups.min()) < 0 or int(groups.max()) > int(usual[-1]):
             raise ValueError(f"its {name.rpartition('.')[2]} names groups that are not there")
-        return None if torch.equal(groups, usual) else groups
+        return None if np.array_equal(groups, usual) else groups
 
     @cached_property
     def _floats(self) -> Mapping[str, FloatParts]:
@@ -200,21 +167,21 @@ class SafetensorsFolder:
             found[name] = Stored(entry.file.path, entry.shape, READABLE[entry.dtype])
         for name, parts in self.matrices.items():
             file = self._entries[parts.names[parts.layout.codes]].file.path
-            found[name] = Stored(file, parts.shape, torch.float32, parts.scheme)
+            found[name] = Stored(file, parts.shape, "float32", parts.scheme)
             if parts.groups is not None:
                 was = f"{parts.scheme.bits}-bit integers with inputs in another order (g_idx)"
                 found[name] = replace(found[name], scheme=None, was=was)
         for name, matrix in self._floats.items():
             file = self._entries[name].file.path
-            found[name] = Stored(file, matrix.shape, torch.float32, was="8-bit floats", floats=matrix.scheme)
+            found[name] = Stored(file, matrix.shape, "float32", was="8-bit floats", floats=matrix.scheme)
         return found
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""
         if name in self.matrices:
             groups = self.matrices[name].groups
             for rows in self._quantised_rows(name):
-                yield rows.dequantise() if groups is None else in_order(rows, groups)
+                yield HostTensor.of(rows.dequantise() if groups is None else in_order(rows, groups))
             return
         if name in self._floats:
             yield from self._widened(name)
@@ -225,18 +192,18 @@ class SafetensorsFolder:
         for first in range(0, num_rows, step):
             yield entry.rows(first, min(first + step, num_rows))
 
-    def _widened(self, name: str) -> Iterator[Tensor]:
+    def _widened(self, name: str) -> Iterator[HostTensor]:
         spans = self._floats[name].spans
         for numbers, scales, first in self._float_rows(name):
-            yield widened(numbers, scales, first, spans)
+            yield HostTensor.of(widened(numbers, scales, first, spans))
 
-    def _float_rows(self, name: str) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _float_rows(self, name: str) -> Iterator[tuple[HostTensor, HostTensor, int]]:
         """Some rows of a matrix of 8-bit floats, all of its scales, and the first row."""
         matrix = self._floats[name]
         scales = self._entries[matrix.scales].whole()
-        if not bool(scales.isfinite().all()):
+        if not scales.is_finite():
             raise UnsupportedModel(f"{name} in {self.folder} has scales that are no finite numbers: fetch it again")
-        scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+        scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
         step = max(1, BLOCK_WEIGHTS // matrix.shape[1])
         for first in range(0, matrix.shape[0], step):
             yield self._entries[name].rows(first, min(first + step, matrix.shape[0])), scales, first
@@ -259,21 +226,21 @@ class SafetensorsFolder:
         parts = self.matrices[name]
         num_out, num_in = parts.shape
         step = max(1, BLOCK_WEIGHTS // num_in // 32) * 32
-        whole = dict[str, Tensor]()  # of parts that have an output's weights in all rows
+        whole = dict[str, HostTensor]()  # of parts that have an output's weights in all rows
 
-        def read(part: str, rows: slice, columns: slice) -> Tensor:
+        def read(part: str, rows: slice, columns: slice) -> HostTensor:
             entry = self._entries[parts.names[part]]
             if rows != ALL:
                 first, end, _ = rows.indices(entry.shape[0])
                 return entry.rows(first, end)[:, columns]
             if part not in whole:
                 whole[part] = entry.whole()
-            return whole[part][:, columns].clone()
+            return whole[part][:, columns].copy()
 
         for first in range(0, num_out, step):
             chosen = range(first, min(first + step, num_out))
             rows = parts.layout.rows(parts.scheme, parts.shapes, num_in, chosen, read)
-            if not bool(rows.scales.isfinite().all()):
+            if not rows.scales.is_finite():
                 raise UnsupportedModel(f"{name} in {self.folder} has scales that are no finite numbers: fetch it again")
             yield rows
 
@@ -302,7 +269,7 @@ class Parts:
     shape: tuple[int, int]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
-    groups: Tensor | None = None
+    groups: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -328,40 +295,3 @@ def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
     each = entry.num_bytes // max(1, entry.shape[0])
     for i in range(entry.shape[0]):
         yield f"{name}.{i}", replace(entry, shape=entry.shape[1:], start=entry.start + i * each, num_bytes=each)
-
-
-def _header(file: OpenFile) -> dict[str, Entry]:
-    """Read where a file has its tensors, by name. Raises NotFound or UnsupportedModel where it cannot be read."""
-    try:
-        num_bytes = int.from_bytes(file.read(0, 8).numpy().tobytes(), "little")
-        size = file.stream.seek(0, 2)
-        if size < 8 or num_bytes > min(size - 8, MOST_HEADER_BYTES):
-            raise ValueError("it ends within its header")
-        said = json.loads(file.read(8, num_bytes).numpy().tobytes())
-        entries = {name: _entry(file, 8 + num_bytes, **about) for name, about in said.items() if name != METADATA}
-        _check_places(entries, 8 + num_bytes, size)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise unreadable(file.path, error, "a readable safetensors file") from error
-    return entries
-
-
-def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    """Return a tensor of a header. first: where the bytes of tensors begin. Raises ValueError for what is no place."""
-    begin, end = data_offsets
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end - begin)):
-        raise ValueError("a tensor has a size or a place that is no number")
-    num_bytes = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
-    if num_bytes != end - begin:
-        raise ValueError(f"a tensor of shape {shape} and type {dtype} has {end - begin} bytes")
-    return Entry(file, tuple(shape), dtype, first + begin, num_bytes)
-
-
-def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
-    """Raise ValueError where tensors do not lie one behind the other to the end of the file."""
-    end = first
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
-        if entry.start != end:
-            raise ValueError(f"{name!r:.80} does not begin where the tensor before it ends")
-        end += entry.num_bytes
-    if end != size:
-        raise ValueError(f"it has {size:,} bytes and its tensors end at {end:,}, as where a download was cut short")

@@ -23,8 +23,9 @@ from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.models.loading import LoadedModel
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.rotary import Rotations
 from forerun.ops.torch import Parts, Projections, Rotation, TorchAttention, TorchBlock, TorchModel, normed
+from forerun.ops.torch_rotations import TorchRotations
+from forerun.ops.torch_tensors import tensor_of
 from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
@@ -52,18 +53,18 @@ class Teacher:
     def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
         """Read them from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
         ids = range(model.config.vocab_size)
-        embeddings, head = model.embed(ids).float(), model.head(ids).float()
+        embedded = model.rows.to_host(model.embed(ids))
+        embeddings, head = torch.from_numpy(embedded).float(), torch.from_numpy(model.head(ids)).float()
         at, final = f"model.layers.{model.config.num_layers - 1}.", "model.norm.weight"
         names = [name for name in weight_shapes(model.config) if name.startswith(at)]
-        last = {name.replace(at, "model.layers.0."): model.weight(name) for name in names} | {
-            final: model.weight(final)
-        }
-        probe = head_files.probe(model.embed, num_ids)
+        found = {name.replace(at, "model.layers.0."): model.weight(name) for name in names}
+        last = {name: tensor_of(weight) for name, weight in (found | {final: model.weight(final)}).items()}
+        probe = tensor_of(head_files.probe(model, num_ids))
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
     def decoder(self, ops: ReferenceOps) -> TorchModel:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
-        weights = {name: self.model.weight(name) for name in weight_shapes(self.config)}
+        weights = {name: tensor_of(self.model.weight(name)) for name in weight_shapes(self.config)}
         return TorchModel(self.config, weights, ops)
 
 
@@ -95,7 +96,7 @@ class TrainedBlock:
         assert block.attention.rope is not None
         self.ops, self.spec = ReferenceOps(), block.attention
         self._block = TorchBlock(block, Parts(weights, torch.float32, Projections.of, apart=True), at)
-        self._rotations = Rotations(block.attention.rope, self.spec.head_dim, torch.device("cpu"), torch.float32)
+        self._rotations = TorchRotations(block.attention.rope, self.spec.head_dim, torch.device("cpu"), torch.float32)
         self.scale = self.spec.scale or self.spec.head_dim**-0.5  # of scores
 
     @property

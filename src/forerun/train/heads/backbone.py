@@ -29,6 +29,7 @@ from forerun.errors import BadOption
 from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict, save_checkpoint
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import HostWeights, tensor_of
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, visible
 from forerun.train.ops import RememberingOps, run_rows
@@ -71,7 +72,7 @@ class Backbone:
         config_to_dict(config)
         self.options, self.share, self._head = options, 0.0, teacher.head
         self._ops = RememberingOps()
-        own = {name: teacher.model.weight(name).clone() for name in weight_shapes(config)}
+        own = {name: tensor_of(teacher.model.weight(name)).clone() for name in weight_shapes(config)}
         self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in own.items() if n not in FROZEN}
         self._model = TorchModel(config, own, self._ops)
 
@@ -116,7 +117,9 @@ class Backbone:
         """Write the checkpoint, with a card that says what it is. log: the last numbers."""
         config = self._model.config
         weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
-        save_checkpoint(folder, config, weights, end_ids=original.end_ids, tokenizer_folder=original.folder)
+        save_checkpoint(
+            folder, config, HostWeights(weights), end_ids=original.end_ids, tokenizer_folder=original.folder
+        )
         written = TorchModel(config, {name: weight.float() for name, weight in weights.items()})
         card = CARD.format(
             original=original.name,

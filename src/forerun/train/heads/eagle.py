@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.blocks import Norm, Spec
+from forerun.blocks import SIDES, Norm, Spec
 from forerun.drafters import head_files
-from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer_shapes
+from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
 from forerun.registry import parse_list
 from forerun.train import losses
 from forerun.train.heads import (

@@ -8,11 +8,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from forerun import native
 from forerun.blocks import Buckets
+from forerun.host_tensor import Array, Floats, HostTensor, address
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.types import RaggedBatch
 
@@ -29,10 +29,10 @@ class PackedMatrix:
     handle: Any
     num_out: int
     num_in: int
-    dtype: torch.dtype
+    dtype: str
     paired: bool
     bits: tuple[int, ...] = ()
-    bias: Tensor | None = None
+    bias: Floats | None = None
 
     @property
     def nbytes(self) -> int:
@@ -40,22 +40,23 @@ class PackedMatrix:
         return int(self.handle.num_bytes)
 
     @property
-    def stored(self) -> Tensor:
+    def stored(self) -> HostTensor:
         """The bytes in memory, uint8 [nbytes], which live as long as the matrix."""
         own = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
-        return torch.frombuffer(own, dtype=torch.uint8)
+        return HostTensor.of(np.ctypeslib.as_array(own))
 
-    def unpack(self, rows: Seq[int] | None = None) -> Tensor:
+    def unpack(self, rows: Seq[int] | None = None) -> HostTensor:
         """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError.
 
         Quantised weights come as float32.
         """
         chosen = range(self.num_out) if rows is None else rows
-        out = torch.empty(len(chosen), self.num_in, dtype=torch.float32 if self.bits else self.dtype)
-        for i, row in zip(chosen, out, strict=True):
+        out = HostTensor.empty((len(chosen), self.num_in), "float32" if self.bits else self.dtype)
+        begin, row_bytes = address(out.values), out.values.itemsize * self.num_in
+        for place, i in enumerate(chosen):
             if not 0 <= i < self.num_out:
                 raise IndexError(f"there is no row {i} in a matrix of {self.num_out}")
-            self.handle.unpack_row(i, row.data_ptr())
+            self.handle.unpack_row(i, begin + place * row_bytes)
         return out
 
 
@@ -96,7 +97,7 @@ class Format:
         groups = 1 if group >= UNIT else UNIT // group
         two_levels = len(set(schemes)) == 1 and first.super_group > 0 and group <= UNIT and offset != 1
         head_units = (first.super_group if two_levels else group) // UNIT if len(set(schemes)) == 1 else 1
-        wide = any(s.scale_dtype == torch.float32 or (s.super_group > 0 and not two_levels) for s in schemes)
+        wide = any(s.scale_dtype == "float32" or (s.super_group > 0 and not two_levels) for s in schemes)
         number_bytes = 1 if first.powers else 4 if wide else 2
         zero = (first.zero or 0) if offset == 0 else 0
         return cls(bits, groups, max(1, head_units), number_bytes, two_levels, offset, zero, first.table)
@@ -107,14 +108,14 @@ class Format:
         *fields, _ = astuple(self)
         return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
-    def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Tensor | None]:
+    def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Array | None]:
         """Return what the native `fill` reads: codes, the numbers of heads, and the integers of units."""
         rows = rows if self.table else rows.looked_up()
-        codes = rows.codes.contiguous()
+        codes = np.ascontiguousarray(rows.codes)
         if self.two_levels:
-            factors = [None if part is None else part.float() for part in (rows.super_scales, rows.super_minimums)]
-            parts = (codes, *factors, rows.scales, rows.minimums)
-            return [None if part is None else part.contiguous() for part in parts]
+            factors = [None if part is None else part.float32() for part in (rows.super_scales, rows.super_minimums)]
+            levels = [None if part is None else part.values for part in (rows.scales, rows.minimums)]
+            return [codes, *(None if part is None else np.ascontiguousarray(part) for part in (*factors, *levels))]
         num_units = -(-num_in // UNIT)
         span, count = UNIT * self.head_units // self.groups, -(-num_units // self.head_units) * self.groups
         return [codes, *rows.numbers(span, count, "minimum" if self.offset == 2 else "zero"), None, None]

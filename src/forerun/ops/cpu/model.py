@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
 
 from forerun import blocks
 from forerun.blocks import (
@@ -26,10 +24,13 @@ from forerun.blocks import (
 )
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
+from forerun.host_tensor import Floats, HostTensor, address
 from forerun.kv.cache import BlockCache
-from forerun.kv.pool import type_number
-from forerun.ops.packed import PackedMatrix, distances_of, run_numbers, source_numbers
+from forerun.kv.pool import HostPools, type_number
+from forerun.ops.cpu.packed import PackedMatrix, distances_of, run_numbers, source_numbers
+from forerun.ops.operators import HostRows
 from forerun.ops.passes import (
+    Lent,
     batch_of_sources,
     check_layers,
     check_pass,
@@ -41,12 +42,11 @@ from forerun.ops.passes import (
 )
 from forerun.ops.quantised import QuantisedMatrix, dequantised
 from forerun.ops.quantising import RoundedWeights
-from forerun.ops.reference import Scoring
-from forerun.ops.rotary import Rotations, sinusoids
+from forerun.ops.rotary import Rotations, buckets_of_distances, sinusoids
 from forerun.types import EDGES, Draw, Probs, RaggedBatch, Stop
 
 if TYPE_CHECKING:
-    from forerun.ops.cpu import CpuOps
+    from forerun.ops.cpu.operators import CpuOps
 
 
 def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
@@ -54,8 +54,7 @@ def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
     if made is None:
         return Probs.of_point(token)
     ids, weights = made
-    values = torch.from_numpy(weights)
-    return Probs(dense=values) if ids is None else Probs(ids=torch.from_numpy(ids), listed=values)
+    return Probs(dense=weights) if ids is None else Probs(ids=ids, listed=weights)
 
 
 class CpuModel:
@@ -65,33 +64,49 @@ class CpuModel:
     consume: see ops.load_model; what a dictionary is consumed of is taken out of it.
     """
 
-    device = torch.device("cpu")
-    activation_dtype = torch.float32
+    device = "cpu"
+    activation_dtype = "float32"
+    make_pools = HostPools
+    rows = HostRows()
     tells_confidence = True  # `run_ahead` takes stops
     draws_ahead = True  # `run_ahead` takes draws
+    feeds_itself = True  # in `run_ahead` rows of a head stand for features
 
-    def __init__(self, ops: CpuOps, spec: Spec, weights: Mapping[str, Tensor], *, consume: bool = False) -> None:
-        self.config, self.ops = spec, ops
+    def __init__(
+        self,
+        ops: CpuOps,
+        spec: Spec,
+        weights: Mapping[str, HostTensor | QuantisedMatrix],
+        *,
+        consume: bool = False,
+        lent: Lent | None = None,
+    ) -> None:
+        self.config, self.ops, self._lent = spec, ops, lent
         # Referenced here because the native object has only the addresses of the tables.
-        self._vectors: dict[str, Tensor] = {}  # norms and their biases, float32
-        self._tables: dict[str, Tensor] = {}  # of which rows are looked up
+        self._vectors: dict[str, Floats] = {}  # norms and their biases
+        self._tables: dict[str, HostTensor] = {}  # of which rows are looked up
         self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # name -> where it is packed: first row, rows
         source, found = _Source(weights, consume), blocks.weights(spec)
         groups = {product: [w.name for w in members] for product, members in products(found).items()}
-        embedding = groups.pop("embedding")
+        embedding = groups.pop("embedding", [])
         # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
-        self.matrices = {"head": self._pack(source, groups.pop("head", embedding))}
-        self._embedding = self.matrices["head"] if spec.tied else self._take_table(source, EMBEDDING)
+        if lent is None or spec.head:
+            head = self._pack(source, groups.pop("head", embedding))
+        else:
+            head = lent.target.matrices["head"]
+        self.matrices = {"head": head}
+        self._embedding = head if spec.tied else self._take_table(source, EMBEDDING) if embedding else None
         of_layers = LAYER_PRODUCTS[0]
         if groups.pop(of_layers, []) and (table := self._take_table(source, LAYER_EMBEDDING)) is not None:
             self.matrices[of_layers] = table
-        self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
+        self.weight_dtype = head.dtype if lent is None else lent.target.weight_dtype
+        self.cache_dtype = self.weight_dtype
         for product, names in groups.items():
             is_paired, is_wide = product.endswith(".gate_up") and len(names) == 2, product.endswith(blocks.SCORES)
             self.matrices[product] = self._pack(source, names, paired=is_paired, is_wide=is_wide)
         for weight in found:
             if weight.role == "vector" and not weight.product:
-                self._vectors[weight.name] = source.weights[weight.name].detach().float().contiguous().clone()
+                self._vectors[weight.name] = _vector(source.weights[weight.name])
         self._take_positions(source, spec, POSITIONS)
         self._take_biases(source, spec, "model.")
         if spec.encoder is not None:
@@ -99,13 +114,14 @@ class CpuModel:
             self._take_biases(source, spec.encoder, "encoder.")
         self._native, self._rotations = self._made(spec)
         self._encoder = None if spec.encoder is None else self._made(spec.encoder, "encoder.")
-        self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.weight_dtype))
+        scale = HostTensor.of(np.float32(spec.embed_scale)).to(self.weight_dtype)
+        self._embed_scale = float(scale.float32())  # rounded to the type, as published code does
 
     def _take_table(self, source: _Source, name: str) -> PackedMatrix | None:
         """Keep an embedding that is not the LM head: packed where it is quantised, which is returned, else as it is."""
         table = source.weights[name]
         if not isinstance(table, QuantisedMatrix):
-            self._tables[name] = table.detach().contiguous()
+            self._tables[name] = table.contiguous()
             return None
         packed = self.ops.pack(table)
         self._places[name] = (packed, 0, table.shape[0])
@@ -121,11 +137,10 @@ class CpuModel:
         if own is None:
             return
         if own.kind == "sinusoidal":
-            numbers = sinusoids(own.num + own.offset, spec.hidden_size)
-            table: Tensor | QuantisedMatrix = torch.from_numpy(numbers)
+            table: HostTensor | QuantisedMatrix = HostTensor.of(sinusoids(own.num + own.offset, spec.hidden_size))
         else:
             table = source.weights[name]
-        dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table.detach()
+        dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table
         self._tables[name] = dense.to(self.weight_dtype).contiguous()
 
     def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
@@ -135,35 +150,37 @@ class CpuModel:
             if a is None or not isinstance(a.bias, Buckets):
                 continue
             name = f"{part}layers.{i}.{blocks.attention_name(a)}relative_attention_bias."
-            table = source.weights[f"{name}weight"].detach().float().contiguous().clone()
-            distances = torch.tensor(distances_of(a.bias))[None]
-            by_distance = Scoring(buckets=a.bias, table=table).bias(distances)
-            assert by_distance is not None
-            self._vectors |= {f"{name}weight": table, f"{name}by_distance": by_distance[:, 0].contiguous()}
+            table = _vector(source.weights[f"{name}weight"])
+            buckets = buckets_of_distances(a.bias)[
+                np.clip(distances_of(a.bias), -a.bias.max_distance, a.bias.max_distance) + a.bias.max_distance
+            ]
+            self._vectors |= {f"{name}weight": table, f"{name}by_distance": np.ascontiguousarray(table[buckets].T)}
 
     def _made(self, spec: Spec, part: str = "model.") -> tuple[Any, list[Rotations]]:
         """Return the native object of a spec, and the rotations that it takes. part: how its weights' names begin."""
 
         def named(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
-            own = {name: of(weight) for name, weight in found.items() if name.startswith((part, "head", EMBEDDING))}
+            parts = (part, "head", EMBEDDING, *(blocks.BEFORE_BLOCKS if spec.features else ()))
+            own = {name: of(weight) for name, weight in found.items() if name.startswith(parts)}
             return {name.replace(part, "model.", 1): weight for name, weight in own.items()}
 
         matrices = named(self.matrices, lambda matrix: matrix.handle)
-        if spec.own_embedding:
+        if spec.own_embedding and part == "encoder.":
             matrices["embedding"] = self.matrices[blocks.of_encoder("embedding")].handle
         elif self._embedding is not None:
             matrices["embedding"] = self._embedding.handle
         made = self.ops.extension.make_model(
             self.ops.backend,
             spec,
-            self.weight_dtype == torch.bfloat16,
+            self.weight_dtype == "bfloat16",
             matrices,
             named(self._vectors, address),
-            named(self._tables, address),
+            named(self._tables, lambda table: address(table.values)),
+            *(() if self._lent is None else (self._lent.target._native, self._lent.ids)),
         )
         turned = [cast(Attention, spec.blocks[i].attention) for i in made.rotations]
         ropes = [(a.rope, a.head_dim) for a in turned]
-        return made, [Rotations(rope, dim, self.device, torch.float32) for rope, dim in ropes if rope is not None]
+        return made, [Rotations(rope, dim) for rope, dim in ropes if rope is not None]
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
@@ -186,13 +203,13 @@ class CpuModel:
         read = round(sum(matrix.nbytes * blocks.read_share(self.config, name) for name, matrix in own.items()))
         return read + sum(v.nbytes for name, v in self._vectors.items() if not name.startswith("encoder."))
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
+    def stored(self) -> Iterator[tuple[str, HostTensor]]:
         """Yield the name and the bytes of all weights as they are in memory."""
         for name, matrix in self.matrices.items():
             yield name, matrix.stored
             if matrix.bias is not None:
-                yield f"{name}.bias", matrix.bias
-        yield from self._vectors.items()
+                yield f"{name}.bias", HostTensor.of(matrix.bias)
+        yield from ((name, HostTensor.of(vector)) for name, vector in self._vectors.items())
         yield from self._tables.items()
 
     @property
@@ -205,36 +222,62 @@ class CpuModel:
         batch: RaggedBatch,
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
-        hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
+        hidden: Floats | None = None,
+        taps: Mapping[int, Floats] | None = None,
         num_experts: list[int] | None = None,
-    ) -> Tensor:
+    ) -> Floats:
         """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
         taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
-        if cache is None:
+        if cache is None and any(block.attention is not None for block in self.config.blocks):
             raise InternalError("native models keep keys and values in a cache and were given none")
         tokens, positions = batch.ids()
-        hidden = None if hidden is None else hidden.float().contiguous()
-        out = torch.empty(len(tokens), self.config.hidden_size)
+        hidden = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
+        out = np.empty((len(tokens), self.config.hidden_size), np.float32)
         if tokens:
             found = self._native.forward(
                 tokens,
                 positions,
                 self._turns(end_of(batch)),
                 len(batch.slots),
-                [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds],
-                cache.pools.native,
+                *self._cached(batch, cache),
                 list(chosen),
                 address(hidden),
-                [(k, taps[k].data_ptr()) for k in sorted(taps)],
+                [(k, address(taps[k])) for k in sorted(taps)],
                 is_normed,
-                out.data_ptr(),
-                sources=self._sources(batch, cache),
+                address(out),
+                sources=[] if cache is None else self._sources(batch, cache),
             )
             if num_experts is not None:
                 num_experts += found
         return out
+
+    def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
+        """The runs of a pass in numbers, and the pools that they are of; without a cache rows that nobody keeps."""
+        if cache is not None:
+            return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
+        tables = [list(batch.run(b)) for b in range(len(batch.slots))]
+        nowhere = [0] * self.config.num_layers
+        pools = self.ops.extension.Pools(nowhere, nowhere, 1, [(0, 0)], [batch.run_starts[-1]], 0)
+        return [run_numbers(batch, tables)], pools
+
+    def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Floats]) -> None:
+        """Keep what its blocks see of these tokens, as TorchModel.remember."""
+        rows = [float_rows(layer, self._feature_size, batch.run_starts[-1]) for layer in layer_rows]
+        numbers, pools = self._cached(batch, cache)
+        where = batch.ids()[1], self._turns(end_of(batch)), len(batch.slots), numbers, pools
+        self._native.remember(*where, [address(layer) for layer in rows])
+
+    def features(self, layer_rows: Seq[Floats]) -> Floats:
+        """Return what a head makes of its target's rows behind each layer [n, size], float32 [n, H]."""
+        rows = [float_rows(layer, self._feature_size, len(layer_rows[0])) for layer in layer_rows]
+        out = np.empty((len(rows[0]), self.config.hidden_size), np.float32)
+        self._native.features([address(layer) for layer in rows], len(out), address(out))
+        return out
+
+    @property
+    def _feature_size(self) -> int:
+        return self.config.hidden_size if self.config.features is None else self.config.features.size
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Run the encoder over these tokens, as TorchModel.begin."""
@@ -244,12 +287,12 @@ class CpuModel:
         batch, (made, rotations) = batch_of_sources(sources), self._encoder
         tokens, positions = batch.ids()
         shape, num = encoder.cache_shape, encoder.num_layers
-        kept = torch.empty(2, len(tokens), shape.num_kv_heads, shape.head_dim, dtype=self.cache_dtype)  # of one layer
+        kept = HostTensor.empty((2, len(tokens), shape.num_kv_heads, shape.head_dim), self.cache_dtype)  # of one layer
         number = type_number(self.cache_dtype)
-        row_bytes = shape.num_kv_heads * shape.head_dim * self.cache_dtype.itemsize
-        addresses = [address(kept[0])] * num, [address(kept[1])] * num
+        row_bytes = shape.num_kv_heads * shape.head_dim * kept.values.itemsize
+        addresses = [address(kept.values[0])] * num, [address(kept.values[1])] * num
         pools = self.ops.extension.Pools(*addresses, 1, [(row_bytes, row_bytes)], [len(tokens)], number)
-        rows = torch.empty(len(tokens), encoder.hidden_size)
+        rows = np.empty((len(tokens), encoder.hidden_size), np.float32)
         made.forward(
             tokens,
             positions,
@@ -261,14 +304,15 @@ class CpuModel:
             0,
             [],
             True,
-            rows.data_ptr(),
+            address(rows),
         )
-        places = torch.cat([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
+        places = np.concatenate([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
         for i in cache.shape.kept:
             a = self.config.blocks[i].attention
             if a is not None and a.sees == "encoder":
                 found = self.ops.linear(rows, self.matrices[f"model.layers.{i}.kv"])
-                cache.pools[i].write(places, *found.view(len(rows), 2, a.kv_heads, a.head_dim).unbind(1))
+                pairs = found.reshape(len(rows), 2, a.kv_heads, a.head_dim)
+                cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
         """The sources of a batch's runs in numbers; none of a model without an encoder."""
@@ -284,10 +328,9 @@ class CpuModel:
         cache: BlockCache,
         num_ids: int,
         layers: Seq[int] | None = None,
-        hidden: Tensor | None = None,
-        ahead: Any = None,
+        hidden: Floats | None = None,
         stops: Seq[Stop] = (),
-        layer_rows: Seq[Tensor] = (),
+        layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> list[list[int]] | None:
         """Continue each run in one native call; returns ids[b], lengths[b] of them.
@@ -298,8 +341,8 @@ class CpuModel:
         one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is drawn from the
         first `num_ids` logits after the run's tokens and ids[b][:i]. draws: of each run how, and what is told the
         distributions; () = each id is that of the largest logit. Returns None where a logit is NaN. Of a head:
-        ahead is how it reads (`ahead`), the tokens are ids of its target, and hidden [T, H] are their features;
-        layer_rows in their place the target's rows behind each of its layers [T, H].
+        hidden [T, H] are the features of the tokens; layer_rows in their place the target's rows behind each of the
+        layers that it reads [T, size]. Behind an id that was found its own row before stands for features.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
@@ -310,11 +353,12 @@ class CpuModel:
         fed = dataclasses.replace(batch, run_starts=ends)
         numbers = [run_numbers(fed, kind.tables(fed)) for kind in cache.kinds]
         rotated = self._turns(end_of(batch) + max(lengths, default=0))
-        check_rows([*([] if hidden is None else [hidden]), *layer_rows], batch, self.config.hidden_size)
-        hidden = None if hidden is None else hidden.float().contiguous()
+        check_rows([] if hidden is None else [hidden], batch, self.config.hidden_size)
+        check_rows(layer_rows, batch, self._feature_size)
+        hidden = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
         pools = cache.pools.native
-        rows = [layer.float().contiguous() for layer in layer_rows]
-        given = [address(layer) for layer in rows]
+        rows = [np.ascontiguousarray(layer, np.float32) for layer in layer_rows]
+        given = list(map(address, rows))
         own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
         found = self._native.run_ahead(
             *batch.ids(),
@@ -326,7 +370,6 @@ class CpuModel:
             list(chosen),
             num_ids,
             address(hidden),
-            ahead,
             own,
             given,
             self._sources(batch, cache),
@@ -359,53 +402,37 @@ class CpuModel:
             )
         found = blocks.weights(self.config)
         weights = RoundedWeights(found, self.matrix_rows, self.vector, quantization, None)
-        return CpuModel(self.ops, self.config, cast(Mapping[str, Tensor], weights))
+        return CpuModel(self.ops, self.config, weights, lent=self._lent)
 
-    def ahead(
-        self,
-        ids: Seq[int],
-        norms: Seq[Tensor | None],
-        eps: float,
-        matrix: Any,
-        layer_norms: Seq[Tensor | None] = (),
-        layers: Any = None,
-        largest: float = 0.0,
-    ) -> Any:
-        """Return how a head of this decoder reads: the product of an embedding and features.
+    def embed(self, ids: Seq[int]) -> Floats:
+        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has; of a head zeros.
 
-        ids: this decoder's id of each id of the head. norms: of the embedding and of the features, float32 [H]; the
-        caller keeps them. matrix: packed, [H, 2 H]. layers: packed [H, layers * H], what makes features of rows behind
-        this decoder's layers, which are cut to -largest .. largest, each behind its norm; None = features are given.
+        What a head is given in their place are features.
         """
-        behind = [address(n) for n in layer_norms], None if layers is None else layers.handle, largest
-        own = [address(n) for n in norms]
-        return self.ops.extension.Ahead(self._native, list(ids), own, eps, matrix.handle, *behind)
+        if self.config.features is not None:
+            return np.zeros((len(ids), self.config.hidden_size), np.float32)
+        table = self._embedding
+        stored = self._tables[EMBEDDING][list(ids)] if table is None else table.unpack(ids)
+        rows = stored.float32()
+        return rows if self._embed_scale == 1 else rows * np.float32(self._embed_scale)
 
-    def embed(self, ids: Seq[int]) -> Tensor:
-        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
-        if self._embedding is not None:
-            rows = self._embedding.unpack(ids).float()
-        else:
-            rows = F.embedding(torch.tensor(ids, dtype=torch.int64), self._tables[EMBEDDING]).float()
-        return rows if self._embed_scale == 1 else rows * self._embed_scale
-
-    def norm(self, hidden: Tensor) -> Tensor:
+    def norm(self, hidden: Floats) -> Floats:
         """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
         hidden = float_rows(hidden, self.config.hidden_size)
-        out = torch.empty_like(hidden)
-        self._native.norm(hidden.data_ptr(), len(hidden), out.data_ptr())
+        out = np.empty_like(hidden)
+        self._native.norm(address(hidden), len(hidden), address(out))
         return out
 
-    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+    def logits(self, hidden: Floats, num_ids: int | None = None) -> Floats:
         """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids."""
         width = min(num_ids or self.config.vocab_size, self.config.vocab_size)
         hidden = float_rows(hidden, self.config.hidden_size)
-        out = torch.empty(len(hidden), width)
+        out = np.empty((len(hidden), width), np.float32)
         if len(hidden):
-            self._native.logits(hidden.data_ptr(), len(hidden), width, out.data_ptr())
+            self._native.logits(address(hidden), len(hidden), width, address(out))
         return out
 
-    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+    def best(self, hidden: Floats, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
         """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
 
         Ties go to the lowest id, and NaN counts as the largest. The values are bit for bit those of `logits`; the other
@@ -414,32 +441,32 @@ class CpuModel:
         if not rows:
             return [], []
         hidden = float_rows(hidden, self.config.hidden_size)
-        return self._native.argmax(hidden.data_ptr(), len(hidden), rows, num_ids)  # type: ignore[no-any-return]
+        return self._native.argmax(address(hidden), len(hidden), rows, num_ids)  # type: ignore[no-any-return]
 
-    def head(self, ids: Seq[int]) -> Tensor:
+    def head(self, ids: Seq[int]) -> Floats:
         """Return rows of the LM head, float32 [n, H], as they were before packing."""
-        return self.matrices["head"].unpack(ids).float()
+        return self.matrices["head"].unpack(ids).float32()
 
-    def weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Floats:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
         if name in self._tables:
-            return self._tables[name].float()
+            return self._tables[name].float32()
         if name in self._vectors or name.endswith(".bias"):
-            return self.vector(name).float()
-        return self.matrix_rows(name, range(self._places[name][2])).float()
+            return self.vector(name).float32()
+        return self.matrix_rows(name, range(self._places[name][2])).float32()
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self, name: str) -> HostTensor:
         """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
         if name in self._vectors:
-            return self._vectors[name]
+            return HostTensor.of(self._vectors[name])
         if name in self._tables:
-            return self._tables[name].float()
+            return self._tables[name].to("float32")
         matrix = EMBEDDING if name == "lm_head.bias" and self.config.tied else name.removesuffix("bias") + "weight"
         packed, first, num = self._places[matrix]
         assert packed.bias is not None
-        return packed.bias[first : first + num]
+        return HostTensor.of(packed.bias[first : first + num])
 
-    def matrix_rows(self, name: str, rows: range) -> Tensor:
+    def matrix_rows(self, name: str, rows: range) -> HostTensor:
         """Return rows of a matrix by its name in a checkpoint, [rows, I], as they were before packing."""
         if name in self._tables:
             return self._tables[name][rows.start : rows.stop]
@@ -452,7 +479,7 @@ class CpuModel:
     def _pack(self, source: _Source, names: Seq[str], *, paired: bool = False, is_wide: bool = False) -> PackedMatrix:
         parts, bias = source.parts(names)
         if is_wide:
-            parts = [(dequantised(part) if isinstance(part, QuantisedMatrix) else part).float() for part in parts]
+            parts = [(dequantised(part) if isinstance(part, QuantisedMatrix) else part).to("float32") for part in parts]
         sizes = [part.shape[0] for part in parts]
         packed = self.ops.pack(parts, bias, paired=paired, consume=source.consume)
         for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
@@ -465,9 +492,10 @@ def turns(rotations: Seq[Rotations], end: int) -> list[tuple[int, int]]:
     return [(address(own.table(end)), own.num_positions) for own in rotations]
 
 
-def address(tensor: Tensor | None) -> int:
-    """Return where a contiguous tensor's memory begins; 0 of none."""
-    return 0 if tensor is None else tensor.data_ptr()
+def _vector(weight: HostTensor | QuantisedMatrix) -> Floats:
+    """Return a copy of a vector, which lives as long as its model."""
+    assert isinstance(weight, HostTensor)
+    return np.array(weight.float32(), order="C")
 
 
 @dataclass(frozen=True)
@@ -477,10 +505,10 @@ class _Source:
     consume: those of a dictionary are taken out of it.
     """
 
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, HostTensor | QuantisedMatrix]
     consume: bool
 
-    def parts(self, names: Seq[str]) -> tuple[list[Tensor], Tensor | None]:
+    def parts(self, names: Seq[str]) -> tuple[list[HostTensor | QuantisedMatrix], HostTensor | None]:
         """Return the matrices of these names, and their biases joined (None where none has one)."""
         parts = [self.weights[name] for name in names]
         ends = {EMBEDDING: "lm_head.bias", HEAD: "lm_head.bias"}
@@ -491,5 +519,8 @@ class _Source:
                 del self.weights[name]
         if all(bias is None for bias in biases):
             return parts, None
-        filled = [torch.zeros(p.shape[0]) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
-        return parts, torch.cat(filled)
+        filled = [
+            np.zeros(part.shape[0], np.float32) if bias is None else _vector(bias)
+            for part, bias in zip(parts, biases, strict=True)
+        ]
+        return parts, HostTensor.of(np.concatenate(filled))

@@ -1,7 +1,7 @@
 """Memory of the CUDA backend: weights to the byte, an upper bound of a pass, and what graphs keep.
 
-The bound follows the code that allocates: ops/cuda.py, ops/cuda_model.py, ops/cuda_sampling.py. It was derived, not
-measured on a card.
+The bound follows the code that allocates: ops/cuda/operators.py, model.py and sampling.py. It was derived, not measured
+on a card.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from forerun.blocks import Spec, products, weights
-from forerun.ops.cuda import PARTS_BYTES, SPLIT_KEYS, Tiles
-from forerun.ops.cuda_packed import TILE, Packed, packs
-from forerun.ops.cuda_rows import GRAPH_ROWS
+from forerun.blocks import Spec, itemsize, products, weights
+from forerun.host_tensor import HostTensor
+from forerun.ops.cuda.operators import PARTS_BYTES, SPLIT_KEYS, Tiles
+from forerun.ops.cuda.packed import TILE, Packed, packs
+from forerun.ops.cuda.rows import GRAPH_ROWS
 from forerun.ops.memory import FLOAT_BYTES, Beside, MemoryPart, Pass, Schemes, Widths, matrix_shapes, rope_table_bytes
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.torch_memory import ReferenceSizes
@@ -67,29 +69,29 @@ class CudaSizes(ReferenceSizes):
             grouped.update(weight.name for weight in group)
             first, num_out, num_in = own[0], sum(weight.shape[0] for weight in group), group[0].shape[-1]
             if first is None or len(set(own)) > 1 or not packs(first) or len(group[0].shape) != 2:
-                yield sum(math.prod(weight.shape) for weight in group) * self.dtype.itemsize
+                yield sum(math.prod(weight.shape) for weight in group) * itemsize(self.dtype)
             else:
                 yield -(-num_out // TILE) * tile_bytes(first, num_in)
-        yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * self.dtype.itemsize
+        yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * itemsize(self.dtype)
 
     def _row_bytes(self, run: Pass, num_rows: int) -> int:
         """Return the bytes of a layer's rows: the stream, its norm, and parts of the widest product, in float32."""
         widths, hidden = Widths.of(run.model), run.model.hidden_size
         widest = max(splits * num_out for num_out, splits in self._parts_of(run.model))
-        heads = widths.q * (FLOAT_BYTES + self.dtype.itemsize)
+        heads = widths.q * (FLOAT_BYTES + itemsize(self.dtype))
         splits = -(-run.context // SPLIT_KEYS)
         parts = min(PARTS_BYTES, num_rows * widths.heads * splits * (widths.head_dim + 2) * FLOAT_BYTES)
-        inner = widths.ffn * self.dtype.itemsize
+        inner = widths.ffn * itemsize(self.dtype)
         return num_rows * (3 * hidden * FLOAT_BYTES + 2 * widest * FLOAT_BYTES + heads + inner) + parts
 
     def _parts_of(self, model: Spec) -> Iterator[tuple[int, int]]:
         """Yield the outputs of each product, and in how many parts they are summed."""
         for num_out, num_in in matrix_shapes(model):
-            yield num_out, Tiles.of(num_out, num_in, self.dtype.itemsize).splits
+            yield num_out, Tiles.of(num_out, num_in, itemsize(self.dtype)).splits
         for e in {block.experts for block in model.blocks if block.experts is not None}:  # of all it chooses
             inner, hidden = e.mlp.size * (2 if e.mlp.gated else 1), model.hidden_size
             for num_out, num_in in ((inner, hidden), (hidden, e.mlp.size)):
-                yield e.chosen * num_out, Tiles.of(num_out, num_in, self.dtype.itemsize, e.chosen).splits
+                yield e.chosen * num_out, Tiles.of(num_out, num_in, itemsize(self.dtype), e.chosen).splits
 
     def _logit_bytes(self, model: Spec, num_rows: int) -> int:
         """Logits, the probabilities that are made of them, and their parts where K is cut: float32."""
@@ -108,15 +110,18 @@ def tile_bytes(scheme: Scheme, num_in: int) -> int:
     groups, supers = num_in // scheme.group, num_in // scheme.super_group if scheme.super_group else 0
     is_zero = scheme.offset == "zero"
 
-    def none(columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.full((TILE, columns), scheme.zero or 0, dtype=torch.uint8).to(dtype)
+    def codes(columns: int) -> npt.NDArray[np.uint8]:
+        return np.full((TILE, columns), scheme.zero or 0, np.uint8)
+
+    def none(columns: int, dtype: str) -> HostTensor:
+        return HostTensor.of(codes(columns)).to(dtype)
 
     rows = QuantisedRows(
         scheme,
-        none(num_in, torch.uint8),
-        none(groups, torch.int8 if supers else scheme.scale_dtype),
-        none(groups, torch.uint8) if is_zero else None,
-        None if is_zero else none(groups, torch.uint8 if supers else scheme.scale_dtype),
+        codes(num_in),
+        none(groups, "int8" if supers else scheme.scale_dtype),
+        codes(groups) if is_zero else None,
+        None if is_zero else none(groups, "uint8" if supers else scheme.scale_dtype),
         none(supers, scheme.scale_dtype) if supers else None,
         none(supers, scheme.scale_dtype) if supers and not is_zero else None,
     )

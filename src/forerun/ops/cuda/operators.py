@@ -1,9 +1,9 @@
-"""The CUDA backend: Triton kernels behind the interface of ops/reference.py, and whole models in CUDA graphs.
+"""The CUDA operators: Triton kernels behind the interface of ops/reference.py.
 
 Rows are float32 between two operators, whatever the weights are. The inputs of a product are rounded to the type of
 its weights, and so are queries, and keys and values before they enter the cache. The bits of a row depend on that row,
 its keys and values and the card alone, not on the number of rows, nor on where the cache keeps a token: tiles of 16
-rows, filled up, and fixed parts of K and of keys (ops/cuda_kernels.py, docs/gpu.md).
+rows, filled up, and fixed parts of K and of keys (ops/cuda/kernels.py, docs/gpu.md).
 
 Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, slowly, for tests.
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,29 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.blocks import Act, Norm, Spec
-from forerun.kv.pool import Pool
-from forerun.ops import torch as in_torch
-from forerun.ops.cuda_packed import STEP, TILE, Laid, Packed, packs
-from forerun.ops.cuda_rows import Rows, rows_of_view
-from forerun.ops.memory import Sizes, Wanted
+from forerun.blocks import Act, Norm
+from forerun.ops.cuda.packed import STEP, TILE, Packed, packs
+from forerun.ops.cuda.rows import Rows, rows_of_view
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
+from forerun.ops.torch_pools import TorchPool
 from forerun.types import CacheView
 
-NAME = "cuda"
-RANK = 3
-DEVICE = "cuda"
-row_invariant = True
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEAST_CAPABILITY = (8, 0)  # of cards that multiply bfloat16
 LEAST_SHARED_BYTES = 99 << 10  # of a program on cards of 8.6, 8.9 and 12.0; an H100 has 227 KiB
 SPLIT_KEYS = 128  # keys of a part of attention
 KEYS = 64  # keys of one step, of heads of up to WIDE_BYTES
 WIDE_BYTES = 512
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
-COMPILERS = ("gcc", "clang", "cc")
 AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
 AHEAD_BYTES = 8192  # of codes that a program asks for ahead
 PROGRAMS = 384  # of a product of codes, where K can be cut into so many parts
@@ -54,65 +43,6 @@ PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
 def interprets() -> bool:
     """Tell whether Triton runs kernels in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def usable(device: str) -> str | None:
-    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
-    if interprets():
-        return _without_triton()
-    if device != "cuda":
-        return f"computes on a CUDA device and contradicts device={device!r}: drop one of them"
-    if not torch.cuda.is_available():
-        return "is not possible: torch sees no CUDA device"
-    if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name()
-        return f"needs a card that multiplies bfloat16 (compute capability 8.0 or more), which {name} does not"
-    if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
-        return "needs a C compiler, with which Triton makes what starts its kernels: apt-get install gcc"
-    return _without_triton()
-
-
-@cache
-def _without_triton() -> str | None:
-    """Why Triton cannot be imported, or None."""
-    try:
-        importlib.import_module("triton.language")
-    except ImportError as error:
-        return f"needs Triton, which comes with torch's CUDA builds and cannot be imported here ({error})"
-    return None
-
-
-LARGEST_HEAD = 512
-
-
-def supports(spec: Spec) -> str | None:
-    """Return why a model is not computed here, in a sentence without an end; None where it is."""
-    if (reason := in_torch.supports(spec)) is not None:
-        return reason
-    attentions = [block.attention for block in spec.blocks if block.attention is not None]
-    if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
-        return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"
-    return None if spec.encoder is None else supports(spec.encoder)
-
-
-@cache
-def make() -> ReferenceOps:
-    """Return the operators."""
-    return CudaOps()
-
-
-def load(spec: Spec, weights: Mapping[str, Tensor], operators: ReferenceOps, *, consume: bool = False) -> Any:
-    """Make a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
-    CudaModel = importlib.import_module("forerun.ops.cuda_model").CudaModel  # noqa: N806  # it imports this file
-
-    return CudaModel(spec, Laid(spec, weights), operators)
-
-
-def sizes(wanted: Wanted) -> Sizes:
-    """Return the memory that weights and passes take."""
-    CudaSizes = importlib.import_module("forerun.ops.cuda_memory").CudaSizes  # noqa: N806  # it imports this file
-
-    return CudaSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, False, wanted.schemes)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -188,12 +118,12 @@ class CudaOps(ReferenceOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.row_invariant, self.name = True, NAME
+        self.row_invariant, self.name = True, "cuda"
         self._biases: dict[int, tuple[Scoring, Tensor]] = {}  # of relative positions, with what they are of
-        from forerun.ops import cuda_expert_kernels, cuda_kernels
+        from forerun.ops.cuda import expert_kernels, kernels
 
-        self.kernels: Any = cuda_kernels
-        self.expert_kernels: Any = cuda_expert_kernels
+        self.kernels: Any = kernels
+        self.expert_kernels: Any = expert_kernels
         # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         self.shared_bytes = _shared_bytes()
@@ -210,13 +140,13 @@ class CudaOps(ReferenceOps):
         card = "interpreter" if interprets() else torch.cuda.get_device_name()
         return f"Triton {triton.__version__}, {card}"
 
-    def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
+    def auto_dtype(self, device: str, stored: str) -> str:
         """Return the stored type where it has 16 bits, else bfloat16."""
-        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+        return stored if stored in ("bfloat16", "float16") else "bfloat16"
 
-    def rows_dtype(self, weights: torch.dtype) -> torch.dtype:
+    def rows_dtype(self, weights: str) -> str:
         """Return float32, whatever the weights are."""
-        return torch.float32
+        return "float32"
 
     def packs_scheme(self, scheme: Scheme) -> bool:
         """Tell whether a model takes a QuantisedMatrix of this scheme in place of a tensor."""
@@ -479,9 +409,9 @@ class CudaOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------------------------ attention
 
-    def plan(self, view: CacheView) -> Any:
+    def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Any:
         """Return where the keys of each row lie, on the device."""
-        return rows_of_view(view, view.write_rows.device)
+        return rows_of_view(view, torch.device(device))
 
     def attention(
         self,
@@ -489,7 +419,7 @@ class CudaOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        pool: Pool | None,
+        pool: TorchPool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,
@@ -500,7 +430,7 @@ class CudaOps(ReferenceOps):
         if pool is None:
             assert k is not None
             assert v is not None
-            pool, k, v = Pool(k.contiguous(), v.contiguous()), None, None
+            pool, k, v = TorchPool(k.contiguous(), v.contiguous()), None, None
         if k is not None and v is not None and len(k):
             width = pool.keys.shape[1] * pool.keys.shape[2]
             block = min(1024, _power(width))
@@ -517,7 +447,7 @@ class CudaOps(ReferenceOps):
         return self.attend(q.float().contiguous(), pool, rows, window, scoring, torch.float32)
 
     def attend(
-        self, q: Tensor, pool: Pool, rows: Rows, window: int | None, scoring: Scoring, dtype: torch.dtype
+        self, q: Tensor, pool: TorchPool, rows: Rows, window: int | None, scoring: Scoring, dtype: torch.dtype
     ) -> Tensor:
         """Attend with queries [T, heads, D] over what their rows see -> [T, heads, D] of a type."""
         num, heads, dim = q.shape
@@ -531,7 +461,7 @@ class CudaOps(ReferenceOps):
     def _attend(
         self,
         q: Tensor,
-        pool: Pool,
+        pool: TorchPool,
         rows: Rows,
         window: int | None,
         scoring: Scoring,

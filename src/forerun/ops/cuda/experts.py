@@ -1,6 +1,6 @@
 """Mixtures of experts on a CUDA device: no launch depends on what rows choose, so that a graph holds them.
 
-A row's bits depend on that row alone: see ops/cuda_expert_kernels.py.
+A row's bits depend on that row alone: see ops/cuda/expert_kernels.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.ops.cuda import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
-from forerun.ops.cuda_packed import OF_GROUPS, TILE, Packed
+from forerun.ops.cuda.operators import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
+from forerun.ops.cuda.packed import OF_GROUPS, TILE, Packed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp, normed
 
@@ -48,7 +48,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What rows have chosen, on the device. ids, shares [T, chosen]; see cuda_expert_kernels.grouped for the others."""
+    """What rows have chosen, on the device. ids, shares [T, chosen]; see expert_kernels.grouped for the others."""
 
     ids: Tensor
     shares: Tensor

@@ -130,7 +130,7 @@ class Sampler:
 
     largest: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     kernels: Any = dataclasses.field(
-        default_factory=lambda: importlib.import_module("forerun.ops.cuda_sampling_kernels")
+        default_factory=lambda: importlib.import_module("forerun.ops.cuda.sampling_kernels")
     )
     part_ids: int = PART_IDS
 

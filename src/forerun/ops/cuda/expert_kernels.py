@@ -2,7 +2,7 @@
 
 A pair is a row with one of the experts that it has chosen: pair row * CHOSEN + c. Pairs are grouped by expert into
 tiles of a few rows, so that a pass of a few rows reads each chosen expert once. Where in a tile a pair lies changes no
-bits, nor does the order of tiles. A pair's product is what ops/cuda_kernels.py does with a row, and a row's experts are
+bits, nor does the order of tiles. A pair's product is what ops/cuda/kernels.py does with a row, and a row's experts are
 added in the order in which it has chosen them.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forerun.ops.cuda_kernels import CODES_STEP, TILE, _begun, _codes_multiplied, _multiplied, _summed
+from forerun.ops.cuda.kernels import CODES_STEP, TILE, _begun, _codes_multiplied, _multiplied, _summed
 
 LEAST = tl.constexpr(-3.0e38)  # what counts as a score that is no number, or below all numbers
 

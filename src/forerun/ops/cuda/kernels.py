@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forerun.ops import cuda_packed
+from forerun.ops.cuda import packed as cuda_packed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -460,7 +460,7 @@ def product_of_codes(
     LINES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply x [num_rows, I], bfloat16, by a packed matrix (cuda_packed.Packed) -> out [splits, num_rows, O].
+    """Multiply x [num_rows, I], bfloat16, by a packed matrix (packed.Packed) -> out [splits, num_rows, O].
 
     steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
     inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.

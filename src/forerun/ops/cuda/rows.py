@@ -32,6 +32,9 @@ class Layout:
         return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
 
 
+NO_ROWS = np.empty(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Rows(CacheView):
     """The numbers of a pass on the device, int32.
@@ -82,10 +85,19 @@ def _tree_rows(batch: RaggedBatch) -> Iterable[int]:
     return (row for b in range(len(batch.slots)) if batch.is_tree(b) for row in batch.run(b))
 
 
-def fill(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
+def fill(
+    numbers: Ints,
+    layout: Layout,
+    batch: RaggedBatch,
+    tables: Seq[Seq[int]],
+    block_tokens: int,
+    *,
+    sees_all: bool = False,
+) -> int:
     """Write the numbers of a pass in a layout that holds them. Returns the most keys that a row sees.
 
-    Rows of padding see nothing and are written nowhere.
+    sees_all: whether a row sees the whole of its run, which is a chain, and not only what comes before it. Rows of
+    padding see nothing and are written nowhere.
     """
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
@@ -105,7 +117,7 @@ def fill(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]
         by_row[5, start:stop] = b
         most = max(most, end)
         if not batch.is_tree(b):
-            by_row[3, start:stop] = by_row[4, start:stop] = own + 1
+            by_row[3, start:stop] = by_row[4, start:stop] = end if sees_all else own + 1
             continue
         behind = np.arange(cached, end, dtype=np.int32)
         places = table[behind // block_tokens] * block_tokens + behind % block_tokens
@@ -144,8 +156,7 @@ def rows_alike(
     layout = layout_alike(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill_alike(numbers, layout, batch, tables, lengths)
-    empty = torch.empty(0, dtype=torch.int64)
-    return Rows(batch, empty, [], torch.from_numpy(numbers).to(device), layout, block_tokens, most)
+    return Rows(batch, NO_ROWS, [], torch.from_numpy(numbers).to(device), layout, block_tokens, most)
 
 
 def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
@@ -155,14 +166,19 @@ def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
 
 
 def rows_of(
-    batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, device: torch.device, view: CacheView | None = None
+    batch: RaggedBatch,
+    tables: Seq[Seq[int]],
+    block_tokens: int,
+    device: torch.device,
+    view: CacheView | None = None,
+    *,
+    sees_all: bool = False,
 ) -> Rows:
-    """Return the numbers of a pass on a device."""
+    """Return the numbers of a pass on a device. sees_all: as for `fill`."""
     layout = layout_of(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
-    most = fill(numbers, layout, batch, tables, block_tokens)
-    empty = torch.empty(0, dtype=torch.int64)
-    writes, reads = (empty, []) if view is None else (view.write_rows, view.read_rows)
+    most = fill(numbers, layout, batch, tables, block_tokens, sees_all=sees_all)
+    writes, reads = (NO_ROWS, []) if view is None else (view.write_rows, view.read_rows)
     return Rows(batch, writes, reads, torch.from_numpy(numbers).to(device), layout, block_tokens, most)
 
 

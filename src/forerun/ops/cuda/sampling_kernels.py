@@ -5,7 +5,7 @@ numbers of ticks, which have no order, and divisions round as IEEE 754 says. The
 multiplications and additions. Under Triton's interpreter they run on a CPU.
 
 A row is cut into parts of PART ids, one program each. What a row is drawn with stands in `settings`, int64 [FIELDS, R]
-(cuda_sampling.Field); floats stand there as the bits of a float64.
+(sampling.Field); floats stand there as the bits of a float64.
 """
 
 from __future__ import annotations

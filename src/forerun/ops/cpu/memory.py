@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import torch
-
 from forerun import native
-from forerun.blocks import EMBEDDING, LAYER_EMBEDDING, LAYER_PRODUCTS, Buckets, Spec, products, weights
+from forerun.blocks import EMBEDDING, LAYER_EMBEDDING, LAYER_PRODUCTS, Buckets, Spec, itemsize, products, weights
+from forerun.ops.cpu.packed import Format, distances_of, packs, section_numbers, sections_of
 from forerun.ops.memory import (
     FLOAT_BYTES,
     KERNEL_BYTES,
@@ -25,11 +24,11 @@ from forerun.ops.memory import (
     MemoryPart,
     Pass,
     Schemes,
+    block_bytes,
     rope_table_bytes,
+    weight_bytes,
 )
-from forerun.ops.packed import Format, distances_of, packs, section_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme
-from forerun.ops.torch_memory import block_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,15 @@ class NativeSizes:
     in memory, and packed so whatever `dtype` is.
     """
 
-    dtype: torch.dtype
+    dtype: str
     max_seq_len: int
     num_threads: int
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
     rounded: frozenset[str] = frozenset()
 
-    def cache_dtype_of(self, name: str) -> torch.dtype:
+    def cache_dtype_of(self, name: str) -> str:
         """Return the type of the weights, bfloat16 beside rounded ones."""
-        return torch.bfloat16 if name in self.rounded else self.dtype
+        return "bfloat16" if name in self.rounded else self.dtype
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
@@ -59,7 +58,7 @@ class NativeSizes:
         """
         parts = []
         for name, model in models.items():
-            schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
+            schemes, size = self._packed_schemes(name), itemsize(self.cache_dtype_of(name))
             matrices = list(map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes)))
             table = sum(_looked_up(model, schemes)) * size
             num_bytes, plain = (
@@ -76,7 +75,7 @@ class NativeSizes:
                 packed_bytes(*shape, self.dtype) if scheme is None else quantised_bytes([_of(shape, scheme)])
                 for shape, scheme in own.matrices
             ]
-            others = own.num_looked_up * self.dtype.itemsize + own.num_floats * FLOAT_BYTES
+            others = own.num_looked_up * itemsize(self.dtype) + own.num_floats * FLOAT_BYTES
             num_bytes, num = sum(map(allocated_bytes, matrices)) + others, own.num_weights
             how = f"{num:,} weights, packed: {8 * num_bytes / max(1, num):.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
@@ -119,7 +118,7 @@ class NativeSizes:
 
     def _packed_schemes(self, name: str) -> Schemes:
         """Return the schemes of a model's matrices that are packed as they are stored."""
-        if self.cache_dtype_of(name) != torch.bfloat16:
+        if self.cache_dtype_of(name) != "bfloat16":
             return {}
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
@@ -138,7 +137,7 @@ class NativeSizes:
         buffers = native.extension().pass_bytes(
             native.isa(),
             model,
-            self.cache_dtype_of(run.name) == torch.bfloat16,
+            self.cache_dtype_of(run.name) == "bfloat16",
             bool(self._packed_schemes(run.name)),
             num_rows,
             run.context,
@@ -158,9 +157,9 @@ def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
             yield (spec.positions.num + spec.positions.offset) * spec.hidden_size
 
 
-def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = False) -> int:
+def packed_bytes(num_out: int, num_in: int, dtype: str, *, paired: bool = False) -> int:
     """Return the bytes of a packed matrix, padding included; paired: two of `num_out` outputs each (gate and up)."""
-    return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == torch.bfloat16, paired))
+    return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == "bfloat16", paired))
 
 
 def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int:
@@ -171,7 +170,7 @@ def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int
     return int(native.extension().quantised_bytes(numbers, parts[0].shape[1], paired))
 
 
-def packed_matrix_bytes(c: Spec, dtype: torch.dtype, schemes: Schemes | None = None) -> Iterator[int]:
+def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> Iterator[int]:
     """Yield the bytes of every packed matrix of a decoder, those of the LM head and of a quantised embedding last.
 
     schemes: of quantised matrices, by name, that are packed as they are.

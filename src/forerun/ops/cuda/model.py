@@ -1,7 +1,7 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
 Blocks that are like Llama's or Gemma's run on joined kernels: two for the attention's products and two for those of
-the feed-forward part, and one behind each; in place of that part there may be experts (ops/cuda_experts.py). Other
+the feed-forward part, and one behind each; in place of that part there may be experts (ops/cuda/experts.py). Other
 blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
 
@@ -19,11 +19,12 @@ from forerun.blocks import Norm, Spec
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
-from forerun.ops.cuda import SPLIT_KEYS, CudaOps, Parts
-from forerun.ops.cuda_experts import CudaExperts, on_device
-from forerun.ops.cuda_packed import Laid, Packed
-from forerun.ops.cuda_rows import (
+from forerun.ops.cuda.experts import CudaExperts, on_device
+from forerun.ops.cuda.operators import SPLIT_KEYS, CudaOps, Parts
+from forerun.ops.cuda.packed import Laid, Packed
+from forerun.ops.cuda.rows import (
     GRAPH_ROWS,
+    NO_ROWS,
     Layout,
     Rows,
     fill,
@@ -34,11 +35,13 @@ from forerun.ops.cuda_rows import (
     rows_of,
     rows_of_themselves,
 )
-from forerun.ops.cuda_sampling import Cuts, Drawn, Sampler, Settings
-from forerun.ops.passes import check_layers, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.cuda.sampling import Cuts, Drawn, Sampler, Settings
+from forerun.ops.passes import Lent, check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
+from forerun.ops.torch_tensors import DeviceWeights, host_of, torch_dtype
+from forerun.sampling.arithmetic import Row
 from forerun.types import Afar, Draw, Probs, RaggedBatch
 
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
@@ -164,6 +167,8 @@ def joins(block: TorchBlock) -> bool:
     spec, own = block.spec, block.attention
     if own is None or (block.mlp is None) == (block.experts is None):
         return False
+    if block.mlp is not None and not block.mlp.spec.down:
+        return False
     a = own.spec
     is_told = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
     plain = is_told and not a.gate and a.position_scale is None
@@ -210,9 +215,9 @@ class _Numbers:
         self._array = self.host.numpy()
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int) -> int:
+    def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, *, sees_all: bool) -> int:
         """Copy the numbers of a pass to the device; returns the most keys that a row sees."""
-        return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens))
+        return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
         """Copy those of a pass whose rows see all of `lengths` keys of their run; returns the most of these."""
@@ -231,13 +236,15 @@ class _Numbers:
 class CudaModel(TorchModel):
     """A model on a CUDA device. Rows are float32; see TorchModel for the rest."""
 
-    def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps) -> None:
-        super().__init__(spec, weights, ops, weights.join)
+    def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps, lent: Lent | None = None) -> None:
+        super().__init__(spec, weights, ops, weights.join, lent)
         self.weights, self._packed = weights, None  # which `join` lets go of, for backends that copy
         self._cuda = cast(CudaOps, ops)
-        self._tally = on_device(self._cuda, self.blocks, self.weight_dtype)
-        self._joined = [_Joined(self._cuda, b, self.weight_dtype) if joins(b) else None for b in self.blocks]
-        self._captures = self.device.type == "cuda"
+        self._tally = on_device(self._cuda, self.blocks, torch_dtype(self.weight_dtype))
+        self._joined = [
+            _Joined(self._cuda, b, torch_dtype(self.weight_dtype)) if joins(b) else None for b in self.blocks
+        ]
+        self._captures = self.device == "cuda"
         self._graphs: dict[Any, _Graph] = {}
         self._numbers: dict[Any, _Numbers] = {}
         self._num_positions = 0
@@ -262,7 +269,6 @@ class CudaModel(TorchModel):
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
-        read: Tensor | None = None,
         num_experts: list[int] | None = None,
     ) -> Tensor:
         """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
@@ -270,17 +276,17 @@ class CudaModel(TorchModel):
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
-            return torch.empty(0, self.config.hidden_size, device=self.device)
+            return torch.empty(0, self.config.hidden_size, device=self.place)
         tables = [] if cache is None else cache.tables(batch)
         self._need_positions(end_of(batch))
         layout = layout_of(batch, tables)
-        if cache is None and self._sees_all:
-            return self._run(rows_of_themselves(batch, self.device), cache, chosen, is_normed, hidden, taps, read)
-        if cache is None or read is not None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
+        if cache is None and (self._sees_all or not any(block.attention for block in self.config.blocks)):
+            return self._run(rows_of_themselves(batch, self.place), cache, chosen, is_normed, hidden, taps)
+        if cache is None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
             block_tokens = 1 if cache is None else cache.block_tokens
-            rows = rows_of(batch, tables, block_tokens, self.device)
+            rows = rows_of(batch, tables, block_tokens, self.place, sees_all=self._sees_all)
             sources = None if cache is None else self._rows_of_sources(batch, cache)
-            found = self._run(rows, cache, chosen, is_normed, hidden, taps, read, sources)
+            found = self._run(rows, cache, chosen, is_normed, hidden, taps, sources)
             self._tell(num_experts, chosen)
             return found
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
@@ -313,15 +319,12 @@ class CudaModel(TorchModel):
         is_normed: bool,
         hidden: Tensor | None,
         taps: Mapping[int, Tensor],
-        read: Tensor | None = None,
         sources: Rows | None = None,
     ) -> Tensor:
         """Launch the kernels of one pass."""
         ops = self._cuda
-        x = self._embedded(rows.ids) if hidden is None else hidden.float()
-        if hidden is None or (len(chosen) and chosen[0] == 0):
-            x = self._entered(x, rows.positions)
-        stream = _Stream(x.contiguous())
+        x, read = self._begun(rows.ids, rows.positions, hidden, chosen)
+        stream = _Stream(x.float().contiguous())
         tables = {turn: self._table(turn) for turn in self._rotations}
         inputs = None
         if self._layer_inputs is not None:
@@ -361,7 +364,7 @@ class CudaModel(TorchModel):
         return (
             x
             if self.config.embed_scale == 1
-            else x * float(torch.tensor(self.config.embed_scale, dtype=self.weight_dtype))
+            else x * float(torch.tensor(self.config.embed_scale, dtype=torch_dtype(self.weight_dtype)))
         )
 
     def _table(self, turn: Turn) -> Tensor:
@@ -394,8 +397,8 @@ class CudaModel(TorchModel):
         whole = Layout(size, tail, runs, max(64, 1 << (layout.blocks - 1).bit_length()))
         numbers = self._numbers.get(whole)
         if numbers is None:
-            numbers = self._numbers[whole] = _Numbers(whole, self.device)
-        most = numbers.send(batch, tables, cache.block_tokens)
+            numbers = self._numbers[whole] = _Numbers(whole, self.place)
+        most = numbers.send(batch, tables, cache.block_tokens, sees_all=self._sees_all)
         splits = max(1, -(-most // SPLIT_KEYS))
         num_keys = SPLIT_KEYS << (splits - 1).bit_length()
         sources, of_sources = self._sent_sources(batch, cache, size, runs)
@@ -404,8 +407,8 @@ class CudaModel(TorchModel):
         if key not in self._graphs:
             rows = self._static_rows(batch, numbers, whole, cache, num_keys)
             shape = size, self.config.hidden_size
-            hidden = torch.zeros(shape, device=self.device) if has_hidden else None
-            static = {k: torch.empty(shape, device=self.device) for k in taps}
+            hidden = torch.zeros(shape, device=self.place) if has_hidden else None
+            static = {k: torch.empty(shape, device=self.place) for k in taps}
 
             def run() -> Tensor:
                 return self._run(rows, cache, chosen, is_normed, hidden, static, sources=sources)
@@ -417,8 +420,7 @@ class CudaModel(TorchModel):
     def _static_rows(
         self, batch: RaggedBatch, numbers: _Numbers, layout: Layout, cache: BlockCache, num_keys: int
     ) -> Rows:
-        empty = torch.empty(0, dtype=torch.int64)
-        return Rows(batch, empty, [], numbers.device, layout, cache.block_tokens, num_keys)
+        return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
         """Return where the sources of an encoder-decoder lie, which all rows of their runs see."""
@@ -426,7 +428,7 @@ class CudaModel(TorchModel):
             return None
         check_sources(batch)
         tables = [cache.table(source.slot) for source in batch.sources]
-        return rows_alike(batch, tables, cache.block_tokens, [own.num_tokens for own in batch.sources], self.device)
+        return rows_alike(batch, tables, cache.block_tokens, [own.num_tokens for own in batch.sources], self.place)
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
         """Return the same for a graph of so many rows and runs, on its way to the device, and what else is captured."""
@@ -438,7 +440,7 @@ class CudaModel(TorchModel):
         layout = Layout(rows, 1, runs, blocks)
         key = ("sources", layout)
         if key not in self._numbers:
-            self._numbers[key] = _Numbers(layout, self.device)
+            self._numbers[key] = _Numbers(layout, self.place)
         numbers = self._numbers[key]
         most = numbers.send_alike(batch, tables, [source.num_tokens for source in batch.sources])
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
@@ -448,12 +450,12 @@ class CudaModel(TorchModel):
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Run something once, capture it, and return what runs it again, and where its result is then."""
         with torch.inference_mode():
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.place))
             with torch.cuda.stream(stream):
                 run()  # compiles the kernels
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.place).wait_stream(stream)
+            torch.cuda.synchronize(self.place)
             graph = torch.cuda.CUDAGraph()
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
@@ -483,7 +485,7 @@ class CudaModel(TorchModel):
         size = next(n for n in GRAPH_ROWS if n >= num)
         key = ("best", size, num_ids)
         if key not in self._graphs:
-            given = torch.zeros(size, self.config.hidden_size, device=self.device)
+            given = torch.zeros(size, self.config.hidden_size, device=self.place)
             replay, out = self._captured(lambda: self._largest(given, num_ids))
             self._graphs[key] = _Graph(replay, out, hidden=given)
         graph = self._graphs[key]
@@ -497,7 +499,7 @@ class CudaModel(TorchModel):
 
     # ------------------------------------------------------------------------------------------- draws from rows
 
-    draws_ahead = True  # `run_ahead` takes draws
+    tells_confidence, draws_ahead = False, True  # `run_ahead` takes draws
 
     @torch.inference_mode()
     def draw(
@@ -512,7 +514,7 @@ class CudaModel(TorchModel):
         drawn = self._drawn(hidden if len(rows) == len(hidden) else hidden[rows], num_ids, draws)
         width = drawn.probs.shape[1]
         flat = [i * width + id_ for i, ids in enumerate(asked) for id_ in ids if id_ < width]
-        chances = drawn.probs.view(-1)[torch.tensor(flat, dtype=torch.int64).to(self.device)]
+        chances = drawn.probs.view(-1)[torch.tensor(flat, dtype=torch.int64).to(self.place)]
         num = len(rows)
         parts = (drawn.ids[:num], drawn.best[:num], drawn.chances[:num].view(torch.int32), chances.view(torch.int32))
         told = torch.cat(parts).cpu()
@@ -526,14 +528,14 @@ class CudaModel(TorchModel):
             found.append(_afar(draw, ids[i], chances_of, self._fetching(drawn.probs, i)))
         return found, best
 
-    def _fetching(self, probs: Tensor, row: int) -> Callable[[], Tensor]:
+    def _fetching(self, probs: Tensor, row: int) -> Callable[[], Row]:
         """Return what copies a row to the host, as long as nothing has been drawn behind it."""
         number = self._num_draws
 
-        def fetch() -> Tensor:
+        def fetch() -> Row:
             if number != self._num_draws:
                 raise InternalError("a distribution was asked for behind the next draws from rows of its model")
-            return probs[row].cpu()
+            return probs[row].cpu().numpy()
 
         return fetch
 
@@ -545,10 +547,10 @@ class CudaModel(TorchModel):
         key = ("draw", size, num_ids, cuts)
         if self._captures and size <= GRAPH_ROWS[-1]:
             if key not in self._graphs:
-                given = torch.zeros(size, self.config.hidden_size, device=self.device)
-                settings = Settings(size, num_ids, self.device)
+                given = torch.zeros(size, self.config.hidden_size, device=self.place)
+                settings = Settings(size, num_ids, self.place)
                 settings.send(draws)
-                depths = torch.zeros(size, dtype=torch.int32, device=self.device)
+                depths = torch.zeros(size, dtype=torch.int32, device=self.place)
 
                 def run() -> Drawn:
                     return self._sampler.draw(self.logits(given, num_ids), settings.device, depths, cuts)
@@ -562,9 +564,9 @@ class CudaModel(TorchModel):
             graph.hidden[:num].copy_(hidden)
             graph.replay()
             return found  # type: ignore[no-any-return]
-        alone = Settings(num, num_ids, self.device)
+        alone = Settings(num, num_ids, self.place)
         alone.send(draws)
-        none = torch.zeros(num, dtype=torch.int32, device=self.device)
+        none = torch.zeros(num, dtype=torch.int32, device=self.place)
         return self._sampler.draw(self.logits(hidden, num_ids), alone.device, none, cuts)
 
     # --------------------------------------------------------------------------------------------- running ahead
@@ -659,10 +661,10 @@ class CudaModel(TorchModel):
         cuts: Cuts | None,
         sources: Rows | None,
     ) -> _Graph:
-        ahead = _Ahead(layout, self.device)
+        ahead = _Ahead(layout, self.place)
         if cuts is not None:
-            ahead.settings = Settings(layout.rows, num_ids, self.device)
-        rows = Rows(batch, torch.empty(0), [], ahead.numbers, layout, cache.block_tokens, num_keys)
+            ahead.settings = Settings(layout.rows, num_ids, self.place)
+        rows = Rows(batch, NO_ROWS, [], ahead.numbers, layout, cache.block_tokens, num_keys)
 
         def run() -> Tensor:
             self._cuda.kernels.advanced[(layout.rows,)](
@@ -729,9 +731,13 @@ class CudaModel(TorchModel):
                 "it from an unquantised checkpoint"
             )
         weights = RoundedWeights(
-            blocks.weights(self.config), self._dense_rows, self.weights.__getitem__, quantization, None
+            blocks.weights(self.config),
+            lambda name, rows: host_of(self._dense_rows(name, rows)),
+            lambda name: host_of(self.weights[name]),
+            quantization,
+            None,
         )
-        return CudaModel(self.config, Laid(self.config, weights), self.ops)
+        return CudaModel(self.config, Laid(self.config, DeviceWeights(weights, self.device)), self.ops, self._lent)
 
     def _dense_rows(self, name: str, rows: range) -> Tensor:
         """Return what some rows of a matrix stand for."""
@@ -742,7 +748,7 @@ class CudaModel(TorchModel):
 MOST_AHEAD = 256  # passes of one run ahead
 
 
-def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Tensor]) -> Probs:
+def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Row]) -> Probs:
     """The distribution that an id was drawn from on the device."""
     if id_ < 0 or draw.filters[0] == 0:
         return Probs.of_point(id_)
@@ -775,11 +781,11 @@ class _Told:
             for i, id_ in enumerate(own):
                 draw.probs.append(_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)))
 
-    def _fetching(self, step: int, row: int) -> Callable[[], Tensor]:
-        def fetch() -> Tensor:
+    def _fetching(self, step: int, row: int) -> Callable[[], Row]:
+        def fetch() -> Row:
             if not self._rows:
                 raise InternalError("the rows of a draft that shares its target's noise were not kept")
-            return self._rows[step][row].cpu()
+            return self._rows[step][row].cpu().numpy()
 
         return fetch
 

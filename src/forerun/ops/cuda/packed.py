@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun import blocks
 from forerun.blocks import Spec, Weight
+from forerun.host_tensor import Array, HostTensor
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.torch import Projections, empty_weights
+from forerun.ops.torch_tensors import tensor_of
 
 TILE = 64  # outputs of a tile: what the matrix instructions of four warps take
 STEP = 128  # inputs of a step of the kernel, which fills up rows of codes with zeros
@@ -215,13 +218,13 @@ class Packed:
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
         super_group = scheme.super_group if scheme.super_group % STEP == 0 else 0
-        numbers: dict[str, Tensor | None] = {"scales": rows.scales, "minimums": rows.minimums}
+        numbers: dict[str, HostTensor | Array | None] = {"scales": rows.scales, "minimums": rows.minimums}
         if super_group:
             numbers |= {"supers": rows.super_scales, "super_minimums": rows.super_minimums}
         elif scheme.super_group:
             numbers["scales"], least = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
             numbers["minimums"] = None if rows.minimums is None else least
-        codes, zero = rows.codes, 0
+        codes, zero = tensor_of(rows.codes), 0
         if scheme.zero is not None:
             codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # of floats it is 0
         elif kind == "int4":
@@ -231,11 +234,11 @@ class Packed:
             codes = codes - lift
             scales, least = rows.numbers(scheme.group, num_in // scheme.group, "minimum")
             if rows.zeros is not None:
-                numbers["minimums"] = (rows.zeros.float() - lift) * scales
+                numbers["minimums"] = (rows.zeros.astype(np.float32) - np.float32(lift)) * scales
             elif lift:
-                numbers["minimums"], numbers["super_minimums"] = least - lift * scales, None
+                numbers["minimums"], numbers["super_minimums"] = least - np.float32(lift) * scales, None
         span = _span(scheme.group)
-        found = {name: part.to(device) for name, part in numbers.items() if part is not None}
+        found = {name: tensor_of(part, device) for name, part in numbers.items() if part is not None}
         if span != scheme.group:
             for name in [name for name in found if not name.startswith("super")]:
                 found[name] = found[name].repeat_interleave(scheme.group // span, 1)
@@ -331,7 +334,7 @@ class Laid(Mapping[str, Any]):
 def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
     if isinstance(part, Tensor):
         return part
-    return torch.cat([rows.dequantise().to(some.device, some.dtype) for rows in part.blocks()])
+    return torch.cat([tensor_of(rows.dequantise()).to(some.device, some.dtype) for rows in part.blocks()])
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

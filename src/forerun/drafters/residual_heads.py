@@ -1,0 +1,66 @@
+"""Heads of residual blocks, x + silu(W x + b), each of which guesses one token, as specs that any backend runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, cast
+
+from forerun.blocks import HEAD, Block, Features, Mlp, Spec
+from forerun.drafters.eagle_model import HeadModel
+from forerun.drafters.head_matrices import Weight, loadable
+from forerun.ops import load_model
+from forerun.ops.passes import Lent
+from forerun.types import Model, RaggedBatch
+
+
+@dataclass(frozen=True)
+class ResidualHead:
+    """One head as a model."""
+
+    model: HeadModel
+
+    @classmethod
+    def of(
+        cls,
+        target: Model,
+        features: Features,
+        weights: Mapping[str, Weight],
+        num_ids: int,
+        beside: ResidualHead | None = None,
+    ) -> ResidualHead:
+        """Make a head. features: how its first block begins; num_ids: that it drafts.
+
+        weights: of these features by the names of their spec, of block i as "{i}.weight" and perhaps "{i}.bias", and
+        those of an LM head; without one it has the LM head of another head, `beside`.
+        """
+        width, blocks, named = target.config.hidden_size, list[Block](), dict(weights)
+        while f"{(i := len(blocks))}.weight" in weights:
+            has_bias = f"{i}.bias" in weights
+            for end in ("weight", "bias") if has_bias else ("weight",):
+                named[f"model.layers.{i}.mlp.up_proj.{end}"] = named.pop(f"{i}.{end}")
+            blocks.append(Block(mlp=Mlp(width, gated=False, bias=has_bias, down=False)))
+        spec = Spec(
+            "residual_head",
+            num_ids,
+            width,
+            target.config.max_positions,
+            tuple(blocks),
+            final_norm=None,
+            head=HEAD in named,
+            head_bias="lm_head.bias" in named,
+            features=features,
+        )
+        lent = None if beside is None else Lent(beside.model, [])
+        loaded = load_model(spec, loadable(spec, named, target, None), target.ops, device=target.device, lent=lent)
+        return cls(cast(HeadModel, loaded))
+
+    def rows(self, read: Seq[Any]) -> Any:
+        """What its LM head reads [n, H]. read: the rows that its features are made of, each [n, H]."""
+        features = self.model.features(read)
+        num = len(features)
+        return self.model.forward(RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0]), None, None, features)
+
+    def logits(self, rows: Any) -> Any:
+        """Rows [n, H] -> logits of its ids [n, ids]."""
+        return self.model.logits(rows)

@@ -1,0 +1,219 @@
+"""Tensors on the host: numpy's arrays, with the names of the types that numpy does not know.
+
+bfloat16 is held as uint16 and floats of 8 bits as uint8, with the name of the type beside the array. Large ones lie in
+memory of the native extension, aligned and in huge pages, where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun import native
+from forerun.errors import InternalError
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+# How numpy holds the numbers of each type, by the name that torch, safetensors and config.json share.
+HELD_AS: Mapping[str, np.dtype[Any]] = {
+    name: np.dtype(held)
+    for name, held in {
+        "float64": np.float64,
+        "float32": np.float32,
+        "float16": np.float16,
+        "bfloat16": np.uint16,
+        "float8_e4m3fn": np.uint8,
+        "int64": np.int64,
+        "int32": np.int32,
+        "int16": np.int16,
+        "int8": np.int8,
+        "uint8": np.uint8,
+        "bool": np.bool_,
+    }.items()
+}
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
+LARGEST = {"float32": float(np.finfo(np.float32).max), "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
+ALIGNED_BYTES = 1 << 16  # of arrays that lie in the extension's memory; numpy's own serves smaller ones as well
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a type that is given by its name, or as torch or numpy calls it."""
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else _name_of(dtype)
+
+
+def _name_of(dtype: object) -> str:
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostTensor:
+    """Numbers of one type. values: as HELD_AS says."""
+
+    values: Array
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.values.dtype != HELD_AS[self.dtype]:
+            raise InternalError(f"{self.dtype} is held as {HELD_AS[self.dtype]}, and was given as {self.values.dtype}")
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike) -> HostTensor:
+        """Return an array as a tensor of numpy's own type."""
+        array = np.asarray(values)
+        return cls(array, array.dtype.name)
+
+    @classmethod
+    def empty(cls, shape: Seq[int], dtype: str) -> HostTensor:
+        """Return numbers that are not written yet. Raises MemoryError where there is no memory."""
+        return cls(empty(shape, HELD_AS[dtype]), dtype)
+
+    @classmethod
+    def joined(cls, parts: Seq[HostTensor], axis: int = 0) -> HostTensor:
+        """Return tensors of one type side by side along an axis."""
+        (dtype,) = {part.dtype for part in parts}
+        return parts[0] if len(parts) == 1 else cls(np.concatenate([part.values for part in parts], axis), dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the sizes of all dimensions."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of dimensions."""
+        return self.values.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all numbers."""
+        return self.values.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> HostTensor:
+        """Return some of the numbers, indexed as numpy indexes."""
+        return replace(self, values=self.values[index])
+
+    @property
+    def T(self) -> HostTensor:  # noqa: N802 - numpy's word
+        """Return a view with the dimensions in reverse order."""
+        return replace(self, values=self.values.T)
+
+    def reshape(self, *shape: int) -> HostTensor:
+        """Return the same numbers in other dimensions; one of them may be -1."""
+        return replace(self, values=self.values.reshape(shape))
+
+    def contiguous(self) -> HostTensor:
+        """Return the numbers back to back in memory: the tensor itself where they are."""
+        return self if self.values.flags.c_contiguous else replace(self, values=np.ascontiguousarray(self.values))
+
+    def copy(self) -> HostTensor:
+        """Return a copy that shares no memory, back to back."""
+        copied = HostTensor.empty(self.shape, self.dtype)
+        np.copyto(copied.values, self.values)
+        return copied
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the numbers in another type, the nearest ones, ties to even; the tensor itself where it has the type.
+
+        Narrower floats are rounded from float32. Integers are as numpy converts them.
+        """
+        if dtype == self.dtype:
+            return self
+        if self.dtype in FLOATS and dtype in FLOATS:
+            return HostTensor(_converted(self, dtype), dtype)
+        if self.dtype in ("bfloat16", "float8_e4m3fn"):
+            return self.to("float32").to(dtype)
+        if dtype == "bfloat16":
+            return HostTensor(self.values.astype(np.float32), "float32").to(dtype)
+        return HostTensor(self.values.astype(HELD_AS[dtype]), dtype)
+
+    def float32(self) -> Floats:
+        """Return the numbers as numpy's float32, without a copy where they are."""
+        return self.to("float32").values
+
+    def is_finite(self) -> bool:
+        """Tell whether every number is finite."""
+        if self.dtype not in FLOATS:
+            return True
+        if self.dtype == "bfloat16":
+            return not bool(np.any((self.values & 0x7F80) == 0x7F80))
+        if self.dtype == "float8_e4m3fn":
+            return not bool(np.any((self.values & 0x7F) == 0x7F))
+        # Where a number is not finite, a sum is not either; and a sum is the cheapest pass there is.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(self.values.sum())) or bool(np.isfinite(self.values).all())
+
+
+def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
+    """Return an array that is not written yet, in memory of the extension where it is large. Raises MemoryError."""
+    held, extension = np.dtype(dtype), native.extension()
+    num_bytes = math.prod(shape) * held.itemsize
+    if extension is None or num_bytes < ALIGNED_BYTES:
+        return np.empty(shape, held)
+    return extension.empty(num_bytes).view(held).reshape(shape)  # type: ignore[no-any-return]
+
+
+def address(values: Array | None) -> int:
+    """Return where the memory of a contiguous array begins; 0 of none."""
+    if values is None:
+        return 0
+    if not values.flags.c_contiguous:
+        raise InternalError("kernels read arrays whose numbers lie back to back")
+    return values.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def _converted(tensor: HostTensor, dtype: str) -> Array:
+    """Return floats as another type of floats, by the kernels where they are there: they give the same bits."""
+    if dtype == "float8_e4m3fn":
+        raise InternalError("numbers are not rounded to floats of 8 bits")
+    if native.isa() == "reference":
+        return _converted_by_numpy(tensor, dtype)
+    source, target = np.ascontiguousarray(tensor.values), empty(tensor.shape, HELD_AS[dtype])
+    if source.size:
+        native.extension().convert(
+            _kernels(native.isa()), address(source), tensor.dtype, address(target), dtype, source.size
+        )
+    return target
+
+
+@cache
+def _kernels(isa: str) -> Any:
+    """Return kernels with a team of their own, which sleeps between two tensors."""
+    return native.extension().Backend(isa, native.num_threads())
+
+
+def _converted_by_numpy(tensor: HostTensor, dtype: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        if tensor.dtype == "bfloat16":
+            wide = (tensor.values.astype(np.uint32) << 16).view(np.float32)
+        elif tensor.dtype == "float8_e4m3fn":
+            wide = float8_numbers()[tensor.values]
+        else:
+            wide = tensor.values.astype(np.float32)
+        wide = np.asarray(wide)  # which of one number alone has become a scalar
+        if dtype != "bfloat16":
+            return wide.astype(HELD_AS[dtype])
+        bits = wide.view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where((bits & 0x7FFFFFFF) > 0x7F800000, bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+@cache
+def float8_numbers() -> Floats:
+    """Return what each of the 256 codes of e4m3 stands for (OCP 8-bit Floating Point, table 1)."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, (codes & 7).astype(np.float64)
+    normal, denormal = (1 + mantissas / 8) * 2.0 ** (exponents - 7), mantissas * 2.0**-9
+    magnitudes = np.where(exponents > 0, normal, denormal)
+    magnitudes[codes & 127 == 127] = np.nan
+    return np.where(codes & 128, -magnitudes, magnitudes).astype(np.float32)

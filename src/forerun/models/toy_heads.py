@@ -1,0 +1,81 @@
+"""Heads of a toy, which torch's reference operators compute in the toy's type: enumeration is exact for them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.blocks import Spec
+from forerun.ops.operators import HostRows
+from forerun.ops.passes import Lent
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel, placed
+from forerun.ops.torch_tensors import torch_dtype
+from forerun.sampling.arithmetic import Row
+from forerun.types import RaggedBatch
+
+
+class _Tensors:
+    """What a head uses of a toy, as tensors."""
+
+    def __init__(self, toy: Any) -> None:
+        self._toy = toy
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """See Model."""
+        return torch.from_numpy(self._toy.embed(ids))
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """See Model."""
+        return torch.from_numpy(self._toy.logits(hidden.numpy(), num_ids))
+
+
+class ToyHead:
+    """A head whose rows are numpy's, as its target's are; all else is that of a model of torch."""
+
+    def __init__(self, spec: Spec, weights: Mapping[str, Any], lent: Lent | None, dtype: str) -> None:
+        own = {name: tensor.to(torch_dtype(dtype)) for name, tensor in placed(spec, weights, "cpu").items()}
+        if lent is not None:
+            lent = Lent(getattr(lent.target, "in_torch", None) or _Tensors(lent.target), lent.ids)
+        self.in_torch = TorchModel(spec, own, ReferenceOps(), lent=lent)
+        self.rows = HostRows(np.dtype(dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.in_torch, name)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Any,
+        layers: Seq[int] | None = None,
+        hidden: Row | None = None,
+        taps: Mapping[int, Row] | None = None,
+    ) -> Row:
+        """See TorchModel."""
+        written = {k: torch.from_numpy(tap) for k, tap in (taps or {}).items()}
+        given = None if hidden is None else torch.from_numpy(hidden)
+        return self.in_torch.forward(batch, cache, layers, given, written).numpy()
+
+    def features(self, layer_rows: Seq[Row]) -> Row:
+        """See TorchModel."""
+        return self.in_torch.features(list(map(torch.from_numpy, layer_rows))).numpy()
+
+    def remember(self, batch: RaggedBatch, cache: Any, layer_rows: Seq[Row]) -> None:
+        """See TorchModel."""
+        self.in_torch.remember(batch, cache, list(map(torch.from_numpy, layer_rows)))
+
+    def embed(self, ids: Seq[int]) -> Row:
+        """See Model."""
+        return self.in_torch.embed(ids).numpy()
+
+    def norm(self, hidden: Row) -> Row:
+        """See Model."""
+        return self.in_torch.norm(torch.from_numpy(hidden)).numpy()
+
+    def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
+        """See Model."""
+        return self.in_torch.logits(torch.from_numpy(hidden), num_ids).numpy()

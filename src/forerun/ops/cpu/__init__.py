@@ -1,0 +1,63 @@
+"""The native CPU backend: kernels of forerun._native, and whole models in one call of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import cast
+
+from forerun import native
+from forerun.blocks import Spec
+from forerun.host_tensor import HostTensor
+from forerun.ops.cpu.memory import NativeSizes
+from forerun.ops.cpu.model import CpuModel
+from forerun.ops.cpu.operators import CpuOps as CpuOps
+from forerun.ops.memory import Sizes, Wanted
+from forerun.ops.operators import Operators
+from forerun.ops.passes import Lent
+from forerun.ops.quantised import QuantisedMatrix
+
+NAME = "native"
+RANK = 2
+DEVICE = "cpu"
+KV_DTYPES = ("bfloat16", "float32", "int8")  # of a cache
+row_invariant = True
+
+
+def usable(device: str) -> str | None:
+    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
+    if device != "cpu":
+        return f"computes on the CPU and contradicts device={device!r}: drop one of them"
+    if native.isa() == "reference":
+        return f"is not possible: {native.why_not() or 'FORERUN_ISA=reference switches them off'}"
+    return None
+
+
+def supports(spec: Spec) -> str | None:
+    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    extension = native.extension()
+    return "the native extension is not there" if extension is None else extension.refusal(spec)
+
+
+@cache
+def make() -> Operators:
+    """Return the operators of the best kernels here, which a process has once: they own a team of threads."""
+    return CpuOps()
+
+
+def load(
+    spec: Spec,
+    weights: Mapping[str, HostTensor | QuantisedMatrix],
+    operators: Operators,
+    *,
+    device: str = "cpu",
+    consume: bool = False,
+    lent: Lent | None = None,
+) -> CpuModel:
+    """Make a model that runs each pass in one native call; see ops.load_model."""
+    return CpuModel(cast(CpuOps, operators), spec, weights, consume=consume, lent=lent)
+
+
+def sizes(wanted: Wanted) -> Sizes:
+    """Return the memory that packed weights and passes take."""
+    return NativeSizes(wanted.dtype, wanted.max_seq_len, native.num_threads(), wanted.schemes, wanted.rounded)

@@ -1,0 +1,103 @@
+"""What every backend's operators say of themselves, whatever numbers they compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.blocks import Spec
+from forerun.errors import InternalError
+from forerun.host_tensor import HostTensor
+from forerun.ops.quantised import Scheme
+from forerun.sampling.largest import top
+
+Array = npt.NDArray[np.floating[Any]]
+
+
+class HostRows:
+    """Hidden rows [T, H] of a model that computes on the host: numpy's arrays. See types.RowsOf."""
+
+    def __init__(self, dtype: npt.DTypeLike = np.float32) -> None:
+        self._dtype = dtype
+
+    def empty(self, num: int, width: int) -> Array:
+        """Return rows that are not written yet."""
+        return np.empty((num, width), self._dtype)
+
+    def join(self, parts: Seq[Array]) -> Array:
+        """Return rows one behind the other."""
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def take(self, rows: Array, places: Seq[int]) -> Array:
+        """Return a copy of the rows at some places."""
+        return rows[list(places)]
+
+    def from_host(self, rows: Array) -> Array:
+        """Return rows of the host as those of the model."""
+        return rows
+
+    def top(self, logits: Array, num: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the largest logits of each row, best first, the lowest on ties [R, num], on the host."""
+        return top(logits, num)[0]
+
+    def to_host(self, rows: Array) -> Array:
+        """Return the rows as numpy's array, which is written once the model was waited for."""
+        return rows
+
+
+class Operators:
+    """What computes models.
+
+    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it. packs: a model
+    makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them. on_host: whether
+    rows are numpy's arrays.
+    """
+
+    name = ""
+    packs = False
+    on_host = False
+    row_invariant = False
+
+    @property
+    def build(self) -> str:
+        """The name of what computes, for reports: bits are promised, and speeds were measured, for it alone."""
+        return self.name
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads that compute on a CPU."""
+        return 1
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no threads but the operators' own compute on the CPU."""
+        return nullcontext()
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is remembered for gradients."""
+        return nullcontext()
+
+    def auto_dtype(self, device: str, stored: str) -> str:
+        """Return the type that dtype="auto" means for weights that are stored in a type."""
+        return stored
+
+    def rows_dtype(self, weights: str) -> str:
+        """Return the type of rows that go in and come out, beside weights of this type."""
+        return weights
+
+    def load(self, spec: Spec, weights: Mapping[str, Any], **how: Any) -> Any:
+        """Make a model; see ops.load_model."""
+        from forerun import ops  # which knows the files of all backends
+
+        return ops.backend(self.name).load(spec, weights, self, **how)
+
+    def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
+        """Return what multiplies rows [T, I] of a model by a matrix [O, I], which has the model's type: [T, O]."""
+        raise InternalError(f"the operators {self.name} have no products by themselves")
+
+    def packs_scheme(self, scheme: Scheme) -> bool:
+        """Tell whether a model takes a QuantisedMatrix of this scheme in place of a tensor."""
+        return False

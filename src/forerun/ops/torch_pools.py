@@ -1,0 +1,97 @@
+"""Pools of a KV cache in torch's tensors, on any device; see kv/pool.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forerun.blocks import CacheShape
+from forerun.kv.pool import LayerPools, MakePools, no_room_for_pools, pool_sizes
+from forerun.ops.torch_tensors import torch_dtype
+
+Rows = Tensor | slice
+
+
+@dataclass(frozen=True)
+class TorchPool:
+    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
+        self.keys[rows] = keys.to(self.keys.dtype)
+        self.values[rows] = values.to(self.values.dtype)
+
+    def read(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; a slice is not copied."""
+        return self.keys[rows], self.values[rows]
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """The bytes of a row of keys and of one of values."""
+        return self.keys[:1].nbytes, self.values[:1].nbytes
+
+
+class TorchPools(LayerPools):
+    """Pools on a device."""
+
+    native = None
+
+    def __init__(
+        self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str = "cpu"
+    ) -> None:
+        super().__init__(shape, block_tokens, _allocated(shape, block_tokens, num_blocks, dtype, device))
+        self._device = device
+
+    def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
+        """See `Pools`."""
+        source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
+        for pool in self.of_kind[kind]:
+            pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
+
+    def clear(self, rows: npt.NDArray[np.int64]) -> None:
+        """See `Pools`."""
+        places = torch.from_numpy(rows).to(self._device)
+        for tensor in self.tensors():
+            tensor[places] = 0
+
+    def save(self, kind: int, block: int, out: memoryview) -> None:
+        """See `Pools`."""
+        self._move(kind, block, out, lambda pool, stored: stored.copy_(pool))
+
+    def load(self, kind: int, block: int, rows: memoryview) -> None:
+        """See `Pools`."""
+        self._move(kind, block, rows, lambda pool, stored: pool.copy_(stored))
+
+    def _move(self, kind: int, block: int, rows: memoryview, move: Callable[[Tensor, Tensor], Tensor]) -> None:
+        record = torch.frombuffer(rows, dtype=torch.uint8)
+        own, start = slice(block * self.block_tokens, (block + 1) * self.block_tokens), 0
+        for pool in self.of_kind[kind]:
+            for part in (pool.keys[own], pool.values[own]):
+                move(part, record[start : start + part.nbytes].view(part.dtype).view(part.shape))
+                start += part.nbytes
+
+
+def pools_on(device: str) -> MakePools:
+    """Return what makes the pools of models on a device."""
+    return partial(TorchPools, device=device)
+
+
+def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str) -> list[TorchPool]:
+    """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them."""
+    sizes, own = list(pool_sizes(shape, block_tokens, num_blocks, dtype)), torch_dtype(dtype)
+    try:
+        return [
+            TorchPool(torch.empty(keys, dtype=own, device=device), torch.empty(values, dtype=own, device=device))
+            for keys, values, _ in sizes
+        ]
+    except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
+        raise no_room_for_pools([one for keys, values, _ in sizes for one in (keys, values)], dtype, device) from error

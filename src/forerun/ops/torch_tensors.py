@@ -1,0 +1,148 @@
+"""The door between the host's tensors and torch's: names of types, and the same numbers without a copy on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.host_tensor import HELD_AS, HostTensor, dtype_name
+from forerun.sampling.largest import top
+
+_BYTES = {1: torch.uint8, 2: torch.int16}  # types of torch that numpy has, by the bytes of a number
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type of a name."""
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.device = "cpu") -> Tensor:
+    """Return numbers of the host as a tensor; on a CPU it has the same memory."""
+    if not isinstance(numbers, HostTensor):
+        numbers = HostTensor.of(numbers)
+    values = numbers.values
+    if not values.flags.writeable:  # as views of files are: nobody writes to a weight
+        values = values.view()
+        values = np.lib.stride_tricks.as_strided(values, writeable=False)
+    if numbers.dtype == "bfloat16":
+        tensor = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    elif numbers.dtype == "float8_e4m3fn":
+        tensor = torch.from_numpy(values).view(torch.float8_e4m3fn)
+    else:
+        tensor = torch.from_numpy(values)
+    return tensor.to(device)
+
+
+def host_of(tensor: Tensor) -> HostTensor:
+    """Return a tensor on the host; one of a CPU has the same memory."""
+    own, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
+    if name in ("bfloat16", "float8_e4m3fn"):
+        return HostTensor(own.view(_BYTES[own.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
+    return HostTensor(own.numpy(), name)
+
+
+class TorchRows:
+    """Hidden rows [T, H] of a model that torch computes: tensors on its device. See types.RowsOf."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+
+    def empty(self, num: int, width: int) -> Tensor:
+        """Return float32 rows that are not written yet."""
+        return torch.empty(num, width, device=self._device)
+
+    def join(self, parts: Seq[Tensor]) -> Tensor:
+        """Return rows one behind the other."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def take(self, rows: Tensor, places: Seq[int]) -> Tensor:
+        """Return a copy of the rows at some places."""
+        return rows[list(places)]
+
+    def from_host(self, rows: np.ndarray[Any, Any]) -> Tensor:
+        """Return rows of the host on the device."""
+        return torch.from_numpy(rows).to(self._device)
+
+    def top(self, logits: Tensor, num: int) -> np.ndarray[Any, Any]:
+        """Return the ids of the largest logits of each row, best first [R, num], on the host.
+
+        On a CPU the lowest of equal ones come first; a device chooses of them.
+        """
+        if logits.device.type == "cpu":
+            return top(logits.detach().float().numpy(), num)[0]
+        return logits.topk(min(num, logits.shape[1])).indices.cpu().numpy()
+
+    def to_host(self, rows: Tensor) -> np.ndarray[Any, Any]:
+        """Return the rows as numpy's array, of a device in one copy, which is written once the model was waited for.
+
+        Those in bfloat16, a type that numpy does not have, come as float32.
+        """
+        rows = rows.detach()
+        if rows.dtype == torch.bfloat16:
+            rows = rows.float()
+        if rows.device.type == "cpu":
+            return rows.numpy()
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.device.type == "cuda")
+        return host.copy_(rows, non_blocking=True).numpy()
+
+
+class DeviceWeights(Mapping[str, Any]):
+    """Weights of the host, each brought to a device when it is looked up; quantised matrices stay as they are."""
+
+    def __init__(self, weights: Mapping[str, Any], device: str) -> None:
+        self._weights, self._device = weights, device
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weights[name]
+        return tensor_of(weight, self._device) if isinstance(weight, HostTensor) else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class HostWeights(Mapping[str, HostTensor]):
+    """Tensors by name as the host's."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> HostTensor:
+        return host_of(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def dtype_of(weights: Mapping[str, Any]) -> str:
+    """Return the type of weights: what they are all read as, or that of the first."""
+    own: str | None = getattr(weights, "dtype", None)
+    return own or dtype_name(next(iter(weights.values())).dtype)
+
+
+def as_tensors(weights: Mapping[str, Any], empty: Callable[[], dict[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Return weights as tensors: those that are tensors as they are, the host's each read into its place of `empty()`.
+
+    Weights with `blocks(name)` are read some rows at a time.
+    """
+    if isinstance(weights, dict) and all(isinstance(weight, Tensor) for weight in weights.values()):
+        return weights
+    placed = empty()
+    for name, place in placed.items():
+        if (blocks := getattr(weights, "blocks", None)) is None:
+            place.copy_(tensor_of(weights[name]))
+            continue
+        first = 0
+        for block in blocks(name):
+            place[first : first + len(block)].copy_(tensor_of(block))
+            first += len(block)
+    return placed

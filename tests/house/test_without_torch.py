@@ -1,0 +1,170 @@
+"""Where torch is not installed everything runs that needs none, and what needs it says so in one sentence.
+
+This file is also a program: a new process, which is told that there is no torch, does all of it and prints what came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+import forerun
+from forerun import LLM, SamplingParams, native
+from forerun.errors import BadOption
+
+NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without torch the kernels compute")
+# What computes with torch, or reads what it has written.
+MAY_NEED_TORCH = (
+    "train.",
+    "functional",
+    "drafters.converting",
+    "ops.torch",
+    "ops.cuda",
+    "ops.reference",
+    "ops.row_by_row",
+    "models.toy_heads",
+)
+HELD = "'.[{}]' in the folder of forerun's sources"
+GENERATE = ["generate", "class A:", "--target", "shipped", "--max-tokens", "8", "--json"]
+RUN = {
+    "generate": GENERATE,
+    "plan": ["plan", "--target", "shipped", "--json"],
+    "doctor": ["doctor", "--json"],
+}
+REFUSED = {
+    "train": (
+        ["train", "head", "--method", "medusa", "--target", "shipped", "--samples", "own.ids", "--out", "head"],
+        "torch",
+    ),
+    "convert-head": (["convert-head", "head", "converted"], "torch"),
+    "a CUDA device": ([*GENERATE, "--device", "cuda"], "cuda"),
+    "reference operators": ([*GENERATE, "--ops", "reference"], "torch"),
+    "reference operators, row by row": ([*GENERATE, "--ops", "reference_row_by_row"], "torch"),
+}
+
+
+# ------------------------------------------------------------------------------------------- in a process without torch
+
+
+def hide_torch() -> None:
+    """Make `import torch` fail, and its version unknown, as where it is not installed."""
+    version = metadata.version
+
+    def known_version(name: str) -> str:
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's own way to say that there is none
+    metadata.version = known_version
+
+
+def import_all() -> dict[str, str | None]:
+    """Import every module of the package. Returns the library that is missing for each that cannot be imported."""
+    missing: dict[str, str | None] = {}
+    for module in pkgutil.walk_packages(forerun.__path__, "forerun.", onerror=lambda _: None):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            missing[module.name] = error.name
+        except BadOption as error:
+            missing[module.name] = str(error)
+    return missing
+
+
+def greedy_ids() -> list[int]:
+    """Return what the shipped model writes, with its own draft model."""
+    (out,) = LLM("shipped").generate("class A:", SamplingParams(max_tokens=24, temperature=0))
+    return out.token_ids
+
+
+def run(arguments: list[str]) -> tuple[int, str, str]:
+    """Run a command in this process. Returns its exit code, and what it wrote to both streams."""
+    from forerun.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), err.getvalue()
+    raise AssertionError("a command ends its process")
+
+
+def answer() -> dict[str, Any]:
+    """Do everything without torch, and return what came of it."""
+    hide_torch()
+    has_kernels = native.isa() != "reference"
+    return {
+        "missing": import_all(),
+        "ids": greedy_ids() if has_kernels else None,
+        "run": {name: run(arguments) for name, arguments in RUN.items() if has_kernels},
+        "refused": {name: run(arguments) for name, (arguments, _) in REFUSED.items()},
+        "loaded": [name for name, module in sys.modules.items() if name.partition(".")[0] == "torch" and module],
+    }
+
+
+# ------------------------------------------------------------------------------------------------- where torch may be
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the process without torch has to say."""
+    folder = tmp_path_factory.mktemp("without")
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"FORERUN_CACHE_DIR": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr
+    answered: dict[str, Any] = json.loads(done.stdout)
+    return answered
+
+
+def test_modules_are_imported_without_torch(without: dict[str, Any]) -> None:
+    """Some want other libraries that are extras."""
+    halted = [name for name, missing in without["missing"].items() if "torch" in str(missing)]
+    assert [name for name in halted if not name.removeprefix("forerun.").startswith(MAY_NEED_TORCH)] == []
+    assert "forerun.ops.torch" in halted  # so it was hidden
+    assert without["loaded"] == []
+
+
+@NEEDS_KERNELS
+def test_ids_are_those_that_come_with_torch(without: dict[str, Any]) -> None:
+    assert without["ids"] == greedy_ids()
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("name", RUN)
+def test_a_command_runs(without: dict[str, Any], name: str) -> None:
+    code, out, err = without["run"][name]
+    assert code == 0, err
+    assert json.loads(out)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_torch_says_in_one_sentence_how_to_get_it(without: dict[str, Any], name: str) -> None:
+    code, out, err = without["refused"][name]
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith(f"pip install {HELD.format(REFUSED[name][1])}\n")
+
+
+def test_functional_says_how_to_get_what_it_needs(without: dict[str, Any]) -> None:
+    assert without["missing"]["forerun.functional"].endswith(f"pip install {HELD.format('hf')}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer()))
