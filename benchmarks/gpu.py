@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,17 +33,20 @@ from benchmarks.gpu_timing import DEVICE, IS_REHEARSED, SHAPES, bandwidth, captu
 from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Spec
 from forerun.config import Quantization
+from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache
 from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner
 from forerun.ops import cuda, load_model
-from forerun.ops.cuda_packed import Packed
+from forerun.ops.cuda import operators
+from forerun.ops.cuda.packed import Packed
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 from forerun.ops.quantising import is_rounded, quantise, scheme_for, scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import empty_weights
+from forerun.ops.torch_tensors import tensor_of
 
-_TILES: Any = cuda.Tiles
+_TILES: Any = operators.Tiles
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b, 12 of 48 layers": {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 12,
@@ -65,7 +69,7 @@ MATRICES = {
 }
 
 
-def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[cuda.Parts]:
+def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[operators.Parts]:
     return [ops.product(x, weight) for weight in weights]
 
 
@@ -97,7 +101,7 @@ def products(out: dict[str, Any]) -> None:
 def tune(out: dict[str, Any]) -> None:
     """The time of products cut in several ways, each over many copies of the matrix."""
     ops = cuda.CudaOps()
-    original = cuda.Tiles.of
+    original = operators.Tiles.of
     found = out["tune"] = []
     for size, shapes in MATRICES.items():
         for num_out, num_in in shapes:
@@ -107,7 +111,7 @@ def tune(out: dict[str, Any]) -> None:
             best = []
             for outs, ins, splits, warps, stages in variants(num_out, num_in):
                 steps = -(-num_in // ins)
-                tiles = cuda.Tiles(outs, ins, splits, -(-steps // splits) * ins, warps, stages)
+                tiles = operators.Tiles(outs, ins, splits, -(-steps // splits) * ins, warps, stages)
                 _TILES.of = lambda *_, tiles=tiles: tiles
                 try:
                     times = []
@@ -167,7 +171,7 @@ def random_model(spec: Spec, dtype: torch.dtype = torch.bfloat16) -> Any:
     weights = empty_weights(spec, dtype, DEVICE)
     for name, weight in weights.items():
         weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.02)
-    return load_model(spec, weights, cuda.make())
+    return load_model(spec, weights, cuda.make(), device="cuda")
 
 
 def random_codes(spec: Spec, quantization: str) -> Any:
@@ -183,12 +187,13 @@ def random_codes(spec: Spec, quantization: str) -> Any:
         shape = num_out, num_in // scheme.group
 
         def rows(num_out: int = num_out, num_in: int = num_in, shape: Any = shape, scheme: Any = scheme) -> Any:
-            codes = torch.randint(0, 1 << scheme.bits, (num_out, num_in), dtype=torch.uint8, device=DEVICE)
-            zeros = torch.full(shape, 128 if scheme.bits == 8 else 7, dtype=torch.uint8, device=DEVICE)
-            yield QuantisedRows(scheme, codes, torch.full(shape, 1e-3, dtype=torch.bfloat16, device=DEVICE), zeros)
+            codes = np.random.default_rng(0).integers(0, 1 << scheme.bits, (num_out, num_in), np.uint8)
+            zeros = np.full(shape, 128 if scheme.bits == 8 else 7, np.uint8)
+            scales = HostTensor.of(np.full(shape, 1e-3, np.float32)).to("bfloat16")
+            yield QuantisedRows(scheme, codes, scales, zeros)
 
         weights[weight.name] = QuantisedMatrix(scheme, (num_out, num_in), rows)
-    return load_model(spec, weights, cuda.make())
+    return load_model(spec, weights, cuda.make(), device="cuda")
 
 
 def codes(out: dict[str, Any]) -> None:
@@ -197,11 +202,11 @@ def codes(out: dict[str, Any]) -> None:
     found = out["codes"] = []
     for bits, group in ((8, 128), (8, 32), (4, 128), (4, 32)):
         for num_out, num_in in ((3072, 2048), (2048, 8192), (1000, 384)):
-            rows = quantise(torch.randn(num_out, num_in, device=DEVICE), scheme_of(bits, group))
+            rows = quantise(torch.randn(num_out, num_in).numpy(), scheme_of(bits, group))
             matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), partial(_one, rows)), DEVICE)
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, matrix)
-            exact = x.bfloat16().double() @ rows.dequantise().double().T
+            exact = x.bfloat16().double() @ tensor_of(rows.dequantise(), DEVICE).double().T
             differ = []
             for num in (1, 2, 8, 16, 17, 33, 64, 65):
                 for first in {0, 5, 100 - num}:
@@ -278,7 +283,13 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
     found = out.setdefault("passes", {})
     spec = model.config
     cache = BlockCache.create(
-        spec.cache_shape, "paged", max_batch_size=66, max_seq_len=1024, dtype=model.cache_dtype, device=DEVICE
+        spec.cache_shape,
+        "paged",
+        max_batch_size=66,
+        max_seq_len=1024,
+        dtype=model.cache_dtype,
+        device="cuda",
+        pools=model.make_pools,
     )
     runner = Runner(model, cache)
     cache.open(0)
@@ -344,15 +355,14 @@ def parity(out: dict[str, Any]) -> None:
         rows = []
         for ops in (cuda.make(), ReferenceOps()):
             model = load_checkpoint(SHIPPED_TARGET, dtype=dtype, device="cuda", ops=ops).model
-            cache = BlockCache.create(
-                model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=256, dtype=model.cache_dtype,
-                device=DEVICE,
+            cache = BlockCache.of(
+                model, "paged", max_batch_size=4, max_seq_len=256,
             )  # fmt: skip
             runner = Runner(model, cache)
             for slot in range(3):
                 cache.open(slot)
             scores = runner.forward([Run(slot, text, "all") for slot, text in enumerate(texts)])
-            rows.append(torch.cat(scores.logits))
+            rows.append(torch.from_numpy(np.concatenate(scores.logits)))
         found[dtype] = float((rows[0].double() - rows[1].double()).norm() / rows[1].double().norm())
 
 

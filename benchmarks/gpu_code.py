@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from forerun.ops import cuda
-from forerun.ops.cuda_packed import STEP, TILE, Packed
+from forerun.ops.cuda import operators
+from forerun.ops.cuda.packed import STEP, TILE, Packed
 
 CLASSES = {
     "matrix": r"HMMA|HGMMA|WARPGROUP",
@@ -153,7 +154,7 @@ def counts(capability: int, *chosen: str) -> Iterator[dict[str, Any]]:
         if chosen and name not in chosen:
             continue
         weight = matrix(kind, group, more)
-        for rows in cuda.ROWS:
+        for rows in operators.ROWS:
             ops.product(torch.empty(rows, NUM_IN, dtype=torch.bfloat16, device="meta"), weight)
             kernel = compiled.found.pop()
             found, usage = instructions(kernel)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import DEVICE, IS_REHEARSED, captured, seconds
 from forerun.ops import cuda
-from forerun.ops.cuda_sampling import Cuts, Sampler, Settings
+from forerun.ops.cuda.sampling import Cuts, Sampler, Settings
 from forerun.sampling import filters_of, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Draw, Probs, SamplingParams
@@ -62,4 +62,6 @@ def _drawn(coins: PhiloxCoins, draw: Draw, made: Probs) -> int:
 
 
 def _spelled(made: Probs) -> Tensor:
-    return made.weights if made.ids is None else torch.zeros(WIDTH).index_copy(0, made.ids, made.weights)
+    found = torch.zeros(WIDTH)
+    found[slice(None) if made.ids is None else torch.from_numpy(made.ids)] = torch.from_numpy(made.weights)
+    return found

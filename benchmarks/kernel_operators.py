@@ -8,22 +8,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from forerun.blocks import Plain, Spec, products, resized, weight_shapes, weights as weights_of
 from forerun.config import Quantization
+from forerun.host_tensor import Floats, HostTensor
 from forerun.kv.cache import BlockCache
 from forerun.models.gguf.blocks import TensorType
 from forerun.models.quantising import planned
 from forerun.models.source import Stored
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cpu_model import CpuModel
-from forerun.ops.packed import PackedMatrix
+from forerun.ops.cpu.model import CpuModel
+from forerun.ops.cpu.packed import PackedMatrix
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise
-from forerun.ops.torch import empty_weights
 from forerun.types import RaggedBatch
 
 Call = Callable[[], object]
@@ -48,7 +48,7 @@ class Operator:
 
 def random_weights(
     config: Spec,
-    dtype: torch.dtype,
+    dtype: str,
     seed: int = 1,
     quantization: Quantization | None = None,
     kind: TensorType | None = None,
@@ -58,19 +58,25 @@ def random_weights(
     Matrices are quantised where that is wanted. kind: of GGUF files, in place of matrices of 4 bits. Raises BadOption
     for a group that does not divide their rows.
     """
-    stock = (torch.randn(STOCK, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
-    weights = empty_weights(config, dtype, "cpu")
+    numbers = np.random.default_rng(seed).standard_normal(STOCK, np.float32) * np.float32(0.02)
+    stock = HostTensor.of(numbers).to(dtype)
     rounded = {} if quantization is None else _random_matrices(config, stock, quantization, kind)
-    for weight in (weight for name, weight in weights.items() if name not in rounded):
-        flat = weight.view(-1)
-        for start in range(0, len(flat), len(stock)):
-            part = flat[start : start + len(stock)]
-            part.copy_(stock[: len(part)])
-    return {**weights, **rounded}
+    return {
+        weight.name: _repeated(stock, weight.shape) for weight in weights_of(config) if weight.name not in rounded
+    } | rounded
+
+
+def _repeated(stock: HostTensor, shape: tuple[int, ...]) -> HostTensor:
+    """Return the numbers of the stock, over and over, as a weight."""
+    made = HostTensor.empty(shape, stock.dtype)
+    flat = made.values.reshape(-1)
+    for start in range(0, len(flat), len(stock)):
+        flat[start : start + len(stock)] = stock.values[: len(flat) - start]
+    return made
 
 
 def _random_matrices(
-    config: Spec, stock: Tensor, quantization: Quantization, kind: TensorType | None
+    config: Spec, stock: HostTensor, quantization: Quantization, kind: TensorType | None
 ) -> dict[str, QuantisedMatrix]:
     """Return the matrices of a decoder as if they had been rounded at load; those of one width repeat the same rows."""
     shapes = weight_shapes(config)
@@ -83,7 +89,7 @@ def _random_matrices(
     def rounded(scheme: Scheme, num_in: int) -> QuantisedRows:
         if kind is not None and scheme == kind.scheme:
             return _random_rows(kind, num_in)
-        return quantise(stock[: len(stock) // num_in * num_in].view(-1, num_in), scheme)
+        return quantise(stock[: len(stock) // num_in * num_in].reshape(-1, num_in).float32(), scheme)
 
     def blocks(scheme: Scheme, num_out: int, num_in: int) -> Iterator[QuantisedRows]:
         rows = rounded(scheme, num_in)
@@ -103,10 +109,12 @@ def _random_rows(kind: TensorType, num_in: int) -> QuantisedRows:
     """Return rows of random bytes, whose numbers are replaced by one that is finite."""
     shape = (STOCK // num_in, num_in // kind.block, kind.num_bytes)
     assert kind.unpack is not None
-    rows = kind.unpack(torch.randint(256, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8))
+    rows = kind.unpack(np.random.default_rng(1).integers(256, size=shape, dtype=np.uint8))
     numbers = ["super_scales", "super_minimums"] if rows.scheme.super_group else ["scales", "minimums"]
     found = {name: part for name in numbers if (part := getattr(rows, name)) is not None}
-    finite: dict[str, Any] = {name: torch.full_like(part, 2.0**-9) for name, part in found.items()}
+    finite: dict[str, Any] = {
+        name: HostTensor.of(np.full(part.shape, 2.0**-9, np.float32)).to(part.dtype) for name, part in found.items()
+    }
     return replace(rows, **finite)
 
 
@@ -120,7 +128,7 @@ def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contex
     found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, Plain.of(config), m), prefill=True))
     for c in contexts:
         found.append(_attention(model, ops, c, most_rows, None, prefill=c == contexts[0]))
-        found.append(_attention(model, ops, c, most_rows, torch.int8, prefill=False))
+        found.append(_attention(model, ops, c, most_rows, "int8", prefill=False))
     hidden, num_ids, best = config.hidden_size, config.vocab_size, model.best
     found += [
         Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
@@ -153,21 +161,22 @@ def _products(model: CpuModel, ops: CpuOps) -> list[Operator]:
         name: [matrices[f"model.layers.{i}.{product}"] for i in layers] for name, product in PRODUCTS.items()
     }
     # gate and up end in the inputs of a next product: one with a single output costs next to nothing.
-    one = ops.pack(torch.full((1, Plain.of(model.config).ffn_size), 0.01, dtype=model.weight_dtype))
+    filled = np.full((1, Plain.of(model.config).ffn_size), 0.01, np.float32)
+    one = ops.pack(HostTensor.of(filled).to(model.weight_dtype))
 
     def added(name: str) -> Callable[[int], Call]:
         def prepare(num_rows: int) -> Call:
-            x, out = torch.randn(num_rows, sets[name][0].num_in), torch.zeros(num_rows, sets[name][0].num_out)
+            x, out = _random(num_rows, sets[name][0].num_in), _random(num_rows, sets[name][0].num_out)
             return lambda: [ops.add_linear(out, x, matrix) for matrix in sets[name]]
 
         return prepare
 
     def stored(num_rows: int) -> Call:
-        x = torch.randn(num_rows, model.config.hidden_size)
+        x = _random(num_rows, model.config.hidden_size)
         return lambda: [ops.linear(x, matrix) for matrix in sets["qkv"]]
 
     def gated(num_rows: int) -> Call:
-        x, out = torch.randn(num_rows, model.config.hidden_size), torch.zeros(num_rows, 1)
+        x, out = _random(num_rows, model.config.hidden_size), _random(num_rows, 1)
         return lambda: [ops.add_gated(out, x, matrix, one) for matrix in sets["gate_up"]]
 
     prepare = {"qkv": stored, "o": added("o"), "gate_up": gated, "down": added("down")}
@@ -178,11 +187,15 @@ def _products(model: CpuModel, ops: CpuOps) -> list[Operator]:
     ]
 
 
+def _random(*shape: int) -> Floats:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
 def _norm_and_rope(ops: CpuOps, config: Plain, num_rows: int) -> Call:
     """Prepare one layer's two norms, and the rotation of its queries and keys: four calls from Python."""
-    x, weight = torch.randn(num_rows, config.hidden_size), torch.ones(config.hidden_size)
-    q, k = (torch.randn(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
-    cos = torch.randn(num_rows, 1, config.head_dim)
+    x, weight = _random(num_rows, config.hidden_size), np.ones(config.hidden_size, np.float32)
+    q, k = (_random(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+    cos = _random(num_rows, 1, config.head_dim)
 
     def call() -> None:
         for _ in range(2):
@@ -194,7 +207,7 @@ def _norm_and_rope(ops: CpuOps, config: Plain, num_rows: int) -> Call:
 
 
 def _attention(
-    model: CpuModel, ops: CpuOps, context: int, most_rows: int, dtype: torch.dtype | None, *, prefill: bool
+    model: CpuModel, ops: CpuOps, context: int, most_rows: int, dtype: str | None, *, prefill: bool
 ) -> Operator:
     """Return attention as passes of a decoder with the same heads and layers, but small matrices.
 
@@ -210,28 +223,28 @@ def _attention(
     def prepare(num_rows: int) -> Call:
         return _call(heads.forward, batch_of(small, context, num_rows), cache)
 
-    name = f"attention, {context}" + (", 8 bits" if dtype == torch.int8 else "")
+    name = f"attention, {context}" + (", 8 bits" if dtype == "int8" else "")
     return Operator(name, prepare, num_bytes, small.num_layers, prefill)
 
 
-def cache_behind(model: CpuModel, context: int, num_rows: int, dtype: torch.dtype | None = None) -> BlockCache:
+def cache_behind(model: CpuModel, context: int, num_rows: int, dtype: str | None = None) -> BlockCache:
     """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them.
 
     dtype: None = the model's.
     """
     length = context + num_rows
-    cache = BlockCache.create(
-        model.config.cache_shape,
+    cache = BlockCache.of(
+        model,
         "paged",
         max_batch_size=1,
         max_seq_len=length,
         dtype=dtype or model.cache_dtype,
-        device="cpu",
     )
     for pool in cache.pools:  # the same numbers in every row
-        keys, values = torch.randn(2, 1, pool.keys.shape[1], pool.head_dim) * 0.5
-        pool.write(slice(0, 1), keys, values)
-        pool.keys[1:], pool.values[1:] = pool.keys[:1], pool.values[:1]
+        numbers = np.random.default_rng(0).standard_normal((2, 1, pool.keys.shape[1], pool.head_dim), np.float32)
+        pool.write(slice(0, 1), *(numbers * np.float32(0.5)))
+        for part in (pool.keys.values, pool.values.values):
+            part[1:] = part[:1]
     cache.open(0)
     cache.reserve(0, length)
     cache.keep({0: range(context)})

@@ -50,7 +50,8 @@ from forerun.models.loading import DTYPES
 from forerun.models.opened import spec_of
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.model import CpuModel
+from forerun.ops.torch_tensors import torch_dtype
 from forerun.registry import option, unknown
 from forerun.text.terminal import make_console
 
@@ -145,7 +146,7 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises BadOption for what cannot be measured."""
     console = make_console()
     ops, quantization = _make_ops(plan), _quantization(plan.dtype)
-    dtype = torch.bfloat16 if quantization else DTYPES[plan.dtype]
+    dtype = "bfloat16" if quantization else plan.dtype
     kind = _kind(plan.dtype)
     weights = random_weights(plan.config, dtype, quantization=quantization, kind=kind)
     model = CpuModel(ops, plan.config, weights, consume=True)
@@ -215,7 +216,7 @@ def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) ->
 
     Appends the readings of the fastest probe to `bandwidths`, in bytes per second.
     """
-    probes, first = Probes(torch.device("cpu"), with_torch=False), plan.rows[0]
+    probes, first = Probes("cpu", with_torch=False), plan.rows[0]
     samples: dict[tuple[str, int], Samples] = {}
     rounds: list[dict[str, float]] = []
     for repeat in range(plan.num_repeats):
@@ -310,7 +311,7 @@ def measure_prefill(model: CpuModel, plan: KernelsPlan, num_threads: int) -> Pre
         call()  # a first run pays for page faults
         return call
 
-    dtypes = dict.fromkeys((model.weight_dtype, torch.float32))
+    dtypes = dict.fromkeys((torch_dtype(model.weight_dtype), torch.float32))
     calls = {dtype: of_torch(torch_products(config, dtype, num)) for dtype in dtypes}
     dtype = min(calls, key=lambda dtype: _seconds(calls[dtype]))
     theirs = calls[dtype]

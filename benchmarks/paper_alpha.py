@@ -187,13 +187,11 @@ def _table_logits(table: tables.FittedTable, order: int, width: int) -> Logits:
 
 def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
     model, tokenizer = checkpoint.model, checkpoint.text_tokenizer
-    cache = BlockCache.create(
-        model.config.cache_shape,
+    cache = BlockCache.of(
+        model,
         "contiguous",
         max_batch_size=model.config.num_slots,
         max_seq_len=longest,
-        dtype=model.cache_dtype,
-        device=model.device,
         prefix_caching=False,
     )
     num_ids = min(tokenizer.num_ids, model.config.vocab_size)
@@ -205,7 +203,7 @@ def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
             if runner.sources is not None:
                 runner.sources.open(0, text.source, None)
                 runner.sources.run([0])
-            return runner.forward([Run(0, text.ids[:-1])]).logits[0].float()[text.first - 1 :]
+            return torch.from_numpy(runner.forward([Run(0, text.ids[:-1])]).logits[0])[text.first - 1 :]
         finally:
             cache.release(0)
             if runner.sources is not None:
@@ -336,9 +334,9 @@ def _fill(row: Floats, one: Probs) -> None:
     if one.point is not None:
         row[one.point] = 1.0
     elif one.ids is not None:
-        row[one.ids.numpy()] = one.weights.numpy()
+        row[one.ids] = one.weights
     else:
-        row[: len(one.weights)] = one.weights.numpy()
+        row[: len(one.weights)] = one.weights
 
 
 def published(

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, TypeVar, cast
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +48,7 @@ from forerun.errors import BadOption
 from forerun.kv.cache import Backend, BlockCache
 from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.runner import Run, Runner
-from forerun.ops.cpu_model import CpuModel
+from forerun.ops.cpu.model import CpuModel
 from forerun.registry import flag_of
 from forerun.text.terminal import make_console
 
@@ -206,13 +205,12 @@ class OwnForward:
         self, model: LoadedModel, config: EngineConfig, num_tokens: int, num_places: int, weights: str
     ) -> None:
         self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model, weights)
-        cache = BlockCache.create(
-            model.config.cache_shape,
+        cache = BlockCache.of(
+            model,
             cast(Backend, config.kv_cache_backend),
             max_batch_size=num_places,
             max_seq_len=num_tokens,
             dtype=ops.kv_dtype(config.kv_cache_dtype, model),
-            device=model.device,
         )
         for place in range(num_places):
             cache.open(place)
@@ -234,8 +232,7 @@ class OwnForward:
         cache.keep({place: range(len(ids))})
         self._held[place] = past + ids
         self.num_experts.setdefault(len(ids), []).append(scores.num_experts)
-        # By numpy: torch's own threads would still be spinning when the next pass begins.
-        return Pass(seconds, scores.logits[0].float().numpy().argmax(-1).tolist())
+        return Pass(seconds, scores.logits[0].argmax(-1).tolist())
 
 
 def measure(
@@ -247,7 +244,7 @@ def measure(
     `left_out`. Appends the memory's bytes per second at the beginning of each round to `bandwidths`.
     """
     running, ends, round_passes = list(engines), list(plan.contexts), list[dict[Key, Pass]]()
-    probes = Probes(torch.device("cpu"))
+    probes = Probes("cpu")
     passes = [(place, context, m) for m in plan.rows for place, context in enumerate(plan.contexts)]
     for i in range(1 + plan.num_repeats):
         say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")

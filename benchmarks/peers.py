@@ -60,6 +60,7 @@ from forerun.models.opened import OpenedCheckpoint, spec_of
 from forerun.models.packings import layout_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
+from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import option
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
@@ -275,11 +276,11 @@ def unpacked(source: Path, work: Path) -> Path:
     folder = work / (f"{source.name}-dense" if source.is_dir() else f"{source.stem}-{source.stat().st_size}")
 
     def write(new: Path) -> None:
-        checkpoint = load_checkpoint(source, dtype=torch.bfloat16)
+        checkpoint = load_checkpoint(source, dtype="bfloat16")
         save_checkpoint(
             new,
             checkpoint.model.config,
-            checkpoint.tensors,
+            HostWeights(checkpoint.tensors),
             end_ids=checkpoint.end_ids,
             bos_id=checkpoint.config.get("bos_token_id"),
             tokenizer_folder=checkpoint.folder,

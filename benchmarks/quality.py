@@ -44,6 +44,7 @@ from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import open_source
+from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import option
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
@@ -186,7 +187,7 @@ def target_path(config: EngineConfig) -> Path:
 def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:
     """Write what the file's quantised weights stand for, in float32, so that it can be rounded in other ways."""
     dense = Opened.of(replace(config, dtype="float32", ops="reference")).load()
-    save_checkpoint(folder, dense.model.config, dense.tensors, torch.float32, end_ids=given.end_ids)
+    save_checkpoint(folder, dense.model.config, HostWeights(dense.tensors), "float32", end_ids=given.end_ids)
 
 
 def _load(folder: Path, name: str, given: Checkpoint) -> Checkpoint:
@@ -260,9 +261,7 @@ def measure(loaded: dict[str, Checkpoint], windows: Seq[Seq[int]], plan: Quality
 def _runner(checkpoint: Checkpoint, num_tokens: int, *, eight_bits: bool) -> Runner:
     model = checkpoint.model
     dtype = ops.kv_dtype("int8" if eight_bits else "auto", model)
-    cache = BlockCache.create(
-        model.config.cache_shape, "contiguous", max_batch_size=1, max_seq_len=num_tokens, dtype=dtype
-    )
+    cache = BlockCache.of(model, "contiguous", max_batch_size=1, max_seq_len=num_tokens, dtype=dtype)
     cache.open(0)
     return Runner(model, cache)
 
@@ -270,7 +269,7 @@ def _runner(checkpoint: Checkpoint, num_tokens: int, *, eight_bits: bool) -> Run
 def _logits(runner: Runner, ids: Seq[int]) -> torch.Tensor:
     """Return float32 logits [len(ids) - 1, V] of the tokens behind the first."""
     runner.cache.truncate_to(0, 0)
-    logits = runner.forward([Run(0, list(ids[:-1]))]).logits[0].float()
+    logits = torch.from_numpy(runner.forward([Run(0, list(ids[:-1]))]).logits[0])
     runner.cache.keep({0: range(len(ids) - 1)})
     return logits
 

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -183,8 +182,8 @@ def never_emitted(runner: Runner, prompt: Seq[int]) -> int:
         (logits,) = runner.forward([Run(PROBE_SLOT, prompt)]).logits
     finally:
         runner.cache.release(PROBE_SLOT)
-    behind = logits - logits.max(dim=1, keepdim=True).values
-    return int(torch.argmin(behind.max(dim=0).values))
+    behind = logits - logits.max(axis=1, keepdims=True)
+    return int(behind.max(axis=0).argmin())
 
 
 def _build(

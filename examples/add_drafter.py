@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from forerun import LLM, SamplingParams, drafters
 from forerun.drafters import Drafter, Target
@@ -47,7 +47,7 @@ class FollowersDrafter(Drafter):
         probs: list[Probs] = []
         while len(tokens) < budget.num_tokens[b]:
             last = tokens[-1] if tokens else seq.tokens[-1]
-            weights = torch.zeros(self.num_ids, dtype=torch.float64)
+            weights = np.zeros(self.num_ids)
             for (before, after), count in pairs.items():
                 if before == last and count >= self.min_count:
                     weights[after] = count

@@ -2,7 +2,7 @@
 
 A melody is a row of ids, here of the 12 notes of an octave. Two small models learn such rows and are written as
 checkpoints without a tokenizer; the larger one is the target, the smaller one its draft model. Images work the same
-way: docs/tutorials/not_text.md draws digits pixel by pixel.
+way: docs/tutorials/not_text.md draws digits pixel by pixel. Training needs `pip install '.[train]'`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kv.pool import Pool
 from forerun.ops.reference import PLAIN, Plan, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_pools import TorchPool
 from forerun.types import CacheView, RaggedBatch
 
 
@@ -34,7 +34,7 @@ class PairOps(ReferenceOps):
         found, kind = super().rms_norm(x, weight, eps), x.device.type
         return found.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else found
 
-    def plan(self, view: CacheView) -> Plan:
+    def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
         """Return a view that nothing is asked of."""
         return Plan(view.batch, view.write_rows, view.read_rows)
 
@@ -44,7 +44,7 @@ class PairOps(ReferenceOps):
         k: Tensor | None,
         v: Tensor | None,
         *,
-        pool: Pool | None,
+        pool: TorchPool | None,
         view: CacheView | None,
         window: int | None,
         scoring: Scoring = PLAIN,

@@ -25,6 +25,7 @@ from forerun.models.loading import load_checkpoint
 from forerun.models.opened import spec_of
 from forerun.models.saving import save_checkpoint
 from forerun.ops.torch import TorchModel
+from forerun.ops.torch_tensors import HostWeights
 from forerun.train import loop, losses
 from forerun.train.loop import autocast
 from forerun.train.model import drawn_weights, read_weights
@@ -92,7 +93,9 @@ class PairTask:
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Write the checkpoint folder out/model."""
         folder, tokenizer = self.config.out / "model", self.config.out / "tokenizer"
-        save_checkpoint(folder, self.config.shape.spec(), self.weights, end_ids={END_ID}, tokenizer_folder=tokenizer)
+        save_checkpoint(
+            folder, self.config.shape.spec(), HostWeights(self.weights), end_ids={END_ID}, tokenizer_folder=tokenizer
+        )
 
     def _logits(self, model: TorchModel, batch: Batch) -> Tensor:
         """Return logits [R, V] of the rows that have something to learn."""
