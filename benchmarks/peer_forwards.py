@@ -46,9 +46,10 @@ from forerun.blocks import read_share
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import Backend, BlockCache
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.ops.cpu.model import CpuModel
+from forerun.ops.model import LoadedModel
 from forerun.registry import flag_of
 from forerun.text.terminal import make_console
 

@@ -55,11 +55,12 @@ from forerun.engine.llm import LLM
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
-from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.opened import OpenedCheckpoint, spec_of
 from forerun.models.packings import layout_of
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config
+from forerun.ops.model import LoadedModel
 from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import option
 from forerun.text.terminal import make_console

@@ -27,7 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "forerun"
-HIDDEN = {"__main__", "errors", "types", "params", "native", "registry", "config"}  # which every room uses
+HIDDEN = {"__main__", "errors", "types", "params", "native", "registry", "config", "version"}  # which every room uses
+READS_NAMES = ("option", "stated", "names", "registry.names")  # of a room's files, none of which they import
 WIDTH, ROW, BOX, HEIGHT = 920, 92, 118, 40
 COLUMNS = 88  # of the terminal that is shown
 
@@ -41,21 +42,27 @@ def layers() -> list[list[str]]:
 
 
 def file_imports() -> dict[str, set[str]]:
-    """Return, by file, the files of the package that it imports, in functions too, but not for type checkers alone."""
+    """Return, by file, the files of the package that it imports: in functions, for type checkers alone, and as strings.
+
+    A string that names a file counts as an import, unless it is given to what only reads a room's names (READS_NAMES).
+    """
     files = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in SOURCE.rglob("*.py")}
     names = {name.removesuffix(".__init__") for name in files.values()}
     found: dict[str, set[str]] = {}
     for path, file in files.items():
         tree, own = ast.parse(path.read_text(encoding="utf-8")), file.removesuffix(".__init__")
-        for_checkers = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-        skipped = {id(inner) for node in for_checkers for inner in ast.walk(node)}
+        for_names = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in READS_NAMES]
+        skipped = {id(inner) for node in for_names for inner in ast.walk(node)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and id(node) not in skipped and node.module:
-                for alias in node.names:
-                    full = f"{node.module}.{alias.name}"
-                    module = full if full in names else node.module
-                    if module in names and module != own:
-                        found.setdefault(own, set()).add(module)
+            imported = list[str]()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported = [name if name in names else node.module for name in full]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                imported = [node.value] if "." in node.value else []
+            found.setdefault(own, set()).update({name for name in imported if name in names} - {own})
     return found
 
 
@@ -64,7 +71,7 @@ def imports() -> set[tuple[str, str]]:
     pairs: set[tuple[str, str]] = set()
     for file, others in file_imports().items():
         pairs |= {(file.split(".")[1], other.split(".")[1]) for other in others if "." in file and "." in other}
-    return {(a, b) for a, b in pairs if a != b and (SOURCE / b).is_dir() and a not in HIDDEN}
+    return {(a, b) for a, b in pairs if a != b and (SOURCE / b).is_dir() and not {a, b} & HIDDEN}
 
 
 def architecture() -> str:

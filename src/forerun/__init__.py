@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from forerun.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from forerun.config import EngineConfig
     from forerun.engine.llm import LLM
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     )
     from forerun.types import SamplingParams, StepReport
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "BadOption",

@@ -44,8 +44,9 @@ from forerun.engine.opened import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.prompts import Prompt
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
-from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Runner
+from forerun.ops.model import LoadedModel
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 

@@ -22,7 +22,7 @@ from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
 from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
-from forerun.bench.plans import MethodsPlan
+from forerun.bench.plans import MethodsPlan, Way
 from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of
 from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
@@ -33,31 +33,14 @@ from forerun.engine.prompts import Message
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
+from forerun.ops.model import LoadedModel
 from forerun.ops.operators import Operators
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
 PROMPTS = named.DATA / "work.jsonl"
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Way:
-    """A drafter, the policy that decides how far it drafts, and the rule, None = the engine's choice.
-
-    name: what differs from the other ways.
-    """
-
-    name: str
-    draft: str
-    pacing: str
-    acceptance: str | None = None
-
-    def keeps_texts(self, temperature: float) -> bool:
-        """Whether a draft may change no token. Rules other than match keep the distribution, and draw other texts."""
-        rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
-        return rule.is_lossless and (temperature == 0 or rule.name == "match")
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forerun import verify
 from forerun.params import SamplingParams
 from forerun.registry import check_fields, option
-
-if TYPE_CHECKING:
-    from forerun.bench.methods import Way
 
 SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b (with as many layers as it has, at least)"
 SHAPE_HELP = f"the target is widened to it in memory: {SHAPE_NAMES}"
@@ -84,6 +82,24 @@ class LatencyPlan(Plan):
     prompt_file: Path | None = prompt_file('"id", and "text" or a list of "ids"')
     seed: int = option(1, "of the sampled runs; each prompt adds its index")
     until_end: bool = option(False, "answers end where the model ends them, at the latest behind --max-tokens")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A drafter, the policy that decides how far it drafts, and the rule, None = the engine's choice.
+
+    name: what differs from the other ways.
+    """
+
+    name: str
+    draft: str
+    pacing: str
+    acceptance: str | None = None
+
+    def keeps_texts(self, temperature: float) -> bool:
+        """Whether a draft may change no token. Rules other than match keep the distribution, and draw other texts."""
+        rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
+        return rule.is_lossless and (temperature == 0 or rule.name == "match")
 
 
 @dataclass(frozen=True)

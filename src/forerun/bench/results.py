@@ -25,7 +25,7 @@ from forerun import native
 from forerun.bench import bandwidth
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
-from forerun.models.loading import LoadedModel
+from forerun.ops.model import LoadedModel
 from forerun.theory import formulas
 from forerun.types import StepReport
 

@@ -28,7 +28,7 @@ from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import named
-from forerun.models.loading import Checkpoint, LoadedModel, checked, load_checkpoint, packed_schemes
+from forerun.models.loading import Checkpoint, checked, load_checkpoint, packed_schemes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource
 from forerun.models.saving import save_checkpoint
@@ -36,6 +36,7 @@ from forerun.models.source import Source, Stored
 from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
 from forerun.ops import load_model
+from forerun.ops.model import LoadedModel
 from forerun.ops.operators import Operators
 from forerun.registry import unknown
 from forerun.text.grow import grow

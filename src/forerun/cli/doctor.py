@@ -123,9 +123,9 @@ def examine(root: Path = Path("/")) -> Facts:
     load = _load_average()  # before the measurements add to it
     operators = _operators()
     with _patience():
-        from forerun import __version__
         from forerun.bench.bandwidth import measure
         from forerun.memory.machine import available_bytes
+        from forerun.version import __version__
 
         available = available_bytes("cpu", root)
         bandwidth = measure("cpu")

@@ -90,7 +90,7 @@ app.add_typer(cache_app, name="cache")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from forerun import __version__
+        from forerun.version import __version__
 
         typer.echo(f"forerun {__version__}")
         raise typer.Exit

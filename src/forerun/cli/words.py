@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.llm import LLM
     from forerun.engine.request import RequestOutput, RequestReport
-    from forerun.types import Model
+    from forerun.ops.model import Model
 
 
 def counted(num: int, noun: str) -> str:

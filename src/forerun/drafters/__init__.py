@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from forerun.models.opened import OpenedCheckpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Runner, Scores
+    from forerun.ops.model import Model
     from forerun.ops.operators import Operators
     from forerun.sampling.largest import Ids, Rows
     from forerun.text.tokenizer import Tokenizer
-    from forerun.types import Model
 
 T = TypeVar("T")
 WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/when-it-pays.md compares it

@@ -19,8 +19,8 @@ from forerun.drafters.head_matrices import Weight, dense_of
 from forerun.drafters.medusa import Following, MedusaDrafter
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
+from forerun.ops.model import Model
 from forerun.sampling.largest import Ids
-from forerun.types import Model
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from forerun.models.configs import size
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
+from forerun.ops.model import Model
 from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
-from forerun.types import Model, RaggedBatch
+from forerun.types import RaggedBatch
 
 OWN_KEYS = {  # of config.json, beside those of a decoder
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),

@@ -18,9 +18,9 @@ from forerun.host_tensor import HostTensor
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops import load_model
+from forerun.ops.model import Model
 from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
-from forerun.types import Model
 
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # of heads that do not use the target's
 

@@ -31,12 +31,12 @@ from forerun.models.open_file import OpenFile
 from forerun.models.outline import Beside
 from forerun.models.saving_quantised import parts_of, said_of
 from forerun.models.source.safetensors import Parts, SafetensorsFolder
+from forerun.ops.model import Model
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import scheme_of
 from forerun.sampling.arithmetic import mass
 from forerun.sampling.largest import Ids
 from forerun.text.json_files import read_json
-from forerun.types import Model
 
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"

@@ -25,9 +25,9 @@ from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import flag, refuse_unknown, size
 from forerun.models.opened import read_config, without
+from forerun.ops.model import Model
 from forerun.sampling.largest import Ids
 from forerun.text.json_files import read_json
-from forerun.types import Model
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE_1, EAGLE_3, MEDUSA = "EAGLE-1", "EAGLE-3", "Medusa"

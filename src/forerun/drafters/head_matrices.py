@@ -8,9 +8,9 @@ from forerun import blocks
 from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.host_tensor import HostTensor
+from forerun.ops.model import Model
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.quantising import is_rounded, quantise, scheme_for
-from forerun.types import Model
 
 Weight = HostTensor | QuantisedMatrix  # of a head, as its file has it
 

@@ -20,8 +20,8 @@ from forerun.drafters.residual_heads import ResidualHead
 from forerun.errors import UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
+from forerun.ops.model import Model
 from forerun.sampling.largest import Ids
-from forerun.types import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
 

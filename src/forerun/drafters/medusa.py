@@ -20,9 +20,10 @@ from forerun.drafters.residual_heads import ResidualHead
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
+from forerun.ops.model import Model, RowsOf
 from forerun.sampling.largest import Ids
 from forerun.theory.trees import Node, best_first
-from forerun.types import Budget, Coins, Draft, Model, Probs, RowsOf, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's choices, by a head's rank: for the tree
 

@@ -32,24 +32,12 @@ from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
+from forerun.ops.model import Model, ModelConfig
 from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.random import PhiloxCoins
 from forerun.text.tokenizer import compare
-from forerun.types import (
-    ROUND_TOKENS,
-    Budget,
-    Coins,
-    Draft,
-    Draw,
-    Model,
-    ModelConfig,
-    Next,
-    Probs,
-    SamplingParams,
-    Sequence,
-    Stop,
-)
+from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Draw, Next, Probs, SamplingParams, Sequence, Stop
 
 SHORT_TOKENS = 32  # forced by a grammar, that a model reads in one pass with the token that it drafts behind
 

@@ -10,8 +10,9 @@ from forerun.blocks import HEAD, Block, Features, Mlp, Spec
 from forerun.drafters.eagle_model import HeadModel
 from forerun.drafters.head_matrices import Weight, loadable
 from forerun.ops import load_model
+from forerun.ops.model import Model
 from forerun.ops.passes import Lent
-from forerun.types import Model, RaggedBatch
+from forerun.types import RaggedBatch
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,7 @@ from forerun.sampling.arithmetic import Row
 from forerun.sampling.largest import Rows
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import (
-    BEAM,
-    NO_TOKEN,
-    Coins,
-    Draft,
-    Hypotheses,
-    Next,
-    Origin,
-    Probs,
-    Sequence,
-    SequenceStep,
-    Verdict,
-)
+from forerun.types import BEAM, NO_TOKEN, Coins, Draft, Hypotheses, Next, Origin, Probs, Sequence, SequenceStep, Verdict
 from forerun.verify import Ruling
 from forerun.verify.beams import Ends, Rules, Search
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from forerun import __version__, drafters, native, ops, pacing
+from forerun import drafters, native, ops, pacing
 from forerun.config import EngineConfig
 from forerun.engine import router
 from forerun.engine.engine import Engine
@@ -15,10 +15,12 @@ from forerun.errors import UserError
 from forerun.kv.cache import BlockCache
 from forerun.kv.disk import Folder, weights_digest
 from forerun.kv.keeping import Keeper
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
+from forerun.ops.model import LoadedModel
 from forerun.pacing.cost import Costs, Traits, usual
 from forerun.text.unwritten import unwritten_ids
+from forerun.version import __version__
 
 
 def build(opened: Opened, checkpoint: Checkpoint, draft: Checkpoint | None = None) -> Engine:

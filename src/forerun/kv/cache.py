@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,32 @@ from forerun.kv.keeping import Fetch, Keeper, Missing
 from forerun.kv.pool import HostPools, MakePools
 from forerun.kv.prefix import keys_of
 from forerun.kv.tables import SPARE_TOKENS, BlockTables
-from forerun.types import CacheView, Model, RaggedBatch
+from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
 FOUND_TOKENS = 8192  # kept behind windows for later sequences that begin alike, beyond what running ones see
 WRITTEN_TOKENS = 512  # of a sequence in one pass, for the size of what a window takes
+
+
+class Cached(Protocol):
+    """What the cache of a model is made from."""
+
+    @property
+    def config(self) -> HasShape: ...
+    @property
+    def cache_dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def make_pools(self) -> MakePools: ...
+
+
+class HasShape(Protocol):
+    """A model's configuration, of which a cache reads one thing."""
+
+    @property
+    def cache_shape(self) -> CacheShape: ...
 
 
 class BlockCache(BlockTables):
@@ -121,7 +141,7 @@ class BlockCache(BlockTables):
     @classmethod
     def of(
         cls,
-        model: Model,
+        model: Cached,
         backend: Backend,
         *,
         max_batch_size: int,

@@ -14,22 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from forerun.blocks import EMBEDDING, HEAD, Spec, reaching, weight_shapes
 from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
-from forerun.host_tensor import Floats, dtype_name
+from forerun.host_tensor import dtype_name
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource, usual_rounding
 from forerun.models.source import Source
 from forerun.models.weights import StoredWeights, same
 from forerun.ops import load_model, make
+from forerun.ops.model import LoadedModel
 from forerun.ops.operators import Operators
 from forerun.ops.passes import kinds_in_words
 from forerun.ops.quantised import Scheme
 from forerun.text.tokenizer import Tokenizer, needed
-from forerun.types import Model
 
 LOG = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16")
@@ -81,30 +81,6 @@ class Checkpoint:
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, for who needs one. Raises NotFound."""
         return needed(self.tokenizer, self.name)
-
-
-class LoadedModel(Model, Protocol):
-    """A model whose weights are in memory, whatever computes it."""
-
-    @property
-    def config(self) -> Spec: ...
-    @property
-    def weight_bits(self) -> tuple[int, ...]:
-        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
-
-    @property
-    def precision(self) -> str:
-        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
-
-        Of a mixture of experts they are those of one row, with as many experts as it chooses.
-        """
-
-    def weight(self, name: str) -> Floats:
-        """Return a weight by its name in a checkpoint, float32, as it was before packing."""
 
 
 def load_checkpoint(

@@ -23,18 +23,9 @@ from forerun.errors import CapacityError, InternalError
 from forerun.kv import SCRATCH_SLOT, KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
+from forerun.ops.model import DrawsRows, FindsBest, Model, RunsAhead
 from forerun.sampling.largest import Rows
-from forerun.types import (
-    Draw,
-    DrawsRows,
-    FindsBest,
-    Model,
-    Probs,
-    RaggedBatch,
-    RunsAhead,
-    Stop,
-    ancestor_words,
-)
+from forerun.types import Draw, Probs, RaggedBatch, Stop, ancestor_words
 
 NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
 

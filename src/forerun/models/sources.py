@@ -15,7 +15,8 @@ from typing import Any
 
 from forerun.errors import InternalError
 from forerun.kv import KVCache, source_slot
-from forerun.types import Model, Source, salt_of
+from forerun.ops.model import Model
+from forerun.types import Source, salt_of
 
 
 @dataclass

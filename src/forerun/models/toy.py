@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.blocks import Block, Spec
+from forerun.blocks import Block
 from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.host_tensor import HostTensor
@@ -78,11 +78,16 @@ class ToyOps(Operators):
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
 
-    def load(self, spec: Spec, weights: Mapping[str, Any], **how: Any) -> Any:
-        """Make a head of a toy, which needs torch."""
-        from forerun.models.toy_heads import ToyHead
+    def rows_dtype(self, weights: str) -> str:
+        """Return the toy's type."""
+        return self._dtype
 
-        return ToyHead(spec, weights, how.get("lent"), self._dtype)
+    @property
+    def loader(self) -> Callable[..., Any]:
+        """What makes a head of a toy, which needs torch."""
+        from forerun.models.toy_heads import load
+
+        return load
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
         """Return what multiplies rows by a matrix [O, I], in the toy's type, one row at a time."""

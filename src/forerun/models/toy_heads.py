@@ -10,13 +10,26 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Spec
-from forerun.ops.operators import HostRows
+from forerun.ops.operators import HostRows, Operators
 from forerun.ops.passes import Lent
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel, placed
 from forerun.ops.torch_tensors import torch_dtype
 from forerun.sampling.arithmetic import Row
 from forerun.types import RaggedBatch
+
+
+def load(
+    spec: Spec,
+    weights: Mapping[str, Any],
+    operators: Operators,
+    *,
+    device: str = "cpu",
+    consume: bool = False,
+    lent: Lent | None = None,
+) -> ToyHead:
+    """Make a head whose rows have the toy's type; see ops.load_model."""
+    return ToyHead(spec, weights, lent, operators.rows_dtype("float32"))
 
 
 class _Tensors:

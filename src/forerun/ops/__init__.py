@@ -30,11 +30,10 @@ from forerun.registry import stated, unknown
 
 if TYPE_CHECKING:
     from forerun.blocks import CacheShape, Spec
-    from forerun.ops.cpu.model import CpuModel
     from forerun.ops.memory import Sizes, Wanted
+    from forerun.ops.model import LoadedModel
     from forerun.ops.operators import Operators
     from forerun.ops.passes import Lent
-    from forerun.ops.torch import TorchModel
 
 MOST_HEAD_DIM = 1024  # of keys and values in 8 bits, as in csrc/kernels.h
 
@@ -58,7 +57,7 @@ class Backend(Protocol):
         device: str = "cpu",
         consume: bool = False,
         lent: Lent | None = None,
-    ) -> TorchModel | CpuModel: ...
+    ) -> LoadedModel: ...
     def sizes(self, wanted: Wanted) -> Sizes: ...
 
 
@@ -199,7 +198,7 @@ def load_model(
     device: str = "cpu",
     consume: bool = False,
     lent: Lent | None = None,
-) -> TorchModel | CpuModel:
+) -> LoadedModel:
     """Make a model of a spec and its weights, computed by these operators.
 
     weights: every name of `blocks.weights(spec)`, with that shape; tensors of the host of one type, or torch's on one
@@ -210,5 +209,6 @@ def load_model(
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")
-    model: TorchModel | CpuModel = operators.load(spec, weights, device=device, consume=consume, lent=lent)
+    load = operators.loader or backend(operators.name).load
+    model: LoadedModel = load(spec, weights, operators, device=device, consume=consume, lent=lent)
     return model

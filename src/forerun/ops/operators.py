@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from forerun.blocks import Spec
 from forerun.errors import InternalError
 from forerun.host_tensor import HostTensor
 from forerun.ops.quantised import Scheme
@@ -88,11 +87,10 @@ class Operators:
         """Return the type of rows that go in and come out, beside weights of this type."""
         return weights
 
-    def load(self, spec: Spec, weights: Mapping[str, Any], **how: Any) -> Any:
-        """Make a model; see ops.load_model."""
-        from forerun import ops  # which knows the files of all backends
-
-        return ops.backend(self.name).load(spec, weights, self, **how)
+    @property
+    def loader(self) -> Callable[..., Any] | None:
+        """What makes models that these operators compute; None = the function `load` of their backend's file."""
+        return None
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
         """Return what multiplies rows [T, I] of a model by a matrix [O, I], which has the model's type: [T, O]."""

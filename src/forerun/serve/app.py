@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun import __version__
 from forerun.errors import ForerunError, InternalError, UserError, shown
 from forerun.serve import llama_server, messages, ollama, openai, openapi, responses
 from forerun.serve.absent import refusal
@@ -37,6 +36,7 @@ from forerun.serve.texts import COUNTERS, TOKENIZER_INFO
 from forerun.serve.tracing import span
 from forerun.text.small_files import SmallFiles
 from forerun.text.template_files import special_tokens
+from forerun.version import __version__
 
 LOG = logging.getLogger("forerun.serve.requests")
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests

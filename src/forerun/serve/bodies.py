@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
 from forerun.models.named import there
 from forerun.registry import by_name, unknown
+from forerun.serve.refused import Refused as Refused
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,25 +49,6 @@ SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculati
 _NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
 _REPORTED = ("num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted")
 _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
-
-
-class Refused(BadOption):
-    """A request that cannot be honoured. param: the field at fault; status: HTTP's; code: a word for programs.
-
-    retry_after_s: when it may be sent again; None where that would not help.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        *,
-        code: str | None = None,
-        status: int = 400,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.param, self.code, self.status, self.retry_after_s = param, code, status, retry_after_s
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from forerun.serve.events import event
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
-    from forerun.serve.service import Service
+    from forerun.serve.served import Served
     from forerun.text.tokenizer import Tokenizer
 
 COMPLETION, PROPS, SLOTS = "/completion", "/props", "/slots"
@@ -188,7 +188,7 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
     return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
-def props(service: Service, template: str) -> dict[str, Any]:
+def props(service: Served, template: str) -> dict[str, Any]:
     """What its web page asks of a server first. template: of chats, '' where there is none."""
     llm = service.llm
     return {
@@ -202,7 +202,7 @@ def props(service: Service, template: str) -> dict[str, Any]:
     }
 
 
-def slots(service: Service) -> list[dict[str, Any]]:
+def slots(service: Served) -> list[dict[str, Any]]:
     """The places of the batch; which request has which is not told."""
     num_running, n_ctx = len(service.llm.engine.scheduler.running), service.llm.engine.max_seq_len
     return [

@@ -38,7 +38,7 @@ from forerun.text.tools import AUTO
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
-    from forerun.serve.service import Service
+    from forerun.serve.served import Served
     from forerun.text.tokenizer import Tokenizer
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
@@ -416,12 +416,12 @@ def _nanoseconds(seconds: float) -> int:
 # ------------------------------------------------------------------------------------------------ what is served
 
 
-def tags(services: Seq[Service], started_s: int) -> dict[str, Any]:
+def tags(services: Seq[Served], started_s: int) -> dict[str, Any]:
     """The models, by their answers' names."""
     return {"models": [{**_known(own), "modified_at": _at(started_s)} for own in services]}
 
 
-def running(services: Seq[Service]) -> dict[str, Any]:
+def running(services: Seq[Served]) -> dict[str, Any]:
     """The same: all of them are loaded, and stay so."""
     far = "9999-12-31T23:59:59Z"
     return {
@@ -437,7 +437,7 @@ def version(own: str) -> dict[str, Any]:
     return {"version": FOLLOWED, "forerun": own}
 
 
-def show(service: Service, started_s: int) -> dict[str, Any]:
+def show(service: Served, started_s: int) -> dict[str, Any]:
     """What is known of a model."""
     llm, spec = service.llm, service.llm.checkpoint.model.config
     template, capabilities = "", ["completion"]
@@ -466,7 +466,7 @@ def show(service: Service, started_s: int) -> dict[str, Any]:
     }
 
 
-def _known(service: Service) -> dict[str, Any]:
+def _known(service: Served) -> dict[str, Any]:
     """size: bytes of weights that a pass reads. digest: of the name, for there is none of the files."""
     return {
         "name": service.name,
@@ -477,7 +477,7 @@ def _known(service: Service) -> dict[str, Any]:
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
+def _details(service: Served) -> dict[str, Any]:
     model = service.llm.checkpoint.model
     kind, num = model.config.model_type, model.config.num_weights
     return {

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from forerun import __version__
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     NO_CALLS,
@@ -38,6 +37,7 @@ from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_lim
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import A_TOOL, AUTO
 from forerun.types import SamplingParams
+from forerun.version import __version__
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput

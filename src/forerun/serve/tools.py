@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import BadOption, shown
-from forerun.serve.bodies import Refused
+from forerun.serve.refused import Refused
 from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse, limit_of
 
 MOST_TOOLS = 1024

@@ -21,9 +21,9 @@ from torch import Tensor
 from forerun.errors import BadOption, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
+from forerun.ops.model import Model
 from forerun.text.json_files import read_json
 from forerun.train.samples import Sample
-from forerun.types import Model
 
 CHUNK_TOKENS = 128  # of a text, whose logits are in memory at a time
 SLOT = 0

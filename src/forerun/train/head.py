@@ -14,8 +14,9 @@ from forerun import registry
 from forerun.drafters import artifacts, head_files
 from forerun.drafters.head_matrices import dense_of
 from forerun.errors import BadOption, shown
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict
+from forerun.ops.model import LoadedModel
 from forerun.ops.torch_tensors import HostWeights, tensor_of
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop

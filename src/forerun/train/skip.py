@@ -22,8 +22,9 @@ from forerun.blocks import weight_shapes
 from forerun.drafters import artifacts
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
-from forerun.models.loading import Checkpoint, LoadedModel
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
+from forerun.ops.model import LoadedModel
 from forerun.theory.formulas import optimal_gamma, speedup
 
 KIND = "skip"  # of the file that early_exit reads

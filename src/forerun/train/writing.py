@@ -27,7 +27,7 @@ from forerun.blocks import weight_shapes
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, NotFound
-from forerun.models.loading import LoadedModel
+from forerun.ops.model import LoadedModel
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.samples import Sample, SampleWriter

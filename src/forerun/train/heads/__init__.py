@@ -21,7 +21,7 @@ from forerun import registry
 from forerun.blocks import Spec, weight_shapes
 from forerun.drafters import head_files
 from forerun.errors import BadOption
-from forerun.models.loading import LoadedModel
+from forerun.ops.model import LoadedModel
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Parts, Projections, Rotation, TorchAttention, TorchBlock, TorchModel, normed
 from forerun.ops.torch_rotations import TorchRotations

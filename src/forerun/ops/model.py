@@ -1,0 +1,170 @@
+"""What every model can do, wherever it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.blocks import CacheShape, Spec
+from forerun.config import Quantization
+from forerun.host_tensor import Floats
+from forerun.kv.pool import MakePools
+from forerun.ops.operators import Operators
+from forerun.types import Draw, Probs, RaggedBatch
+
+
+class ModelConfig(Protocol):
+    """What the engine must know of an architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def cache_shape(self) -> CacheShape: ...
+
+
+class RowsOf(Protocol):
+    """What can be done with the rows of a model, wherever they are."""
+
+    def empty(self, num: int, width: int) -> Any:
+        """Return rows that are not written yet."""
+
+    def join(self, parts: Any) -> Any:
+        """Return rows one behind the other."""
+
+    def take(self, rows: Any, places: Seq[int]) -> Any:
+        """Return a copy of the rows at some places."""
+
+    def from_host(self, rows: npt.NDArray[Any]) -> Any:
+        """Return rows of the host as those of the model."""
+
+    def top(self, logits: Any, num: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the largest logits of each row, best first [R, num], on the host."""
+
+    def to_host(self, rows: Any) -> npt.NDArray[Any]:
+        """Return the rows as numpy's array, which is written once the model was waited for."""
+
+
+class Model(Protocol):
+    """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
+
+    What only some models can do is a protocol of its own: FindsBest, DrawsRows, RunsAhead.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def weight_dtype(self) -> str: ...
+    @property
+    def activation_dtype(self) -> str: ...
+    @property
+    def cache_dtype(self) -> str: ...
+    @property
+    def make_pools(self) -> MakePools: ...
+    @property
+    def rows(self) -> RowsOf: ...
+    @property
+    def ops(self) -> Operators: ...
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Any,
+        layers: Seq[int] | None = None,
+        hidden: Any = None,
+        taps: Mapping[int, Any] | None = None,
+    ) -> Any:
+        """Run every new token through these layers (None = all) and write what they keep into the cache.
+
+        hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
+        the residual stream before layer k is written. A model with experts takes `num_experts`, too: a list to which is
+        appended, by the end of `wait`, of each such layer, how many of them some row chose. Returns rows [T, H], behind
+        the final norm if the last layer ran.
+        """
+
+    def rounded(self, quantization: Quantization) -> Model:
+        """Return a second model of these weights, each matrix rounded to so many bits."""
+
+    def embed(self, ids: Seq[int]) -> Any:
+        """Return the embeddings of these ids [n, H]."""
+
+    def head(self, ids: Seq[int]) -> npt.NDArray[np.float32]:
+        """Return rows of the LM head on the host [n, H]."""
+
+    def norm(self, hidden: Any) -> Any:
+        """Return rows of the residual stream [R, H] behind the final norm."""
+
+    def logits(self, hidden: Any, num_ids: int | None = None) -> Any:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids."""
+
+    def wait(self) -> None:
+        """Return when all that was asked for is computed; until then a time that is read is that of a launch."""
+
+
+class LoadedModel(Model, Protocol):
+    """A model whose weights are in memory, whatever computes it."""
+
+    @property
+    def config(self) -> Spec: ...
+    @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+
+        Of a mixture of experts they are those of one row, with as many experts as it chooses.
+        """
+
+    def weight(self, name: str) -> Floats:
+        """Return a weight by its name in a checkpoint, float32, as it was before packing."""
+
+
+@runtime_checkable
+class FindsBest(Protocol):
+    """A model that finds the largest logits without writing the others."""
+
+    def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+
+        Ties go to the lowest id, and NaN counts as the largest.
+        """
+
+
+@runtime_checkable
+class DrawsRows(Protocol):
+    """A model that draws from rows of logits where these are, with the bits of the sampling pipeline."""
+
+    def draw(
+        self, hidden: Any, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
+    ) -> tuple[list[Probs], list[int]]:
+        """Draw an id of the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+
+        asked: of each row, ids whose probabilities are wanted with it. Returns the distributions and the likeliest ids,
+        -1 where logits are no numbers.
+        """
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A model that continues runs in one call. tells_confidence: it takes stops; draws_ahead: it takes draws."""
+
+    tells_confidence: bool
+    draws_ahead: bool
+
+    @property
+    def run_ahead(self) -> Callable[..., list[list[int]] | None]:
+        """Return what continues each run of a batch; None where a logit is no number (ops/cpu/model.py says more)."""

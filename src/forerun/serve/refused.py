@@ -1,0 +1,24 @@
+"""What a client is told of a request that is not honoured, whatever its API."""
+
+from __future__ import annotations
+
+from forerun.errors import BadOption
+
+
+class Refused(BadOption):
+    """A request that cannot be honoured. param: the field at fault; status: HTTP's; code: a word for programs.
+
+    retry_after_s: when it may be sent again; None where that would not help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status, self.retry_after_s = param, code, status, retry_after_s

@@ -1,0 +1,143 @@
+"""Distributions over ids, and the coins that choose from them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forerun.errors import InternalError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass
+class Draw:
+    """How the tokens of one run are drawn where its model draws them itself (`run_ahead`), with the pipeline's bits.
+
+    filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
+    `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
+    `Coins.draft` draws. seed, position, round: of these coins. purpose: of the coin, where no noise is shared. probs:
+    the distribution that each token was drawn from, which the model adds.
+    """
+
+    filters: tuple[float, int, float, float, int]
+    shares_noise: bool
+    seed: int
+    position: int
+    round: int
+    purpose: int = 0  # forerun.sampling.random.PURPOSE_DRAFT
+    probs: list[Probs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Probs:
+    """One exact distribution over V ids, in one of four forms.
+
+    The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
+    few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
+    soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it. afar: in place of
+    the vector, a distribution that is still on a device, and comes when its weights are asked for. Whatever numpy takes
+    for an array may be given, and is kept as one, of the same memory.
+    """
+
+    point: int | None = None  # the id that has probability 1
+    dense: npt.NDArray[np.floating[Any]] | None = None  # [V], float32 or wider
+    ids: npt.NDArray[np.int64] | None = None  # [n], ascending
+    listed: npt.NDArray[np.floating[Any]] | None = None  # [n], float32 or wider: the probabilities of `ids`
+    soft: Probs | None = None
+    afar: Afar | None = None
+
+    def __post_init__(self) -> None:
+        if self.point is not None:
+            return
+        import numpy as np  # a module that only names things does not wait for numpy
+
+        for name in ("dense", "ids", "listed"):
+            given = getattr(self, name)
+            if given is not None and type(given) is not np.ndarray:
+                object.__setattr__(self, name, np.asarray(given))
+
+    @staticmethod
+    @functools.cache
+    def of_point(token: int) -> Probs:
+        """Return the distribution in which `token` has probability 1."""
+        return Probs(point=token)
+
+    def at(self, token: int) -> float:
+        """Probability of `token`."""
+        if self.point is not None:
+            return 1.0 if token == self.point else 0.0
+        if self.afar is not None and self.dense is None and token in self.afar.chances:
+            return self.afar.chances[token]
+        place = token
+        if self.ids is not None:
+            place = int(self.ids.searchsorted(token))
+            if place == len(self.ids) or int(self.ids[place]) != token:
+                return 0.0
+        return float(self.weights[place]) if 0 <= place < len(self.weights) else 0.0
+
+    @property
+    def weights(self) -> npt.NDArray[np.floating[Any]]:
+        """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
+        weights = self.dense if self.ids is None else self.listed
+        if weights is None and self.afar is not None:
+            weights = self.afar.weights
+        if weights is None:
+            raise InternalError("a distribution needs a point or a dense vector, or ids with their probabilities")
+        return weights
+
+
+class Afar:
+    """A distribution that a device holds, and what is known of it here.
+
+    fetch() -> [V] copies its weights to the host; they are kept. chances: the probabilities of some ids. draw: how an
+    id was drawn from it there, and `token`, the one that was.
+    """
+
+    __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
+
+    def __init__(
+        self, fetch: Callable[[], npt.NDArray[np.floating[Any]]], chances: Mapping[int, float], draw: Draw, token: int
+    ) -> None:
+        self._fetch, self.chances, self.draw, self.token = fetch, chances, draw, token
+        self._weights: npt.NDArray[np.floating[Any]] | None = None
+
+    @property
+    def weights(self) -> npt.NDArray[np.floating[Any]]:
+        """The probabilities of the ids 0 to V - 1, on the host."""
+        if self._weights is None:
+            self._weights = self._fetch()
+        return self._weights
+
+
+class Coins(Protocol):
+    """The random decisions of one sequence in one round, passed in from outside (docs/exactness.md).
+
+    `depth` counts from the first token of the round: the token decided has absolute index (committed tokens + depth).
+    `lane` separates several coins at one depth.
+    """
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """Return True with probability min(1, prob): never for 0, always for 1."""
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        """Draw a correction or a bonus: an id with the distribution `probs`."""
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """Draw a drafter's own id with the distribution `probs`. Several draws at one depth need several lanes."""
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        """Return the argmax of log probs + Gumbel noise of (seed, absolute index).
+
+        Drafter, verifier and plain decoding share this noise.
+        """
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """Return the `num` ids of the largest log probs + the same noise, in order; fewer where fewer are possible.
+
+        The first is that of `pick`. A drafter's several children of one node are these.
+        """

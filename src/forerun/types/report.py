@@ -1,0 +1,142 @@
+"""What one step did, for those who listen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from forerun.types.draft import FORCED
+from forerun.types.verdict import AcceptanceTest
+
+
+class Toss(NamedTuple):
+    """One coin of a round: the probability to accept, and the uniform that had to be below it.
+
+    depth and lane: as in `Coins.accept`. coin: None where the probability was 0 or 1, for which none is tossed, and
+    where the coins are no random numbers.
+    """
+
+    depth: int
+    lane: int
+    prob: float
+    coin: float | None
+    is_accepted: bool
+
+
+@dataclass
+class RoundDetail:
+    """One round of one sequence, for listeners that ask for detail. Probabilities are those of the drafted tokens."""
+
+    sequence_id: int
+    position: int  # absolute index of the first token of this round
+    tokens: list[int]  # drafted
+    parents: list[int]  # within this round; -1 = the last committed token
+    draft_probs: list[float]
+    target_probs: list[float | None]  # None behind a rejection, where the rule did not ask for the row
+    tests: list[AcceptanceTest]  # nodes counted within this round
+    accepted: list[int]  # node indices within this round
+    next_token: int
+    granted: int  # the pacing policy's budget
+    tosses: Seq[Toss] = ()  # of the rule, in order; a rule that compares draws tosses none
+    pacing: Mapping[str, float] = field(default_factory=dict)  # what the policy tells of the round
+
+
+class SequenceStep(NamedTuple):
+    """What one step did for one decoding sequence. Stop conditions shorten num_committed alone, no other count."""
+
+    sequence_id: int
+    draft: str  # name of the drafter that serves it, or FORCED where all nodes are forced
+    num_drafted: int
+    num_tested: int
+    accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
+    num_committed: int = 0  # after stop conditions cut
+    forced: frozenset[int] = frozenset()  # ranks of nodes that a grammar leaves no choice about
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.accepted_ranks)
+
+    @property
+    def parts(self) -> list[SequenceStep]:
+        """What FORCED drafted, and what the drafter did that serves the sequence; each only where it drafted.
+
+        One that drafted nothing is a part where neither did.
+        """
+        if not self.forced:
+            return [self]
+        ranks = tuple([rank for rank in self.accepted_ranks if rank in self.forced])
+        forced = SequenceStep(self.sequence_id, FORCED, len(self.forced), len(ranks), ranks, self.num_committed)
+        return [forced] if self.draft == FORCED else [forced, self.without_forced]
+
+    @property
+    def without_forced(self) -> SequenceStep:
+        """The step without what was forced, which is never refused and teaches nothing."""
+        if not self.forced:
+            return self
+        own = {rank: i for i, rank in enumerate(r for r in range(self.num_drafted) if r not in self.forced)}
+        ranks = tuple([own[rank] for rank in self.accepted_ranks if rank in own])
+        num_forced = len(self.accepted_ranks) - len(ranks)
+        return self._replace(
+            num_drafted=len(own),
+            num_tested=self.num_tested - num_forced,
+            accepted_ranks=ranks,
+            num_committed=max(0, self.num_committed - num_forced),
+            forced=frozenset(),
+        )
+
+
+@dataclass
+class DraftStep:
+    """What one drafter did in one step.
+
+    depth: length of the longest path of a draft. passes: that a draft model made for it, one after another.
+    num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
+    catchup_s: the part of `seconds` that they took. num_found: nodes that were found in the text, without the model.
+    search_s: the part of `seconds` in which the text was searched, of `num_searched` sequences.
+    """
+
+    seconds: float = 0.0
+    num_sequences: int = 0  # that got at least one node
+    num_nodes: int = 0
+    depth: int = 0
+    passes: int = 0
+    num_catchup_tokens: int = 0
+    catchup_s: float = 0.0
+    num_found: int = 0
+    search_s: float = 0.0
+    num_searched: int = 0
+
+
+@dataclass
+class StepReport:
+    """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_keys: int = 0  # that their rows saw, themselves among them
+    num_decoding: int = 0  # sequences that emitted
+    num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
+    num_experts: float = 0.0  # that some row of it chose, on average over the layers with experts; 0 = it has none
+    num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
+    num_drafted: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0  # before stop conditions cut
+    num_committed: int = 0  # after
+    schedule_s: float = 0.0  # in the engine since the last report: listeners, finishing requests, the scheduler
+    draft_s: float = 0.0
+    score_s: float = 0.0
+    judge_s: float = 0.0
+    commit_s: float = 0.0
+    target_forward_s: float = 0.0  # the part of score_s inside the model
+    sequences: list[SequenceStep] = field(default_factory=list)  # one for each that decoded
+    drafts: dict[str, DraftStep] = field(default_factory=dict)  # by name, of the drafters that were asked
+    rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the whole step."""
+        return self.schedule_s + self.draft_s + self.score_s + self.judge_s + self.commit_s
+
+
+Listener = Callable[[StepReport], Any]

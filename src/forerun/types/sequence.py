@@ -1,0 +1,158 @@
+"""What a request has committed, and why it ends."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from forerun.errors import InternalError
+from forerun.params import SamplingParams
+from forerun.types.hypotheses import Hypotheses
+
+FinishReason = Literal["stop", "length", "abort"]
+Origin = Literal["accepted", "correction", "bonus", "plain"]
+BEAM = "beam"  # in place of a rule, of a request that is a beam search
+
+
+@dataclass
+class TokenLogprob:
+    """Log-probabilities of one position under the raw model distribution (before bias, penalties, temperature)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)  # the most likely ids, best first
+
+
+class TokenCounts:
+    """The distinct ids of a sequence, and how often each occurs in its output, kept for the penalties.
+
+    `update` reads each token once, the first time that it is asked after it was committed, so that a row costs the same
+    however long the sequence is. A request without penalties never asks.
+    """
+
+    __slots__ = ("_num_counted", "counts", "ids", "places")
+
+    def __init__(self) -> None:
+        self.ids = array("q")  # in the order of their first occurrence
+        self.counts = array("q")  # of the same ids; 0 = in the prompt only
+        self.places: dict[int, int] = {}  # id -> where it stands in both
+        self._num_counted = 0
+
+    def update(self, tokens: Seq[int], num_prompt_tokens: int) -> None:
+        """Count what was appended to `tokens` since the last call."""
+        if self._num_counted == 0:
+            self.ids = array("q", dict.fromkeys(tokens[:num_prompt_tokens]))
+            self.counts = array("q", bytes(8 * len(self.ids)))
+            self.places = {token: place for place, token in enumerate(self.ids)}
+            self._num_counted = num_prompt_tokens
+        for token in tokens[self._num_counted :]:
+            place = self.places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(0)
+            self.counts[place] += 1
+        self._num_counted = len(tokens)
+
+
+def salt_of(source_ids: Seq[int], salt: str | None) -> str:
+    """Return what names a source and the salt of its request, so that rows which depend on another are not found."""
+    return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
+
+
+class Constraint(Protocol):
+    """Where a grammar stands along a sequence (forerun.sampling.grammar.Walk)."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why it cannot be followed any more; its request ends with it."""
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts may ask it, which takes time."""
+
+    def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
+        """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
+
+    def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
+        """Whether nothing can follow these tokens, which are a whole text of the grammar."""
+
+    def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
+        """Return the tokens that must come next."""
+
+    def behind(self, committed: Seq[int], sure: Seq[int]) -> Constraint:
+        """Return how it is seen by a drafter for which tokens that must come next are committed already."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
+
+    acceptance: the verification rule; where the request names none, match if it has a seed and temperature > 0.
+    """
+
+    id: int  # also the slot of its caches
+    tokens: list[int]  # prompt, then committed tokens
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
+    end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    prediction_ids: tuple[int, ...] = ()  # what the request expects its output to resemble
+    draft: str = "none"  # name of the drafter that serves it
+    round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    # By place in the prompt, where they are asked for; the first token has none.
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
+    source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's
+    grammar: Constraint | None = None  # what its output is held to
+    acceptance: str = field(init=False)
+    counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        usual = "match" if self.params.seed is not None and not self.params.greedy else "ratio"
+        self.acceptance = usual if self.params.acceptance is None else self.params.acceptance
+
+    def commit(self, token: int, origin: Origin) -> FinishReason | None:
+        """Append a verified token, and return why the output ends with it; None where it goes on.
+
+        Stop strings are not looked at here: they need the text.
+        Raises InternalError on a finished sequence or beyond max_len.
+        """
+        if self.finish_reason is not None or len(self.tokens) >= self.max_len:
+            raise InternalError(f"sequence {self.id} cannot take one more token")
+        self.tokens.append(token)
+        self.origins.append(origin)
+        is_full = len(self.tokens) >= self.max_len
+        if is_full and self.params.forced_eos_token_id is not None:
+            return "length"  # the end that stands there says nothing of what the model would have said
+        if token in self.end_ids:
+            return "stop"
+        if self.grammar is not None and self.hypotheses is None and self.grammar.is_over(self.tokens):
+            return "stop"
+        return "length" if is_full else None
+
+    def behind(self, sure: Seq[int]) -> Sequence:
+        """Return the sequence as it will be when tokens are committed that are sure to be, for a drafter to read."""
+        grammar = None if self.grammar is None else self.grammar.behind(self.tokens, sure)
+        return replace(self, tokens=[*self.tokens, *sure], grammar=grammar)
+
+    @property
+    def salt(self) -> str | None:
+        """What the cache rows of its tokens depend on beside these: the request's salt, and its source."""
+        return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
