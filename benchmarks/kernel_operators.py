@@ -140,7 +140,7 @@ def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contex
 
     def whole(num_rows: int) -> Call:
         batch = batch_of(config, context, num_rows)
-        return lambda: model.logits(model.forward(batch, cache))
+        return lambda: model.logits(model.forward(batch, cache).hidden)
 
     def layers(num_rows: int) -> Call:
         return _call(model.forward, batch_of(config, context, num_rows), cache)

@@ -19,7 +19,7 @@ from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu.model import CpuModel
 from forerun.ops.cpu.packed import PackedMatrix
 from forerun.ops.operators import Operators
-from forerun.ops.passes import Lent
+from forerun.ops.passes import Lent, Passed
 from forerun.ops.reference import PLAIN, Scoring
 from forerun.ops.torch_tensors import TorchRows, host_of, tensor_of
 from forerun.types import CacheView
@@ -54,6 +54,9 @@ def _on_tensors(call: Callable[..., Any], *, always: bool) -> Callable[..., Any]
         given = [*args, *options.values()]
         result = call(*map(_arrays, args), **{name: _arrays(value) for name, value in options.items()})
         is_torch = always or any(_arrays(value) is not value for value in given if not isinstance(value, dict))
+        if isinstance(result, Passed):
+            inner = {k: tensor_of(rows) for k, rows in result.taps.items()}
+            return Passed(tensor_of(result.hidden), inner, result.num_experts)
         return tensor_of(result) if is_torch and isinstance(result, np.ndarray) else result
 
     return wrapped

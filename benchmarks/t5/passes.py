@@ -82,10 +82,11 @@ def run_pairs(model: TorchModel, ops: PairOps, sources: Tensor, filled: Tensor, 
     """
     assert model.encoder is not None
     ops.begin(filled)
-    rows = model.encoder.forward(_as_one_run(sources), None)
+    rows = model.encoder.forward(_as_one_run(sources), None).hidden
     read = [block.attention for block in model.blocks if block.attention is not None]
     ops.memory = [attention.of_source(ops, rows) for attention in read if attention.spec.sees == "encoder"]
-    return model.forward(_as_one_run(texts), None)
+    hidden: Tensor = model.forward(_as_one_run(texts), None).hidden
+    return hidden
 
 
 def _as_one_run(ids: Tensor) -> RaggedBatch:

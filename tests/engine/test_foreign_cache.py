@@ -21,6 +21,7 @@ from forerun.host_tensor import dtype_name
 from forerun.kv import KVCache, Room
 from forerun.kv.cache import CacheShape
 from forerun.models.runner import Run, Runner
+from forerun.ops.passes import Passed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_tensors import TorchRows
 from forerun.types import RaggedBatch, SamplingParams
@@ -111,6 +112,7 @@ class ForeignModel:
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype_name(model.dtype)
         self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
         self.hidden_size, self.cache_shape = model.config.hidden_size, CacheShape(2, 2, 8)
+        self.encoder, self.has_experts, self.num_slots = None, False, 1
 
     def forward(
         self,
@@ -118,8 +120,8 @@ class ForeignModel:
         cache: ForeignCache,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
+        taps: Seq[int] = (),
+    ) -> Passed:
         if batch.ancestors or layers is not None:
             raise InternalError("this model runs chains only, through all of its layers")
         inputs, found = self.embed(batch.ids()[0]) if hidden is None else hidden, []
@@ -129,9 +131,8 @@ class ForeignModel:
             found.append(
                 self.model.model(inputs_embeds=rows, past_key_values=cache.caches[slot], output_hidden_states=True)
             )
-        for k, tap in (taps or {}).items():
-            tap.copy_(torch.cat([run.hidden_states[k][0] for run in found]))
-        return torch.cat([run.last_hidden_state[0] for run in found])
+        inner = {k: torch.cat([run.hidden_states[k][0] for run in found]).float() for k in taps}
+        return Passed(torch.cat([run.last_hidden_state[0] for run in found]), inner)
 
     def embed(self, ids: Seq[int]) -> Tensor:
         return self.model.model.embed_tokens(torch.tensor(ids))

@@ -283,7 +283,7 @@ class Session:
         """
         batch = self.batch(runs, trees or {})
         with torch.inference_mode():
-            hidden = self.model.forward(batch, self.cache)
+            hidden = self.model.forward(batch, self.cache).hidden
             found = torch.cat((hidden, self.model.logits(hidden)), dim=1)
         self.cache.keep({slot: (kept or {}).get(slot, range(len(run))) for slot, run in runs.items()})
         return found

@@ -112,7 +112,7 @@ class Text:
     def run(self, runs: dict[int, list[int]], tree: list[int] | None = None) -> Tensor:
         """Run and keep the runs, of a tree in slot 0 the path to its last row."""
         trees = {0: tree} if tree else {}
-        found: Tensor = self.model.forward(self.batch(runs, trees), self.cache)
+        found: Tensor = self.model.forward(self.batch(runs, trees), self.cache).hidden
         self.cache.keep({s: path_to(len(r) - 1, tree) if s in trees else range(len(r)) for s, r in runs.items()})
         return found.float()
 

@@ -77,7 +77,7 @@ def rows_of(spec: Spec, model: Any, layer_rows: list[Tensor]) -> list[Tensor]:
     texts, cut = {0: [3, 9, 60, 1, 5], 1: [4, 8]}, {0: 3, 1: 1}
     if not any(block.attention for block in spec.blocks):
         features = model.features(layer_rows)
-        rows = model.forward(RaggedBatch([0] * 7, list(range(7)), [0, 7], [0], [0]), None, None, features)
+        rows = model.forward(RaggedBatch([0] * 7, list(range(7)), [0, 7], [0], [0]), None, None, features).hidden
         return [features, rows, model.logits(rows)]
     shape = replace(spec.cache_shape, windows=None)
     cache = BlockCache.create(shape, "paged", max_batch_size=2, max_seq_len=32, dtype="float32", pools=model.make_pools)
@@ -96,9 +96,9 @@ def rows_of(spec: Spec, model: Any, layer_rows: list[Tensor]) -> list[Tensor]:
             runs = [Run(slot, [7] * BLOCK) for slot in texts]
             for run in runs:
                 cache.reserve(run.slot, BLOCK)
-            rows = model.forward(pack(runs, cache), cache)
+            rows = model.forward(pack(runs, cache), cache).hidden
         else:
-            rows = model.forward(batch, cache, None, model.features(own))
+            rows = model.forward(batch, cache, None, model.features(own)).hidden
             cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         found += [rows, model.logits(rows, 9)]
     return found

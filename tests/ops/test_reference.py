@@ -63,7 +63,7 @@ class Bench:
             self.cache.reserve(slot, len(run))
         batch = pack([Run(slot, run, parents=(parents or {}).get(slot)) for slot, run in runs.items()], self.cache)
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch, self.cache))
+            logits = self.model.logits(self.model.forward(batch, self.cache).hidden)
         if keep:
             self.cache.keep({slot: range(len(run)) for slot, run in runs.items()})
         return logits

@@ -691,7 +691,7 @@ def cache_for(
         model,
         config.kv_cache_backend,  # type: ignore[arg-type]
         shape=shape if layers is None else shape.only(layers),
-        max_batch_size=config.max_batch_size * getattr(model.config, "num_slots", 1),
+        max_batch_size=config.max_batch_size * model.config.num_slots,
         max_seq_len=opened.max_seq_len,
         num_tokens=opened.kv_cache_tokens,
         dtype=ops.kv_dtype(config.kv_cache_dtype, model, must=False),
@@ -739,7 +739,7 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
 
 def has_encoder(model: Model) -> bool:
     """Return whether a model is an encoder-decoder."""
-    return getattr(model.config, "encoder", None) is not None
+    return model.config.encoder is not None
 
 
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:

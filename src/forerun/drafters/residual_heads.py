@@ -60,7 +60,8 @@ class ResidualHead:
         """What its LM head reads [n, H]. read: the rows that its features are made of, each [n, H]."""
         features = self.model.features(read)
         num = len(features)
-        return self.model.forward(RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0]), None, None, features)
+        batch = RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0])
+        return self.model.forward(batch, None, None, features).hidden
 
     def logits(self, rows: Any) -> Any:
         """Rows [n, H] -> logits of its ids [n, ids]."""

@@ -372,7 +372,7 @@ class Engine:
 
     def _check_source(self, seq: Sequence) -> None:
         """Refuse a source that the encoder cannot read, and one where there is no encoder."""
-        encoder = getattr(self.runner.model.config, "encoder", None)
+        encoder = self.runner.model.config.encoder
         if encoder is None:
             if seq.params.decoder_prompt is not None:
                 raise BadOption("decoder_prompt is for encoder-decoders, and this model has no encoder: leave it out")

@@ -29,6 +29,7 @@ from forerun.functional.processors import Draws, wide
 from forerun.host_tensor import dtype_name
 from forerun.kv import Held, Room
 from forerun.kv.cache import CacheShape
+from forerun.ops.passes import Passed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_pools import pools_on
 from forerun.ops.torch_tensors import TorchRows
@@ -97,6 +98,8 @@ class ModuleModel:
         """What the engine must know of an architecture: it has the names of ModelConfig itself."""
         return self
 
+    has_experts, num_slots = False, 1
+
     @property
     def encoder(self) -> ModuleModel | None:
         """What reads the sources of an encoder-decoder, which has the same limit; None of a causal module."""
@@ -112,8 +115,8 @@ class ModuleModel:
         cache: ModuleCache,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
+        taps: Seq[int] = (),
+    ) -> Passed:
         """Run every run of the batch by itself; logits [T, V] before the processor, in place of hidden states.
 
         Raises InternalError for some of its layers, inner states, or vectors in place of tokens.
@@ -127,7 +130,7 @@ class ModuleModel:
             text = cache.write(slot, tokens[run.start : run.stop], batch, b)
             text.encoded = cache.texts[batch.sources[b].slot].encoded if batch.sources else None
             found.append(self._run(text, batch, b, b in batch.silent))
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, self.vocab_size)
+        return Passed(found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, self.vocab_size))
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """Hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""

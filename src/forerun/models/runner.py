@@ -73,7 +73,7 @@ class Scores:
     logits: list[Rows]
     best: list[list[int]]
     forward_s: float
-    taps: dict[int, Any] = field(default_factory=dict)
+    taps: Mapping[int, Any] = field(default_factory=dict)
     runs: Seq[Run] = ()
     num_experts: float = 0.0
     drawn: Seq[Seq[Probs]] = ()
@@ -105,10 +105,9 @@ class Runner:
         self._finder = model if isinstance(model, FindsBest) else None
         self._drawer = model if isinstance(model, DrawsRows) else None
         self._ahead = model if isinstance(model, RunsAhead) else None
-        has_encoder = getattr(model.config, "encoder", None) is not None
-        self.sources = Sources(model, cache) if has_encoder else None
+        self.sources = None if model.config.encoder is None else Sources(model, cache)
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
-        self.has_experts = getattr(model.config, "has_experts", False)
+        self.has_experts = model.config.has_experts
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
         self._random = random.Random(0)  # of tokens for passes that measure
@@ -140,20 +139,16 @@ class Runner:
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (drawn if run.draws else few if run.best_only else full).extend(wanted)
-        taps = {k: self.model.rows.empty(batch.run_starts[-1], self.model.config.hidden_size) for k in self.taps}
-        touched = list[int]()
-        also: dict[str, Any] = {"num_experts": touched} if self.has_experts else {}
-        hidden = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), taps, **also)
-        if self._ends_early:
-            hidden = self.model.norm(hidden)
+        passed = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), self.taps)
+        hidden = self.model.norm(passed.hidden) if self._ends_early else passed.hidden
         for run in runs:
             if run.pending:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         probs = self._drawn(hidden, drawn, runs, best) if drawn else ()
         self.model.wait()
-        num_experts = sum(touched) / max(1, len(touched))
-        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs, num_experts, probs)
+        num_experts = sum(passed.num_experts) / max(1, len(passed.num_experts))
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
         """The distributions of the rows that are drawn from on the device, by run; their likeliest ids go into best."""
@@ -214,13 +209,9 @@ class Runner:
         if batch.ancestors:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         hidden = self._inputs(runs, batch)
-        also: dict[str, Any] = {"stops": stops} if stops else {}
-        if layer_rows:
-            also["layer_rows"] = layer_rows
-        if draws:
-            also["draws"] = draws
         assert self._ahead is not None
-        ids = self._ahead.run_ahead(batch, list(lengths), self.cache, self.width, self.layers, hidden, **also)
+        where = batch, list(lengths), self.cache, self.width, self.layers, hidden
+        ids = self._ahead.run_ahead(*where, stops=stops, layer_rows=layer_rows, draws=draws)
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
         return ids

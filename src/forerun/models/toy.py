@@ -21,6 +21,7 @@ from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.kv.pool import HostPools
 from forerun.ops.operators import HostRows, Operators
+from forerun.ops.passes import Passed
 from forerun.sampling.arithmetic import Row
 from forerun.types import RaggedBatch
 
@@ -36,9 +37,15 @@ class ToyConfig:
     model_type: str = "toy"
     encoder: ToyConfig | None = None
 
+    has_experts = False
+
     @property
     def blocks(self) -> tuple[Block, ...]:
         return ()
+
+    @property
+    def num_slots(self) -> int:
+        return 1 if self.encoder is None else 2
 
     @property
     def hidden_size(self) -> int:
@@ -138,8 +145,8 @@ class ToyModel:
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Row | None = None,
-        taps: Mapping[int, Row] | None = None,
-    ) -> Row:
+        taps: Seq[int] = (),
+    ) -> Passed:
         """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
@@ -160,11 +167,8 @@ class ToyModel:
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen], source))
         found = np.stack(rows) if rows else np.empty((0, self.config.vocab_size), self._float)
-        if taps:
-            inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
-            for k, tap in taps.items():
-                tap[:] = (inputs, found)[k]
-        return found
+        inputs = hidden if hidden is not None or not taps else self.embed(batch.ids()[0])
+        return Passed(found, {k: (inputs, found)[k] for k in taps})
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Write the ids and positions of sources, by slot."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.blocks import Spec
 from forerun.ops.operators import HostRows, Operators
-from forerun.ops.passes import Lent
+from forerun.ops.passes import Lent, Passed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel, placed
 from forerun.ops.torch_tensors import torch_dtype
@@ -66,12 +66,12 @@ class ToyHead:
         cache: Any,
         layers: Seq[int] | None = None,
         hidden: Row | None = None,
-        taps: Mapping[int, Row] | None = None,
-    ) -> Row:
+        taps: Seq[int] = (),
+    ) -> Passed:
         """See TorchModel."""
-        written = {k: torch.from_numpy(tap) for k, tap in (taps or {}).items()}
         given = None if hidden is None else torch.from_numpy(hidden)
-        return self.in_torch.forward(batch, cache, layers, given, written).numpy()
+        passed = self.in_torch.forward(batch, cache, layers, given, taps)
+        return Passed(passed.hidden.numpy(), {k: rows.numpy() for k, rows in passed.taps.items()})
 
     def features(self, layer_rows: Seq[Row]) -> Row:
         """See TorchModel."""

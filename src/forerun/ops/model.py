@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,8 @@ from forerun.config import Quantization
 from forerun.host_tensor import Floats
 from forerun.kv.pool import MakePools
 from forerun.ops.operators import Operators
-from forerun.types import Draw, Probs, RaggedBatch
+from forerun.ops.passes import Passed
+from forerun.types import Draw, Probs, RaggedBatch, Stop
 
 
 class ModelConfig(Protocol):
@@ -27,6 +28,17 @@ class ModelConfig(Protocol):
     def max_positions(self) -> int: ...
     @property
     def cache_shape(self) -> CacheShape: ...
+    @property
+    def num_slots(self) -> int:
+        """The slots of a cache that each sequence takes: two, where a source has one of its own."""
+
+    @property
+    def encoder(self) -> Any:
+        """The part that reads the sources of an encoder-decoder; None of every other model."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether rows choose experts in some layer."""
 
 
 class RowsOf(Protocol):
@@ -80,14 +92,12 @@ class Model(Protocol):
         cache: Any,
         layers: Seq[int] | None = None,
         hidden: Any = None,
-        taps: Mapping[int, Any] | None = None,
-    ) -> Any:
+        taps: Seq[int] = (),
+    ) -> Passed:
         """Run every new token through these layers (None = all) and write what they keep into the cache.
 
-        hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: by k, a float32 [T, H] to which
-        the residual stream before layer k is written. A model with experts takes `num_experts`, too: a list to which is
-        appended, by the end of `wait`, of each such layer, how many of them some row chose. Returns rows [T, H], behind
-        the final norm if the last layer ran.
+        hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: each k whose residual stream
+        before layer k is wanted.
         """
 
     def rounded(self, quantization: Quantization) -> Model:
@@ -165,6 +175,17 @@ class RunsAhead(Protocol):
     tells_confidence: bool
     draws_ahead: bool
 
-    @property
-    def run_ahead(self) -> Callable[..., list[list[int]] | None]:
+    def run_ahead(
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: Any,
+        num_ids: int,
+        layers: Seq[int] | None = None,
+        hidden: Any = None,
+        *,
+        stops: Seq[Stop] = (),
+        layer_rows: Seq[Any] = (),
+        draws: Seq[Draw] = (),
+    ) -> list[list[int]] | None:
         """Return what continues each run of a batch; None where a logit is no number (ops/cpu/model.py says more)."""

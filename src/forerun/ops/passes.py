@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,21 @@ class Lent:
     ids: Seq[int]
 
 
+@dataclass(frozen=True)
+class Passed:
+    """What one pass leaves. Its model's own functions may read it at once; others wait first (`Model.wait`).
+
+    hidden [T, H]: rows behind the final norm if the last layer ran, else the residual stream. taps: by k, the residual
+    stream before layer k [T, H]. num_experts: of each layer that ran and has experts, how many of them some row chose.
+    """
+
+    hidden: Any
+    taps: Mapping[int, Any] = field(default_factory=dict)
+    num_experts: Seq[int] = ()
+
+
 def check_pass(
-    spec: Spec, batch: RaggedBatch, layers: Seq[int] | None, hidden: Any, taps: Mapping[int, Any]
+    spec: Spec, batch: RaggedBatch, layers: Seq[int] | None, hidden: Any, taps: Seq[int]
 ) -> tuple[Seq[int], bool]:
     """Return the layers of a pass, and whether the final norm follows them. See TorchModel.forward for the arguments.
 
@@ -37,7 +50,7 @@ def check_pass(
     chosen = range(spec.num_layers) if layers is None else layers
     check_layers(spec, chosen)
     _check_part("taps", sorted(taps), spec.num_layers + 1)
-    check_rows([*([] if hidden is None else [hidden]), *taps.values()], batch, spec.hidden_size)
+    check_rows([] if hidden is None else [hidden], batch, spec.hidden_size)
     return chosen, layers is None or spec.num_layers - 1 in layers
 
 

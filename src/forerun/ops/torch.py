@@ -40,7 +40,7 @@ from forerun.errors import BadOption, InternalError
 from forerun.host_tensor import Floats, HostTensor, dtype_name
 from forerun.kv.cache import BlockCache
 from forerun.ops.memory import Sizes, Wanted, no_room
-from forerun.ops.passes import Lent, batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.passes import Lent, Passed, batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.rotary import sinusoids
@@ -608,20 +608,16 @@ class TorchModel:
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-        num_experts: list[int] | None = None,
-    ) -> Tensor:
-        """Run every new token through these layers, whose keys and values go into the cache. Returns rows [T, H].
+        taps: Seq[int] = (),
+    ) -> Passed:
+        """Run every new token through these layers, whose keys and values go into the cache.
 
         layers: ascending, gaps allowed; None = all. hidden [T, H]: what the first of them gets; None = the tokens'
         embeddings; of a head the features of the tokens, None = zeros; learned positions are added to what layer 0
         gets. The rows come after the final norm if the last layer is among them, else they are the residual stream.
-        taps: by k, a float32 [T, H] to which the residual stream before layer k is written; k = 0: before all layers,
-        k = num_layers: behind all, before the final norm.
-        num_experts: to which is appended, of each of these layers that has experts, how many of them some row chose.
-        Raises InternalError for what is no such layer, tap or row.
+        taps: each k whose residual stream before layer k is wanted; 0: before all layers, num_layers: behind all,
+        before the final norm. Raises InternalError for what is no such layer, tap or row.
         """
-        taps = taps or {}
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         views, sources = list[CacheView](), None
         if cache is not None:
@@ -637,15 +633,14 @@ class TorchModel:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.run(self.ops, tokens, self._embedded(tokens))
         step, first = Step(positions, rotations, cache, views, sources, inputs), 0
+        inner = {k: self.rows.empty(len(x), self.config.hidden_size) for k in taps}
         for i in chosen:
-            _write(taps, range(first, i + 1), x)
+            _write(inner, range(first, i + 1), x)
             first = i + 1
             x = self.blocks[i].run(self.ops, x, i, step, read)
             read = None
-        _write(taps, range(first, self.config.num_layers + 1), x)
-        if num_experts is not None:
-            num_experts += step.num_experts
-        return self.norm(x) if is_normed else x
+        _write(inner, range(first, self.config.num_layers + 1), x)
+        return Passed(self.norm(x) if is_normed else x, inner, step.num_experts)
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Run the encoder over these tokens, by slot, and write what the decoder's blocks read of them into the cache.
@@ -655,7 +650,7 @@ class TorchModel:
         """
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
-        rows = self.encoder.forward(batch_of_sources(sources), None)
+        rows = self.encoder.forward(batch_of_sources(sources), None).hidden
         rows_of = [cache.rows(slot, 0, len(own)) for slot, own in sources.items()]
         places = torch.from_numpy(np.concatenate(rows_of)).to(self.place)
         for i in cache.shape.kept:

@@ -71,7 +71,8 @@ def run_windows(model: TorchModel, tokens: Tensor) -> Tensor:
     num_sequences, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(num_sequences)
     batch = RaggedBatch(tokens.reshape(-1), positions, [0, tokens.numel()], [0], [0])
-    return model.forward(batch, None)
+    rows: Tensor = model.forward(batch, None).hidden
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------ checkpoint folders

@@ -111,4 +111,5 @@ def run_rows(model: TorchModel, ids: Tensor, at: Tensor, hidden: Tensor | None =
     hidden [S * rows, H]: what stands in place of the ids' embeddings.
     """
     run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
-    return model.forward(run, None, hidden=hidden)
+    rows: Tensor = model.forward(run, None, hidden=hidden).hidden
+    return rows

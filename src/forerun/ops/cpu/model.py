@@ -31,6 +31,7 @@ from forerun.ops.cpu.packed import PackedMatrix, distances_of, run_numbers, sour
 from forerun.ops.operators import HostRows
 from forerun.ops.passes import (
     Lent,
+    Passed,
     batch_of_sources,
     check_layers,
     check_pass,
@@ -223,19 +224,18 @@ class CpuModel:
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Floats | None = None,
-        taps: Mapping[int, Floats] | None = None,
-        num_experts: list[int] | None = None,
-    ) -> Floats:
-        """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
-        taps = taps or {}
+        taps: Seq[int] = (),
+    ) -> Passed:
+        """Run one pass, as TorchModel.forward; its rows are float32."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         if cache is None and any(block.attention is not None for block in self.config.blocks):
             raise InternalError("native models keep keys and values in a cache and were given none")
         tokens, positions = batch.ids()
         hidden = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
-        out = np.empty((len(tokens), self.config.hidden_size), np.float32)
+        size = (len(tokens), self.config.hidden_size)
+        out, inner, num_experts = np.empty(size, np.float32), {k: np.empty(size, np.float32) for k in taps}, list[int]()
         if tokens:
-            found = self._native.forward(
+            num_experts = self._native.forward(
                 tokens,
                 positions,
                 self._turns(end_of(batch)),
@@ -243,14 +243,12 @@ class CpuModel:
                 *self._cached(batch, cache),
                 list(chosen),
                 address(hidden),
-                [(k, address(taps[k])) for k in sorted(taps)],
+                [(k, address(inner[k])) for k in sorted(taps)],
                 is_normed,
                 address(out),
                 sources=[] if cache is None else self._sources(batch, cache),
             )
-            if num_experts is not None:
-                num_experts += found
-        return out
+        return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
         """The runs of a pass in numbers, and the pools that they are of; without a cache rows that nobody keeps."""
@@ -329,6 +327,7 @@ class CpuModel:
         num_ids: int,
         layers: Seq[int] | None = None,
         hidden: Floats | None = None,
+        *,
         stops: Seq[Stop] = (),
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),

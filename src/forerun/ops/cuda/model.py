@@ -36,13 +36,13 @@ from forerun.ops.cuda.rows import (
     rows_of_themselves,
 )
 from forerun.ops.cuda.sampling import Cuts, Drawn, Sampler, Settings
-from forerun.ops.passes import Lent, check_layers, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.passes import Lent, Passed, check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
 from forerun.ops.torch_tensors import DeviceWeights, host_of, torch_dtype
 from forerun.sampling.arithmetic import Row
-from forerun.types import Afar, Draw, Probs, RaggedBatch
+from forerun.types import Afar, Draw, Probs, RaggedBatch, Stop
 
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
 LEAST_POSITIONS = 4096  # of a table of cos and sin, which is made anew where a text grows beyond it
@@ -268,42 +268,44 @@ class CudaModel(TorchModel):
         cache: BlockCache | None,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
-        taps: Mapping[int, Tensor] | None = None,
-        num_experts: list[int] | None = None,
-    ) -> Tensor:
-        """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
-        taps = taps or {}
+        taps: Seq[int] = (),
+    ) -> Passed:
+        """Run one pass, as TorchModel.forward; its rows are float32, and experts are counted when it was waited for."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
-            return torch.empty(0, self.config.hidden_size, device=self.place)
+            nothing = torch.empty(0, self.config.hidden_size, device=self.place)
+            return Passed(nothing, dict.fromkeys(taps, nothing))
+        inner = {k: self.rows.empty(num, self.config.hidden_size) for k in taps}
         tables = [] if cache is None else cache.tables(batch)
         self._need_positions(end_of(batch))
         layout = layout_of(batch, tables)
         if cache is None and (self._sees_all or not any(block.attention for block in self.config.blocks)):
-            return self._run(rows_of_themselves(batch, self.place), cache, chosen, is_normed, hidden, taps)
+            out = self._run(rows_of_themselves(batch, self.place), cache, chosen, is_normed, hidden, inner)
+            return Passed(out, inner)
         if cache is None or not self._captures or num > GRAPH_ROWS[-1] or layout.tail > GRAPH_TAIL:
             block_tokens = 1 if cache is None else cache.block_tokens
             rows = rows_of(batch, tables, block_tokens, self.place, sees_all=self._sees_all)
             sources = None if cache is None else self._rows_of_sources(batch, cache)
-            found = self._run(rows, cache, chosen, is_normed, hidden, taps, sources)
-            self._tell(num_experts, chosen)
-            return found
+            out = self._run(rows, cache, chosen, is_normed, hidden, inner, sources)
+            return Passed(out, inner, self._told_experts(chosen))
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
         graph = self._graph(batch, cache, tables, layout, wanted)
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:num].copy_(hidden)
         graph.replay()
-        self._tell(num_experts, chosen)
-        for k, rows_of_tap in taps.items():
+        num_experts = self._told_experts(chosen)
+        for k, rows_of_tap in inner.items():
             rows_of_tap.copy_(graph.taps[k][:num])
-        return graph.out[:num].clone()
+        return Passed(graph.out[:num].clone(), inner, num_experts)
 
-    def _tell(self, num_experts: list[int] | None, chosen: Seq[int]) -> None:
-        """Let `wait` say how many experts the rows of the pass before chose in these layers."""
-        if num_experts is not None and self._tally is not None:
-            found = (self.blocks[i].experts for i in chosen)
-            self._tally.tell(num_experts, [own.layer for own in found if isinstance(own, CudaExperts)])
+    def _told_experts(self, chosen: Seq[int]) -> Seq[int]:
+        """Return how many experts the rows of the pass before chose in these layers, which `wait` writes there."""
+        num_experts = list[int]()
+        if self._tally is not None:
+            experts = (self.blocks[i].experts for i in chosen)
+            self._tally.tell(num_experts, [own.layer for own in experts if isinstance(own, CudaExperts)])
+        return num_experts
 
     def wait(self) -> None:
         """Return when all that was asked for is computed, and known: what `forward` was to say of experts, too."""
@@ -580,7 +582,9 @@ class CudaModel(TorchModel):
         num_ids: int,
         layers: Seq[int] | None = None,
         hidden: Tensor | None = None,
-        ahead: Any = None,
+        *,
+        stops: Seq[Stop] = (),
+        layer_rows: Seq[Tensor] = (),
         draws: Seq[Draw] = (),
     ) -> list[list[int]] | None:
         """Continue each run with one synchronisation, or two with draws; as CpuModel.run_ahead, which says more."""
@@ -588,7 +592,7 @@ class CudaModel(TorchModel):
         check_layers(self.config, chosen)
         if not batch.slots:
             return []
-        out = self.forward(batch, cache, layers, hidden)
+        out = self.forward(batch, cache, layers, hidden).hidden
         if layers is not None and self.config.num_layers - 1 not in layers:
             out = self.norm(out)
         num, steps = len(batch.slots), max(lengths)
