@@ -20,6 +20,7 @@ from forerun.ops import load_model
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.torch import empty_weights
+from forerun.ops.torch_tensors import host_of, torch_dtype
 from saved import save_checkpoint
 
 SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tied": True}
@@ -37,7 +38,7 @@ LLAMA_3B = resized(LLAMA_1B, hidden_size=3072, num_layers=28, num_heads=24, head
 SMALL = resized(
     LLAMA_1B, vocab_size=2000, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768
 )
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32 = "bfloat16", "float32"
 
 HAS_NATIVE = native.isa() != "reference"
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native operators are not there, or off")
@@ -66,20 +67,23 @@ def schemes_of(config: Spec, bits: int) -> dict[str, Scheme]:
 def one_pass(
     config: Spec,
     options: EngineConfig,
-    dtype: torch.dtype,
+    dtype: str,
     num_taps: int = 0,
     schemes: Mapping[str, Scheme] | None = None,
 ) -> Callable[[], object]:
     """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)
-    weights: dict[str, Any] = {**empty_weights(config, dtype, "cpu")}
+    weights: dict[str, Any] = {**empty_weights(config, torch_dtype(dtype), "cpu")}
     for weight in weights.values():
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    if options.ops == "native":
+        weights = {name: host_of(weight) for name, weight in weights.items()}
     for name, scheme in (schemes or {}).items():
-        rows = quantise(weights[name], scheme)
-        weights[name] = QuantisedMatrix(scheme, tuple(rows.codes.shape), lambda rows=rows: iter([rows]))  # type: ignore[misc]
+        rows = quantise(weights[name].float32(), scheme)
+        weights[name] = QuantisedMatrix(scheme, rows.codes.shape, lambda rows=rows: iter([rows]))  # type: ignore[misc]
+    model = load_model(config, weights, operators.make(options.ops, "cpu"))
     length, batch = options.max_seq_len or 0, options.max_batch_size
-    sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype}
+    sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype, "pools": model.make_pools}
     cache = BlockCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]
     verified = 1 if options.draft == "none" else options.longest_draft + 1
     counts = [options.prefill_chunk_tokens] + [verified] * (batch - 1)
@@ -91,11 +95,11 @@ def one_pass(
             if step > 0:
                 cache.reserve(slot, step)
                 cache.keep({slot: range(step)})
-    for pool in cache.pools.tensors():
-        pool.zero_()
+    for slot in range(batch):
+        cache.pools.clear(cache.rows(slot, 0, cache.length(slot)))
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
     runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]
-    runner = Runner(load_model(config, weights, operators.make(options.ops, "cpu")), cache, taps=range(num_taps))
+    runner = Runner(model, cache, taps=range(num_taps))
     return lambda: runner.forward(runs)
 
 
@@ -106,5 +110,5 @@ def write_random(folder: Path, config: Spec, tokenizer_folder: Path) -> Path:
         name: noise.repeat(-(-torch.Size(shape).numel() // len(noise)))[: torch.Size(shape).numel()].view(shape)
         for name, shape in weight_shapes(config).items()
     }
-    save_checkpoint(folder, config, weights, F32, end_ids=[0], tokenizer_folder=tokenizer_folder)
+    save_checkpoint(folder, config, weights, torch.float32, end_ids=[0], tokenizer_folder=tokenizer_folder)
     return folder

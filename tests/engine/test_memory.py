@@ -35,8 +35,9 @@ from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import Room, memory_plan, pool_tokens, room_of
 from forerun.models.source import BLOCK_BYTES
+from forerun.ops.memory import weight_bytes
 from forerun.ops.torch import empty_weights
-from forerun.ops.torch_memory import weight_bytes
+from forerun.ops.torch_tensors import torch_dtype
 from models.gguf_files import write_tiny_model
 from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
@@ -65,9 +66,9 @@ def test_llama_3b_with_1b_at_eight_times_4096_tokens(ops: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_weights_are_what_the_loader_allocates(tied: bool, dtype: torch.dtype) -> None:
+def test_weights_are_what_the_loader_allocates(tied: bool, dtype: str) -> None:
     config = resized(SMALL, tied=tied, qkv_bias=True, qk_norm=True)
-    made = empty_weights(config, dtype, "cpu")
+    made = empty_weights(config, torch_dtype(dtype), "cpu")
     storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in made.values()}
     assert weight_bytes(config, dtype) == sum(storages.values())
 
@@ -76,9 +77,7 @@ def test_weights_are_what_the_loader_allocates(tied: bool, dtype: torch.dtype) -
 @pytest.mark.parametrize("max_seq_len", [16, 100, 256])
 @pytest.mark.parametrize("num_tokens", [None, 16, 257, 1000])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_pools_are_what_the_cache_allocates(
-    backend: Any, max_seq_len: int, num_tokens: int | None, dtype: torch.dtype
-) -> None:
+def test_pools_are_what_the_cache_allocates(backend: Any, max_seq_len: int, num_tokens: int | None, dtype: str) -> None:
     options = EngineConfig(
         draft="./d", max_batch_size=3, max_seq_len=max_seq_len, kv_cache_backend=backend, kv_cache_tokens=num_tokens
     )
@@ -176,7 +175,7 @@ def peak_bytes(run: Callable[[], object], trace: Path) -> int:
 
 
 CHUNK = {"prefill_chunk_tokens": 512}
-PASSES: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
+PASSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "float32": ({}, {}, F32),
     "bfloat16": ({}, {}, BF16),
     "contiguous": ({}, {"kv_cache_backend": "contiguous"}, F32),
@@ -246,7 +245,7 @@ def test_scores_are_counted_where_torch_writes_them_out() -> None:
 def test_compiled_kernels_come_later_and_only_on_a_cpu() -> None:
     options = EngineConfig(draft="none", ops="reference", max_batch_size=2, prefill_chunk_tokens=31)
 
-    def later(config: Spec, dtype: torch.dtype, device: str = "cpu") -> int:
+    def later(config: Spec, dtype: str, device: str = "cpu") -> int:
         return sum(part.bytes for part in memory_plan(config, None, options, dtype=dtype, device=device).later)
 
     each = 700_000

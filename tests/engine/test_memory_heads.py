@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,11 +22,13 @@ from forerun.config import EngineConfig
 from forerun.drafters import artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.engine.fitting import Outlines
 from forerun.engine.opened import Opened
+from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import config_to_dict, write_json
 from forerun.ops.cpu.packed import PackedMatrix
 from forerun.ops.rotary import Rotations
+from forerun.ops.torch_tensors import host_of
 from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.once("nothing is drafted: sizes alone")
@@ -82,9 +87,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = load_checkpoint(write_random(root / "model", TARGET, root / "tokenizer"), with_tokenizer=True)
     fingerprint = artifacts.fingerprint(target.tokenizer, 257)
     for method, (config, shapes) in own_heads().items():
-        weights = random_weights(shapes) | {head_files.PROBE: head_files.probe(target.model.embed, 257)}
+        weights = {name: host_of(weight) for name, weight in random_weights(shapes).items()}
+        weights[head_files.PROBE] = head_files.probe(target.model, 257)
         if method != "pass":
-            weights["d2t"] = torch.zeros(NUM_DRAFTED, dtype=torch.int64)
+            weights["d2t"] = HostTensor.of(np.zeros(NUM_DRAFTED, np.int64))
         head_files.save(root / method, method, weights, config, fingerprint)
     for name, (_, config, shapes) in published_heads().items():
         (root / name).mkdir()
@@ -113,6 +119,16 @@ def held(value: Any, seen: dict[int, Any]) -> Iterator[int]:
         if storage.data_ptr() not in seen:
             seen[storage.data_ptr()] = value
             yield storage.nbytes()
+    elif isinstance(value, HostTensor):
+        yield from held(value.values, seen)
+    elif isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
+        yield from held(value.base, seen)
+    elif isinstance(value, np.ndarray):
+        yield value.nbytes
+    elif isinstance(value, FunctionType):  # what multiplies by a matrix holds it
+        yield from (num for cell in value.__closure__ or () for num in held(cell.cell_contents, seen))
+    elif isinstance(value, partial):
+        yield from (num for item in (*value.args, *value.keywords.values()) for num in held(item, seen))
     elif isinstance(value, Mapping):
         yield from (num for item in list(value.values()) for num in held(item, seen))
     elif isinstance(value, list | tuple | set):

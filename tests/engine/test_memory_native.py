@@ -6,23 +6,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
 
 import processes
 from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native
 from forerun import native, ops as operators
-from forerun.blocks import Spec, resized, weight_shapes
+from forerun.blocks import Spec, itemsize, resized, weight_shapes
 from forerun.config import EngineConfig
+from forerun.host_tensor import HostTensor
 from forerun.memory.plan import memory_plan
 from forerun.models.opened import read_config
 from forerun.ops import load_model
+from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu.memory import packed_bytes
 from forerun.ops.cpu.model import CpuModel
 from forerun.ops.memory import KERNEL_BYTES
-from forerun.ops.torch import empty_weights
 
 pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]
 HUGE_PAGE_BYTES = 2 << 20
@@ -30,11 +30,16 @@ ODD = {"vocab_size": 2011, "hidden_size": 99, "num_heads": 5, "num_kv_heads": 1,
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 
-def native_decoder(config: Spec, dtype: torch.dtype) -> CpuModel:
-    weights = empty_weights(config, dtype, "cpu")
+def zeros(config: Spec, dtype: str) -> dict[str, HostTensor]:
+    """Weights that are all zero, in memory that is written."""
+    weights = {name: HostTensor.empty(shape, dtype) for name, shape in weight_shapes(config).items()}
     for weight in weights.values():
-        weight.zero_()
-    return load_model(config, weights, operators.make("native", "cpu"))
+        weight.values[...] = 0
+    return weights
+
+
+def native_decoder(config: Spec, dtype: str) -> CpuModel:
+    return cast(CpuModel, load_model(config, zeros(config, dtype), operators.make("native", "cpu")))
 
 
 # ------------------------------------------------------------------------------------------------ exact to the byte
@@ -43,20 +48,20 @@ def native_decoder(config: Spec, dtype: torch.dtype) -> CpuModel:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 2), (17, 3), (32, 64), (33, 65), (257, 99)])
-def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, paired: bool, dtype: Any) -> None:
-    parts = [torch.zeros(num_out, num_in, dtype=dtype)] * (2 if paired else 1)
-    made = operators.make("native", "cpu").pack(parts, paired=paired)
+def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, paired: bool, dtype: str) -> None:
+    parts = [HostTensor.empty((num_out, num_in), dtype)] * (2 if paired else 1)
+    made = CpuOps().pack(parts, paired=paired)
     assert packed_bytes(num_out, num_in, dtype, paired=paired) == made.nbytes
 
 
 @pytest.mark.parametrize("sizes", [{}, ODD, ODD | BIASED, {"tied": False}, {"qk_norm": True}])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: str) -> None:
     config = resized(SMALL, **sizes)
     options = EngineConfig(draft="none", ops="native")
     planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["target weights"]
     model = native_decoder(config, dtype)
-    table = 0 if config.tied else config.vocab_size * config.hidden_size * dtype.itemsize
+    table = 0 if config.tied else config.vocab_size * config.hidden_size * itemsize(dtype)
     biases = [shape for name, shape in weight_shapes(config).items() if name.endswith("bias")]
     if not biases:
         assert planned == model.bytes_per_pass + table
@@ -80,7 +85,7 @@ T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "
     ],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: torch.dtype) -> None:
+def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: str) -> None:
     spec = read_config(raw)
     options = EngineConfig(draft="none", ops="native")
     planned = bytes_by_name(memory_plan(spec, None, options, dtype=dtype))["target weights"]
@@ -92,7 +97,7 @@ def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_ends_of_pages(dtype: torch.dtype) -> None:
+def test_ends_of_pages(dtype: str) -> None:
     """A matrix of 2 MiB and more begins with a huge page and ends with a small one; others take what they need."""
     options = EngineConfig(draft="none", ops="native")
     config = resized(SMALL, vocab_size=2000, num_layers=1, hidden_size=1048, ffn_size=1040)
@@ -139,7 +144,7 @@ MEASURED = """
 import sys
 from engine.memory_cases import one_pass
 from engine.test_memory_native import *
-name, dtype, num_taps = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
+name, dtype, num_taps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sizes, more = PASSES[name]
 config = resized(SMALL, **sizes)
 options = EngineConfig(**{"draft": "lookup", "ops": "native", "max_batch_size": 4, "max_seq_len": 1024,
@@ -169,8 +174,8 @@ def numbers_of_a_child(source: str, *args: str, **environment: str) -> list[int]
     [(name, BF16) for name in PASSES]
     + [pytest.param(name, F32, marks=[] if name == "odd" else pytest.mark.parity) for name in PASSES],
 )
-def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype) -> None:
-    planned, measured = numbers_of_a_child(MEASURED, name, str(dtype).removeprefix("torch."), "0")
+def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: str) -> None:
+    planned, measured = numbers_of_a_child(MEASURED, name, dtype, "0")
     print(
         f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
     )
@@ -245,14 +250,17 @@ import resource
 from forerun import ops
 from forerun.blocks import Plain, resized
 from forerun.errors import CapacityError
+from forerun.blocks import weight_shapes
+from forerun.host_tensor import HostTensor
 from forerun.ops import load_model
-from forerun.ops.torch import empty_weights
-import torch
+
+def empty(config):
+    return {name: HostTensor.empty(shape, "float32") for name, shape in weight_shapes(config).items()}
 
 config = Plain("llama", 1 << 18, 1 << 10, 1, 2, 2, 8, 64, 1e-5, 64, tied=True).spec
 native = ops.make("native", "cpu")
-load_model(resized(config, vocab_size=64), empty_weights(resized(config, vocab_size=64), torch.float32, "cpu"), native)
-weights = empty_weights(config, torch.float32, "cpu")
+load_model(resized(config, vocab_size=64), empty(resized(config, vocab_size=64)), native)
+weights = empty(config)
 size = next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), -1))
 try:
