@@ -62,11 +62,12 @@ BEAMS: list[Params] = [
 ]
 MODEL = "model:path={draft},quantization=none"
 TREE = "tree:of=(model:path={draft}),shape=2x2,draws=independent"
+ALONE = "max_cached_requests=0"  # which text ends first, and is searched by the others, is up to the clock
 DRAFTERS = {
     "none": "none",
     "lookup": "lookup",
-    "suffix": "suffix",
-    "suffix tree": "suffix:shape=tree",
+    "suffix": f"suffix:{ALONE}",
+    "suffix tree": f"suffix:shape=tree,{ALONE}",
     "random": "random",
     "ngram": "ngram",
     "recycle": "recycle",
@@ -199,10 +200,10 @@ def _of_other_memory() -> Iterator[Case]:
                 yield Case(f"{kind}, {way}, int8 cache, {name}", kind, DRAFTERS[name], more)
     for kind in ("experts", "t5"):
         for way, options in ROUNDED.items():
-            yield Case(f"{kind}, {way}, suffix", kind, "suffix", options)
+            yield Case(f"{kind}, {way}, suffix", kind, DRAFTERS["suffix"], options)
     for model in (FLOATS, TYPES):
         for way, options in DENSE.items():
-            yield Case(f"{model}, {way}, suffix", model, "suffix", options)
+            yield Case(f"{model}, {way}, suffix", model, DRAFTERS["suffix"], options)
 
 
 def _of_whole_models() -> Iterator[Case]:
