@@ -18,6 +18,7 @@ from forerun.ops import cuda
 from forerun.ops.cuda.experts import CudaExperts
 from forerun.ops.cuda.model import CudaModel
 from forerun.ops.cuda.packed import Packed
+from forerun.ops.passes import Passed
 from forerun.ops.quantised import dequantised
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchExperts, TorchModel, normed
@@ -133,15 +134,15 @@ def test_a_model_says_how_many_experts_rows_chose(operators: cuda.CudaOps, graph
     weights = {n: w.to(DEVICE) for n, w in random_weights(spec, torch.float32, 0).items()}
     own, exact = Text(spec, weights, operators), Text(spec, weights, ReferenceOps())
     for run, layers in (([3, 1, 4, 1, 5], None), ([9], None), ([7, 1, 8, 2, 8], None), ([2, 6], [1, 3])):
-        found, expected, rows = list[int](), list[int](), list[Tensor]()
-        for text, to in ((own, found), (exact, expected)):
-            model: Any = text.model
-            rows.append(model.forward(text.batch({0: run}, {}), text.cache, layers, num_experts=to))
-            model.wait()
+        passes = list[Passed]()
+        for text in (own, exact):
+            passes.append(text.model.forward(text.batch({0: run}, {}), text.cache, layers))
+            text.model.wait()
             text.cache.keep({0: range(len(run))})
-        assert found == expected
-        assert float((rows[0] - rows[1]).norm()) <= 1e-5 * float(rows[1].norm())
-        assert len(found) == (5 if layers is None else 2)
+        found, expected = passes
+        assert found.num_experts == expected.num_experts
+        assert float((found.hidden - expected.hidden).norm()) <= 1e-5 * float(expected.hidden.norm())
+        assert len(found.num_experts) == (5 if layers is None else 2)
 
 
 PACKED = spec_of(

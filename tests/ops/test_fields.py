@@ -161,7 +161,7 @@ class Bench:
         self.cache.reserve(0, len(tokens))
         with torch.inference_mode():
             batch = pack([Run(0, tokens, parents=parents)], self.cache)
-            logits = self.model.logits(self.model.forward(batch, self.cache))
+            logits = self.model.logits(self.model.forward(batch, self.cache).hidden)
         self.cache.keep({0: range(len(tokens)) if parents is None else []})
         return logits.double()
 
