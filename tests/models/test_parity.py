@@ -211,7 +211,7 @@ class Pair:
         trees = zip(runs.items(), parents or [None] * len(runs), strict=True)
         batch = pack([Run(slot, run, parents=tree) for (slot, run), tree in trees], cache)
         with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch, cache))
+            logits = self.model.logits(self.model.forward(batch, cache).hidden)
         return [logits[batch.run_starts[b] : batch.run_starts[b + 1]] for b in range(len(runs))]
 
 
