@@ -101,6 +101,11 @@ def processor_name(root: Path = Path("/")) -> str:
     return _field("model name", root)
 
 
+def has_card(root: Path = Path("/")) -> bool:
+    """Return whether a driver of CUDA devices is there, by the file that it makes: asking torch takes a second."""
+    return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))  # the second under WSL
+
+
 @cache
 def why_not() -> str | None:
     """Say why the extension is missing or does not match its sources, and what to do; None where it is fine."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import processes
+from forerun import native
 from forerun.config import EngineConfig
 from forerun.native import isa
 from forerun.types import SamplingParams
@@ -254,6 +255,17 @@ def test_the_closing_line(cli: Any) -> None:
     assert "alpha-hat" in told.splitlines()[1]
     if isa() != "reference":
         assert "bfloat16 (the file has float32)" in told
+
+
+def test_the_closing_line_names_a_card_that_is_idle(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is asked where the driver is there."""
+    cuda = pytest.importorskip("forerun.ops.cuda")
+    monkeypatch.setattr(cuda, "card", lambda: "NVIDIA H100")
+    monkeypatch.setattr(cuda, "usable", lambda device: None)
+    for is_there in (False, True):
+        monkeypatch.setattr(native, "has_card", lambda is_there=is_there: is_there)
+        said = cli("generate", "a", "--target", "llama", "--draft", "none", "--max-tokens", "1").stderr
+        assert ("--device cuda would compute on NVIDIA H100" in " ".join(said.split())) == is_there
 
 
 # ----------------------------------------------------------------------------------------------------------- rounds

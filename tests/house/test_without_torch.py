@@ -166,5 +166,27 @@ def test_functional_says_how_to_get_what_it_needs(without: dict[str, Any]) -> No
     assert without["missing"]["forerun.functional"].endswith(f"pip install {HELD.format('hf')}")
 
 
+WITH_TORCH = """
+import sys
+from forerun import native
+from forerun.cli.main import main
+native.has_card = bool  # there is none
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+
+
+@NEEDS_KERNELS
+def test_a_text_on_a_cpu_does_not_wait_for_torch() -> None:
+    arguments = [argument for argument in GENERATE if argument != "--json"]  # with a line about what computes
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_TORCH, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.endswith("False\n"), done.stdout
+    assert "native operators" in done.stderr
+
+
 if __name__ == "__main__":
     print(json.dumps(answer()))

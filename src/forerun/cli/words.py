@@ -61,7 +61,7 @@ def computed(model: Model) -> str:
 
 def _card_is_idle(model: Model) -> Iterator[str]:
     """Yield a sentence where a model is computed on the CPU of a machine that has a card which could."""
-    if model.device != "cpu" or native.torch_version() is None:
+    if model.device != "cpu" or not native.has_card() or native.torch_version() is None:
         return
     from forerun.ops import cuda
 
