@@ -107,7 +107,7 @@ class Detokenizer:
         return tail[::-1]
 
     def _has_text(self, token: int) -> bool:
-        return token not in self._skip and token in self._tokenizer.id_to_token
+        return token not in self._skip and self._tokenizer.token_of(token) is not None
 
     def _append(self, ids: Seq[int]) -> str:
         """More ids; returns the text that is certain now and was not before."""

@@ -37,7 +37,7 @@ class PartsReader:
         num_free: int = 0,
     ) -> None:
         declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
-        names = {i: tokenizer.id_to_token.get(i) or "" for i in tokenizer.special_ids}
+        names = {i: tokenizer.token_of(i) or "" for i in tokenizer.special_ids}
         skip = {i for i, name in names.items() if not (_begins(name, speaking.marks) or (name and name in declared))}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
         self._parser = Parser(speaking, tail_of(tokenizer, prompt_ids))

@@ -81,7 +81,7 @@ class Speaking:
         some; one in Lark's form or llama.cpp's stays as it is. Where the answer must be a call, a form in JSON says
         nothing of it, and any other grammar is refused by BadOption.
         """
-        special = {tokenizer.id_to_token[i]: i for i in tokenizer.special_ids}
+        special = {tokenizer.token_of(i) or "": i for i in tokenizer.special_ids}
         rules = Rules(special, self.speech.template, {"start": ""})
         try:
             rest = self._rest(rules, params)

@@ -104,6 +104,10 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token of an id, without a list of all; None where it has none."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.num_ids else None
+
     def id_of(self, token: str) -> int | None:
         """Return the id that has a token, of an added token first; None where none has."""
         return self._backend.token_to_id(token)
@@ -128,7 +132,9 @@ class Tokenizer:
     @cached_property
     def holes(self) -> frozenset[int]:
         """Ids below num_ids without a token; they must have probability 0."""
-        return frozenset(np.setdiff1d(np.arange(self.num_ids), self._ids).tolist())
+        has_token = np.zeros(self.num_ids, np.bool_)
+        has_token[self._ids] = True
+        return frozenset(np.flatnonzero(~has_token).tolist())
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
