@@ -121,6 +121,17 @@ def test_a_head_learns_and_drafts_what_the_target_says(
         assert sum(out.report.num_drafted for out in drafted) > 10
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_target_on_native_kernels_teaches_a_head(folder: Path, samples: Path, tmp_path: Path, method: str) -> None:
+    """Its rows are numpy's, and training takes tensors; without features in a folder they are computed again."""
+    checkpoint = Opened.of(EngineConfig(target=str(folder))).load()
+    config = tiny_config(method=method, out=tmp_path / "run", samples=samples, steps=2, validate_every_steps=2)
+    training.train(config, checkpoint, quiet=True)
+    llm = LLM(str(folder), draft=f"{method.partition(':')[0]}:path={config.out / 'head'}", spec_length=3)
+    (out,) = llm.generate([[5, 9, 40, 8]], SamplingParams(max_tokens=8, temperature=0))
+    assert out.report.num_drafted > 0
+
+
 @pytest.mark.parametrize("method", [*METHODS, MEDUSA_2])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tiny: Make, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str

@@ -98,7 +98,7 @@ class TrainConfig(LoopConfig):
                 f"--samples-share {self.samples_share} of {self.rows_per_step} rows is none, so no sample is read: "
                 "give more --tokens-per-step, or leave --samples out"
             )
-        from forerun.engine.opened import torch_device  # with torch, which options alone do not need
+        from forerun.engine.opened import torch_device
 
         torch_device(self.device)
 

@@ -78,12 +78,12 @@ class Recomputed:
                 scores = runner.forward([Run(SLOT, chunk)])
                 runner.cache.keep({SLOT: range(len(chunk))})
                 logits = torch.from_numpy(scores.logits[0]).float()
-                rows = [scores.taps[k] for k in self.layers]
-                taps = torch.stack(rows, 1) if rows else scores.hidden.new_empty(len(chunk), 0, self.width)
+                rows = [self._on_host(scores.taps[k]) for k in self.layers]
+                taps = torch.stack(rows, 1) if rows else torch.empty(len(chunk), 0, self.width)
                 parts.append(
                     Features(
-                        taps.bfloat16().cpu(),
-                        scores.hidden.bfloat16().cpu(),
+                        taps.bfloat16(),
+                        self._on_host(scores.hidden).bfloat16(),
                         logits.argmax(-1),
                         logits.logsumexp(-1),
                     )
@@ -93,6 +93,10 @@ class Recomputed:
         return Features(
             *(torch.cat(t) for t in zip(*((p.layers, p.hidden, p.best, p.mass) for p in parts), strict=True))
         )
+
+    def _on_host(self, rows: Any) -> Tensor:
+        """Return rows of whatever computes the model as a tensor of the host."""
+        return torch.from_numpy(self._runner.model.rows.to_host(rows))
 
 
 class Stored:
