@@ -60,19 +60,28 @@ def isa() -> str:
     """Return the instruction set whose kernels run: the best that was built and that the processor has.
 
     "reference" = none, torch computes. It is also the default where portable kernels alone were compiled, for on such
-    processors they have not been tested yet. FORERUN_ISA overrides the choice; raises BadOption for a value that is not
-    possible here.
+    processors they have not been tested yet, unless there is no torch. FORERUN_ISA overrides the choice; raises
+    BadOption for a value that is not possible here.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
     if wanted is None:
-        return possible[0] if len(known_isas()) > 1 else "reference"
+        return possible[0] if len(known_isas()) > 1 or torch_version() is None else "reference"
     if wanted not in possible:
         why = "" if extension() is not None else f" ({why_not()})"
         raise BadOption(
             f"FORERUN_ISA={shown(wanted)} is not possible here{why}: it must be one of {', '.join(possible)}"
         )
     return wanted
+
+
+def why_reference() -> str:
+    """Say why no kernels run where `isa` is "reference", as a sentence goes on."""
+    if (reason := why_not()) is not None:
+        return reason
+    if os.environ.get("FORERUN_ISA") is not None:
+        return "FORERUN_ISA=reference switches them off"
+    return f"portable ones alone were compiled, which FORERUN_ISA={available_isas()[0]} switches on"
 
 
 def available_isas() -> list[str]:

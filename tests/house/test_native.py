@@ -23,7 +23,7 @@ from forerun.errors import BadOption
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forerun"
 NEEDS_EXTENSION = pytest.mark.skipif(
-    native.extension() is None and not os.environ.get("FORERUN_REQUIRE_NATIVE"), reason=str(native.why_not())
+    native.extension() is None and os.environ.get("FORERUN_REQUIRE_NATIVE") != "1", reason=str(native.why_not())
 )
 
 

@@ -14,13 +14,16 @@ import pkgutil
 import subprocess
 import sys
 from importlib import metadata
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 
 import forerun
 from forerun import LLM, SamplingParams, native
+from forerun.bench import bandwidth
 from forerun.errors import BadOption
+from forerun.ops.cpu import CpuOps
 
 NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without torch the kernels compute")
 # What computes with torch, or reads what it has written.
@@ -164,6 +167,30 @@ def test_what_needs_torch_says_in_one_sentence_how_to_get_it(without: dict[str, 
 
 def test_functional_says_how_to_get_what_it_needs(without: dict[str, Any]) -> None:
     assert without["missing"]["forerun.functional"].endswith(f"pip install {HELD.format('hf')}")
+
+
+def test_a_step_does_not_wait_for_a_torch_that_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is among the modules long before it has its functions."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    with CpuOps.alone(cast(CpuOps, None)):
+        pass
+
+
+def test_the_speed_of_memory_is_measured_where_nothing_else_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "extension", lambda: None)
+    monkeypatch.setattr(native, "torch_version", lambda: None)
+    assert bandwidth.Probes("cpu").read().bytes_per_s > 1e6
+
+
+def test_portable_kernels_compute_where_there_is_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORERUN_ISA", raising=False)
+    monkeypatch.setattr(native, "known_isas", lambda: {"baseline": ""})
+    monkeypatch.setattr(native, "available_isas", lambda: ["baseline", "reference"])
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    for version, isa in ((None, "baseline"), ("2.13.0", "reference")):
+        monkeypatch.setattr(native, "torch_version", lambda version=version: version)
+        assert native.isa.__wrapped__() == isa
+    assert native.why_reference().endswith("FORERUN_ISA=baseline switches on")
 
 
 WITH_TORCH = """

@@ -19,7 +19,7 @@ def sampler(isa: str) -> Any:
     """The native sampler of one instruction set; skips the test where none was built, fails where one must be there."""
     module = native.extension()
     if module is None:
-        (pytest.fail if os.environ.get("FORERUN_REQUIRE_NATIVE") else pytest.skip)(str(native.why_not()))
+        (pytest.fail if os.environ.get("FORERUN_REQUIRE_NATIVE") == "1" else pytest.skip)(str(native.why_not()))
     if isa not in module.supported_isas():
         pytest.skip(f"this processor has no {isa}")
     return module.Sampler(isa)

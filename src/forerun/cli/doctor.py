@@ -199,7 +199,7 @@ def as_dict(facts: Facts) -> dict[str, Any]:
 def _operators() -> Operators:
     isa = native.isa()
     return Operators(
-        backend="torch" if isa == "reference" else "native",
+        backend="native" if isa != "reference" else "none" if native.torch_version() is None else "torch",
         isa=isa,
         available_isas=native.available_isas(),
         problem=native.why_not(),
@@ -320,8 +320,9 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     if operators.backend == "native":
         yield "operators", f"native kernels ({operators.isa}), {threads}; dtype auto is {operators.default_dtype}"
     else:
-        reason = "FORERUN_ISA says so" if len(operators.available_isas) > 1 else "there is no extension"
-        yield "operators", f"torch's, because {reason}; dtype auto is {operators.default_dtype}"
+        reason = "there is no extension" if len(operators.available_isas) == 1 else native.why_reference()
+        which = "none" if operators.backend == "none" else "torch's"
+        yield "operators", f"{which}, because {reason}; dtype auto is {operators.default_dtype}"
     if torch is None:
         yield "torch", "not installed; training, a CUDA device and the reference operators would need it"
     else:

@@ -29,7 +29,7 @@ def usable(device: str) -> str | None:
     if device != "cpu":
         return f"computes on the CPU and contradicts device={device!r}: drop one of them"
     if native.isa() == "reference":
-        return f"is not possible: {native.why_not() or 'FORERUN_ISA=reference switches them off'}"
+        return f"is not possible: {native.why_reference()}"
     return None
 
 

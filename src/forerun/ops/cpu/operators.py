@@ -39,7 +39,7 @@ class CpuOps(Operators):
     None = as forerun.native.num_threads. Raises InternalError where the extension was not built.
     """
 
-    name, packs, on_host, row_invariant = "native", True, True, True
+    name, row_invariant = "native", True
 
     def __init__(self, isa: str | None = None, num_threads: int | None = None) -> None:
         extension = native.extension()
@@ -67,15 +67,18 @@ class CpuOps(Operators):
         Threads that torch has woken for one of its own operators spin for milliseconds behind it, on the processors
         that the next pass needs: with them a verified step at temperature 1 took 1.3 times as long.
         """
-        if (torch := sys.modules.get("torch")) is None:
+        torch = sys.modules.get("torch")
+        # Another thread may be about to import it: then it has none of its functions yet.
+        ask, tell = (getattr(torch, name, None) for name in ("get_num_threads", "set_num_threads"))
+        if ask is None or tell is None:
             yield
             return
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        num_threads = ask()
+        tell(1)
         try:
             yield
         finally:
-            torch.set_num_threads(num_threads)
+            tell(num_threads)
 
     def auto_dtype(self, device: str, stored: str) -> str:
         """Return bfloat16: it halves the bytes to read, and a row's bits stay independent of the rest of the batch."""
