@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun import host_tensor, native
+from forerun import blocks, host_tensor, native
 from forerun.errors import InternalError
 from forerun.host_tensor import HostTensor, address, dtype_name, empty
 
@@ -111,3 +111,7 @@ def test_types_have_one_name() -> None:
 def test_an_array_of_another_type_is_refused() -> None:
     with pytest.raises(InternalError, match="held as uint16"):
         HostTensor(np.zeros(3, np.float32), "bfloat16")
+
+
+def test_every_type_that_is_held_has_a_size() -> None:
+    assert {name: held.itemsize for name, held in host_tensor.HELD_AS.items()} == blocks.ITEMSIZES

@@ -408,8 +408,10 @@ ITEMSIZES = {
     "float16": 2,
     "bfloat16": 2,
     "float8_e4m3fn": 1,
+    "bool": 1,
     "int8": 1,
     "uint8": 1,
+    "int16": 2,
     "int32": 4,
     "int64": 8,
 }

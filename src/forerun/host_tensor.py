@@ -181,14 +181,14 @@ def _converted(tensor: HostTensor, dtype: str) -> Array:
     source, target = np.ascontiguousarray(tensor.values), empty(tensor.shape, HELD_AS[dtype])
     if source.size:
         native.extension().convert(
-            _kernels(native.isa()), address(source), tensor.dtype, address(target), dtype, source.size
+            kernels(native.isa()), address(source), tensor.dtype, address(target), dtype, source.size
         )
     return target
 
 
 @cache
-def _kernels(isa: str) -> Any:
-    """Return kernels with a team of their own, which sleeps between two tensors."""
+def kernels(isa: str) -> Any:
+    """Return kernels that convert and round weights, with a team of their own, which sleeps between two tensors."""
     return native.extension().Backend(isa, native.num_threads())
 
 

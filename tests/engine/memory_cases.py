@@ -22,6 +22,7 @@ from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.torch import empty_weights
 from forerun.ops.torch_tensors import host_of, torch_dtype
 from saved import save_checkpoint
+from tensors import as_tensor
 
 SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tied": True}
 LLAMA_1B = Plain(
@@ -95,8 +96,8 @@ def one_pass(
             if step > 0:
                 cache.reserve(slot, step)
                 cache.keep({slot: range(step)})
-    for slot in range(batch):
-        cache.pools.clear(cache.rows(slot, 0, cache.length(slot)))
+    for pool in cache.pools.tensors():
+        as_tensor(pool).zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
     runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]
     runner = Runner(model, cache, taps=range(num_taps))

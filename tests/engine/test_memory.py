@@ -32,11 +32,13 @@ from forerun.engine.fitting import Outlines
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
+from forerun.kv.pool import HostPools
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import Room, memory_plan, pool_tokens, room_of
 from forerun.models.source import BLOCK_BYTES
 from forerun.ops.memory import weight_bytes
 from forerun.ops.torch import empty_weights
+from forerun.ops.torch_pools import pools_on
 from forerun.ops.torch_tensors import torch_dtype
 from models.gguf_files import write_tiny_model
 from models.gguf_vocabularies import smollm2
@@ -83,10 +85,13 @@ def test_pools_are_what_the_cache_allocates(backend: Any, max_seq_len: int, num_
     )
 
     def real(config: Spec) -> int:
-        cache = BlockCache.create(
-            config.cache_shape, backend, max_batch_size=3, max_seq_len=max_seq_len, num_tokens=num_tokens, dtype=dtype
-        )
-        return sum(pool.nbytes for pool in cache.pools.tensors())
+        sizes: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": max_seq_len, "num_tokens": num_tokens}
+        caches = [
+            BlockCache.create(config.cache_shape, backend, dtype=dtype, pools=pools, **sizes)
+            for pools in (HostPools, pools_on("cpu"))
+        ]
+        (num_bytes,) = {sum(pool.nbytes for pool in cache.pools.tensors()) for cache in caches}
+        return num_bytes
 
     draft = resized(SMALL, num_layers=1, num_kv_heads=2)
     if backend == "contiguous" and num_tokens is not None and num_tokens < max_seq_len:

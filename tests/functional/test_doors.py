@@ -223,6 +223,7 @@ def test_max_fn() -> None:
     assert torch.allclose(max_fn(x), torch.tensor([[[0.75, 0.0, 0.25], [0.0, 0.0, 1.0]]]))
     with pytest.raises(BadOption, match="nothing to normalise"):
         max_fn(torch.tensor([[0.5, 0.0], [0.0, -1.0]]))
+    assert torch.allclose(max_fn(torch.tensor([[1, 3, -3]])).float(), torch.tensor([[0.25, 0.75, 0.0]]))
 
 
 # --------------------------------------------------------------------------------------------------------------- debug

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import UnsupportedModel, UserError
 from forerun.host_tensor import Floats
+from forerun.models.open_file import OpenFile
+from forerun.models.safetensors_file import read_header
 from forerun.models.source.safetensors import SafetensorsFolder
 
 TENSORS = {
@@ -102,3 +104,13 @@ def test_the_reason_is_said(folder: Path) -> None:
         file.write_bytes(data)
         with pytest.raises(UnsupportedModel, match=rf"is not a readable safetensors file \(.*{why}"):
             read(folder)
+
+
+def test_a_type_that_is_not_read_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    """As the library does, which lists it; a tensor that nobody wants may have any type."""
+    file = tmp_path / "odd.safetensors"
+    save_file({"odd": torch.zeros(2).to(torch.float8_e5m2), "even": torch.ones(3)}, file)
+    entries = read_header(OpenFile(file))
+    assert entries["even"].whole().float32().tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(UnsupportedModel, match="type F8_E5M2, which is not read here"):
+        entries["odd"].whole()

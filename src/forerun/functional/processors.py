@@ -135,7 +135,8 @@ def max_fn(x: Tensor) -> Tensor:
     rows = [normalised(Probs(dense=row), row.copy()) for row in flat]
     if not all(mass > 0 for _, mass in rows):
         raise BadOption("max_fn has nothing to normalise: no entry is above 0; where p equals q, draw from p itself")
-    return torch.from_numpy(np.stack([probs.weights for probs, _ in rows])).reshape(x.shape).to(x.device, x.dtype)
+    found = torch.from_numpy(np.stack([probs.weights for probs, _ in rows])).reshape(x.shape).to(x.device)
+    return found.to(x.dtype) if x.is_floating_point() else found
 
 
 def _rows(logits: Tensor, given: dict[str, Any]) -> Tensor:

@@ -69,7 +69,7 @@ def _read(path: Path) -> str:
 def spare_what_is_loaded() -> None:
     """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
 
-    Torch and the other libraries hold 180,000 objects, so that a full collection takes 50 to 100 ms, about once in 800
+    Libraries hold up to 180,000 objects (with torch), so that a full collection takes 50 to 100 ms, about once in 800
     requests. Only forerun's own commands call this, and LLM does not: cycles among these objects are never freed.
     """
     gc.freeze()

@@ -80,7 +80,7 @@ class ToyTable:
 class ToyOps(Operators):
     """What computes a toy: Python."""
 
-    name, on_host, row_invariant = "reference", True, True
+    name, row_invariant = "reference", True
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -133,7 +133,7 @@ class ToyModel:
         self.make_pools = HostPools
         self._float = np.dtype(dtype)
         self.device = "cpu"
-        self.ops, self.rows = ToyOps(dtype), HostRows(self._float)
+        self.ops, self.rows = ToyOps(dtype), HostRows()
         self._table: dict[tuple[int, ...], Row] = {}
         self._rounded: dict[Quantization, ToyModel] = {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class ToyHead:
         if lent is not None:
             lent = Lent(getattr(lent.target, "in_torch", None) or _Tensors(lent.target), lent.ids)
         self.in_torch = TorchModel(spec, own, ReferenceOps(), lent=lent)
-        self.rows = HostRows(np.dtype(dtype))
+        self.rows = HostRows()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.in_torch, name)

@@ -1,4 +1,4 @@
-"""The backends that compute a model, one per file, found by scanning: the files of this folder that have a NAME.
+"""The backends that compute a model, found by scanning: the files and folders of this one that have a NAME.
 
 A backend's file says
 

@@ -44,9 +44,6 @@ class ModelConfig(Protocol):
 class RowsOf(Protocol):
     """What can be done with the rows of a model, wherever they are."""
 
-    def empty(self, num: int, width: int) -> Any:
-        """Return rows that are not written yet."""
-
     def join(self, parts: Any) -> Any:
         """Return rows one behind the other."""
 

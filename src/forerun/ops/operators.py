@@ -18,14 +18,7 @@ Array = npt.NDArray[np.floating[Any]]
 
 
 class HostRows:
-    """Hidden rows [T, H] of a model that computes on the host: numpy's arrays. See types.RowsOf."""
-
-    def __init__(self, dtype: npt.DTypeLike = np.float32) -> None:
-        self._dtype = dtype
-
-    def empty(self, num: int, width: int) -> Array:
-        """Return rows that are not written yet."""
-        return np.empty((num, width), self._dtype)
+    """Hidden rows [T, H] of a model that computes on the host: numpy's arrays. See ops.model.RowsOf."""
 
     def join(self, parts: Seq[Array]) -> Array:
         """Return rows one behind the other."""
@@ -51,14 +44,10 @@ class HostRows:
 class Operators:
     """What computes models.
 
-    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it. packs: a model
-    makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them. on_host: whether
-    rows are numpy's arrays.
+    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it.
     """
 
     name = ""
-    packs = False
-    on_host = False
     row_invariant = False
 
     @property

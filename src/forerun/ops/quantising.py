@@ -8,8 +8,7 @@ finer (the search that GGUF's K-quants do, with fewer steps).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from forerun import native
 from forerun.blocks import Weight
 from forerun.config import GROUPS, Quantization
 from forerun.errors import BadOption
-from forerun.host_tensor import Floats, HostTensor, address
+from forerun.host_tensor import Floats, HostTensor, address, kernels
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
@@ -50,14 +49,8 @@ def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
     codes, zeros = np.empty(rows.shape, np.uint8), np.empty(groups, np.uint8)
     scales = HostTensor.empty(groups, SCALE_DTYPE)
     places = address(codes), address(scales.values), address(zeros)
-    _kernels(isa).round_groups(address(weights), zeros.size, scheme.group, scheme.bits, *places)
+    kernels(isa).round_groups(address(weights), zeros.size, scheme.group, scheme.bits, *places)
     return QuantisedRows(scheme, codes, scales, zeros)
-
-
-@cache
-def _kernels(isa: str) -> Any:
-    """Return kernels with a team of their own, which sleeps between two blocks."""
-    return native.extension().Backend(isa, native.num_threads())
 
 
 def rounded_by_numpy(rows: Floats, scheme: Scheme) -> QuantisedRows:

@@ -1,7 +1,7 @@
 """Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
 
-The bound follows the code that allocates: ops/torch.py, ops/reference.py, kv/pool.py. On a CPU oneDNN compiles a
-kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
+The bound follows the code that allocates: ops/torch.py, ops/reference.py, ops/torch_pools.py. On a CPU oneDNN compiles
+a kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
 """
 
 from __future__ import annotations

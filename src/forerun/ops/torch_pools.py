@@ -53,7 +53,7 @@ class TorchPools(LayerPools):
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
         """See `Pools`."""
-        source, target = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
+        source, target = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (sources, targets))
         for pool in self.of_kind[kind]:
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
 

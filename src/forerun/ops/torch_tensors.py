@@ -25,9 +25,6 @@ def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.de
     if not isinstance(numbers, HostTensor):
         numbers = HostTensor.of(numbers)
     values = numbers.values
-    if not values.flags.writeable:  # as views of files are: nobody writes to a weight
-        values = values.view()
-        values = np.lib.stride_tricks.as_strided(values, writeable=False)
     if numbers.dtype == "bfloat16":
         tensor = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     elif numbers.dtype == "float8_e4m3fn":
@@ -46,7 +43,7 @@ def host_of(tensor: Tensor) -> HostTensor:
 
 
 class TorchRows:
-    """Hidden rows [T, H] of a model that torch computes: tensors on its device. See types.RowsOf."""
+    """Hidden rows [T, H] of a model that torch computes: tensors on its device. See ops.model.RowsOf."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype

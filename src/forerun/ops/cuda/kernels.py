@@ -465,8 +465,8 @@ def product_of_codes(
     steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
     inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.
 
-    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies (cuda_packed says in
-    which order): nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
+    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies, in the order of
+    ops/cuda/packed.py: nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
     group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand, and has its
     bits from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
     """

@@ -8,7 +8,7 @@ blocks run operator by operator, as in ops/torch.py, in the same graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -271,6 +271,23 @@ class CudaModel(TorchModel):
         taps: Seq[int] = (),
     ) -> Passed:
         """Run one pass, as TorchModel.forward; its rows are float32, and experts are counted when it was waited for."""
+        passed = self._pass(batch, cache, layers, hidden, taps)
+        if self._tally is None or not len(passed.hidden):
+            return passed
+        num_experts = list[int]()
+        ran = self.blocks if layers is None else [self.blocks[i] for i in layers]
+        self._tally.tell(num_experts, [own.experts.layer for own in ran if isinstance(own.experts, CudaExperts)])
+        return replace(passed, num_experts=num_experts)
+
+    def _pass(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Seq[int] = (),
+    ) -> Passed:
+        """Run one pass, of which nobody asks how many experts it chose."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
@@ -288,24 +305,15 @@ class CudaModel(TorchModel):
             rows = rows_of(batch, tables, block_tokens, self.place, sees_all=self._sees_all)
             sources = None if cache is None else self._rows_of_sources(batch, cache)
             out = self._run(rows, cache, chosen, is_normed, hidden, inner, sources)
-            return Passed(out, inner, self._told_experts(chosen))
+            return Passed(out, inner)
         wanted = tuple(chosen), is_normed, hidden is not None, tuple(sorted(taps))
         graph = self._graph(batch, cache, tables, layout, wanted)
         if graph.hidden is not None and hidden is not None:
             graph.hidden[:num].copy_(hidden)
         graph.replay()
-        num_experts = self._told_experts(chosen)
         for k, rows_of_tap in inner.items():
             rows_of_tap.copy_(graph.taps[k][:num])
-        return Passed(graph.out[:num].clone(), inner, num_experts)
-
-    def _told_experts(self, chosen: Seq[int]) -> Seq[int]:
-        """Return how many experts the rows of the pass before chose in these layers, which `wait` writes there."""
-        num_experts = list[int]()
-        if self._tally is not None:
-            experts = (self.blocks[i].experts for i in chosen)
-            self._tally.tell(num_experts, [own.layer for own in experts if isinstance(own, CudaExperts)])
-        return num_experts
+        return Passed(graph.out[:num].clone(), inner)
 
     def wait(self) -> None:
         """Return when all that was asked for is computed, and known: what `forward` was to say of experts, too."""
@@ -592,7 +600,7 @@ class CudaModel(TorchModel):
         check_layers(self.config, chosen)
         if not batch.slots:
             return []
-        out = self.forward(batch, cache, layers, hidden).hidden
+        out = self._pass(batch, cache, layers, hidden).hidden
         if layers is not None and self.config.num_layers - 1 not in layers:
             out = self.norm(out)
         num, steps = len(batch.slots), max(lengths)

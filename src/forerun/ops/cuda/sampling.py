@@ -33,7 +33,7 @@ UNFUSED = {"enable_fp_fusion": False, "num_warps": WARPS}
 
 
 class Field(enum.IntEnum):
-    """What a row is drawn with, in the order of cuda_sampling_kernels. Floats are kept as the bits of a float64."""
+    """What a row is drawn with, in the order of ops/cuda/sampling_kernels.py. Floats are the bits of a float64."""
 
     TEMPERATURE = 0
     TOP_K = 1
