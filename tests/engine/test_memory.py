@@ -391,14 +391,13 @@ def run(prompt_tokens, **options):
 def measure(max_seq_len, small, **options):
     code = {name: options[name] for name in ("ops", "dtype")}
     _ = run(150, target=small, draft=small, **code)  # touches code that would count as memory of the model
-    without = trimmed()
-    tokenizer = OpenedCheckpoint.of(options["target"]).tokenizer
+    tokenizer = OpenedCheckpoint.of(options["target"]).tokenizer  # the engine's own, which the plan does not count
     before = trimmed()
-    before += before - without  # the engine's own tokenizer, which the plan does not count
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
     llm, num_drafted = run(max_seq_len - 40, max_seq_len=max_seq_len, prefill_chunk_tokens=256, **options)
     peak = status("VmHWM") - before
+    assert llm.opened.tokenizer is tokenizer
     plan = Outlines.of(llm.opened).plan(None)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}
