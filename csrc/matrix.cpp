@@ -167,38 +167,40 @@ void put_codes(const uint8_t* codes, char* to) {
 
 // One output of a panel, to be written. Outputs share no byte, so threads may write any of them side by side.
 struct Lane {
-    const Format& f;
-    char* data;
-    int lane;
+    // Copies, and what follows from the format: what is written through a char* might be any of them, and would be read again.
+    const Format f;
+    char* const data;
+    const int lane;
+    const size_t unit_bytes = f.unit_bytes(), head_bytes = f.head_bytes();
+    const size_t codes_at = f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * static_cast<size_t>(lane % 8);
+    void (*const put)(const uint8_t*, char*) = f.bits == 2   ? put_codes<2>
+                                               : f.bits == 3 ? put_codes<3>
+                                               : f.bits == 4 ? put_codes<4>
+                                               : f.bits == 5 ? put_codes<5>
+                                               : f.bits == 6 ? put_codes<6>
+                                                             : put_codes<8>;
 
-    char* number(int unit, int group, int what) const { return data + f.head_of(unit) + f.number_at(group, what, lane); }
-    bool put_number(int unit, int group, int what, float number) const {
+    // A head and a unit are given by where they begin.
+    char* head(int unit) const { return data + f.head_of(unit); }
+    char* unit(int index) const { return data + f.unit_at(index); }
+    bool put_number(char* head, int group, int what, float number) const {
         uint32_t bits;
         std::memcpy(&bits, &number, 4);
         uint16_t half = 0;
-        if (f.number_bytes == 2) return as_half(number, half) && (put_bits(unit, group, what, half), true);
-        if (f.number_bytes == 1) return (bits & 0x807fffffu) == 0 && (put_bits(unit, group, what, bits >> 23), true);
-        return put_bits(unit, group, what, bits), true;
+        if (f.number_bytes == 2) return as_half(number, half) && (put_bits(head, group, what, half), true);
+        if (f.number_bytes == 1) return (bits & 0x807fffffu) == 0 && (put_bits(head, group, what, bits >> 23), true);
+        return put_bits(head, group, what, bits), true;
     }
-    void put_bits(int unit, int group, int what, uint32_t bits) const {
-        char* const to = this->number(unit, group, what);
+    void put_bits(char* head, int group, int what, uint32_t bits) const {
+        char* const to = head + f.number_at(group, what, lane);
         f.number_bytes == 4   ? std::memcpy(to, &bits, 4)
         : f.number_bytes == 2 ? std::memcpy(to, &bits, 2)
                               : std::memcpy(to, &bits, 1);
     }
-    void put_level(int unit, int group, int what, int level) const {
-        data[f.unit_at(unit) + f.level_at(group, what, lane)] = static_cast<char>(level);
+    void put_level(char* unit, int group, int what, int level) const {
+        unit[f.level_at(group, what, lane)] = static_cast<char>(level);
     }
-    void put(int unit, const uint8_t* codes) const {
-        char* const to = data + f.unit_at(unit) + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * (lane % 8);
-        const auto put = f.bits == 2   ? put_codes<2>
-                         : f.bits == 3 ? put_codes<3>
-                         : f.bits == 4 ? put_codes<4>
-                         : f.bits == 5 ? put_codes<5>
-                         : f.bits == 6 ? put_codes<6>
-                                       : put_codes<8>;
-        put(codes, to);
-    }
+    void put_unit(char* unit, const uint8_t* codes) const { put(codes, unit + codes_at); }
 };
 
 bool are_alike(const Format& a, const Format& b) {
@@ -221,26 +223,28 @@ bool Packed::fill(Team& team, int first, int count, const QuantisedRows& rows) {
         for (int h = 0; h < num_heads; ++h)
             for (int g = 0; g < f.head_groups(); ++g) {
                 const int at = (index * num_heads + h) * f.head_groups() + g;
-                bool is_exact = lane.put_number(h * f.head_units, g, 0, rows.scales[at]);
-                if (f.offset != Offset::zero) is_exact &= lane.put_number(h * f.head_units, g, 1, rows.subtracted[at]);
+                char* const head = lane.head(h * f.head_units);
+                bool is_exact = lane.put_number(head, g, 0, rows.scales[at]);
+                if (f.offset != Offset::zero) is_exact &= lane.put_number(head, g, 1, rows.subtracted[at]);
                 if (!is_exact) fits = false;
             }
         const uint8_t* codes = rows.codes + static_cast<size_t>(index) * static_cast<size_t>(m.num_in);
         for (int u = 0; u < num_units; ++u) {
+            char* const unit = lane.unit(u);
             for (int g = 0; f.two_levels && g < f.groups; ++g) {
                 const int at = (index * num_units + u) * f.groups + g;
-                lane.put_level(u, g, 0, rows.scale_levels[at]);
-                if (f.offset == Offset::minimums) lane.put_level(u, g, 1, rows.minimum_levels[at]);
+                lane.put_level(unit, g, 0, rows.scale_levels[at]);
+                if (f.offset == Offset::minimums) lane.put_level(unit, g, 1, rows.minimum_levels[at]);
             }
             const int left = m.num_in - u * UNIT;
             if (left >= UNIT) {
-                lane.put(u, codes + u * UNIT);
+                lane.put_unit(unit, codes + u * UNIT);
                 continue;
             }
             uint8_t padded[UNIT];
             std::memset(padded, f.bits == 8 ? 128 : 0, UNIT);  // what is packed as zeros
             std::memcpy(padded, codes + u * UNIT, static_cast<size_t>(left));
-            lane.put(u, padded);
+            lane.put_unit(unit, padded);
         }
     };
     team.run(count < 64, [&](int thread) { team.tiles(thread, count, pack_row); });
@@ -259,25 +263,30 @@ bool Packed::fill_stored(Team& team, int first, int count, const StoredRows& row
     const auto pack_row = [&](const uint8_t* data, int index) {
         const auto [panel, number] = place_of(index);
         const Lane lane{m.format_of(panel), const_cast<char*>(m.panel_at(panel)), number};
+        const int num_numbers = lane.f.head_groups(), num_groups = lane.f.two_levels ? lane.f.groups : 0;
+        const bool has_minimums = lane.f.offset == Offset::minimums;
         UnpackedBlock block;
         bool is_good = true;
+        char* to = lane.data;
         for (int b = 0; b < num_blocks; ++b, data += type->num_bytes) {
             type->unpack(data, block);
-            const int unit = b * type->num_units;
-            for (int i = 0; i < type->num_numbers(); ++i) {
-                const int first = unit + i / lane.f.head_groups() * lane.f.head_units, group = i % lane.f.head_groups();
-                lane.put_bits(first, group, 0, block.scales[i]);
-                is_good &= is_finite(block.scales[i], lane.f.number_bytes);
-                if (lane.f.offset != Offset::minimums) continue;
-                lane.put_bits(first, group, 1, block.subtracted);
-                is_good &= is_finite(block.subtracted, lane.f.number_bytes);
-            }
-            for (int u = 0; u < type->num_units; ++u) {
-                for (int g = 0; lane.f.two_levels && g < lane.f.groups; ++g) {
-                    lane.put_level(unit + u, g, 0, block.scale_levels[u][g]);
-                    if (lane.f.offset == Offset::minimums) lane.put_level(unit + u, g, 1, block.minimum_levels[u][g]);
+            const uint32_t* scales = block.scales;
+            for (int first = 0; first < type->num_units; first += lane.f.head_units) {  // a head, and its units
+                for (int g = 0; g < num_numbers; ++g) {
+                    is_good &= is_finite(*scales, lane.f.number_bytes);
+                    lane.put_bits(to, g, 0, *scales++);
+                    if (!has_minimums) continue;
+                    lane.put_bits(to, g, 1, block.subtracted);
+                    is_good &= is_finite(block.subtracted, lane.f.number_bytes);
                 }
-                lane.put(unit + u, block.codes + u * UNIT);
+                to += lane.head_bytes;
+                for (int u = first; u < first + lane.f.head_units; ++u, to += lane.unit_bytes) {
+                    for (int g = 0; g < num_groups; ++g) {
+                        lane.put_level(to, g, 0, block.scale_levels[u][g]);
+                        if (has_minimums) lane.put_level(to, g, 1, block.minimum_levels[u][g]);
+                    }
+                    lane.put_unit(to, block.codes + u * UNIT);
+                }
             }
         }
         return is_good;
@@ -335,14 +344,14 @@ bool Packed::round_stored(Team& team, int first, int count, const StoredRows& ro
         const auto [panel, number] = place_of(index);
         const Lane lane{f, const_cast<char*>(m.panel_at(panel)), number};
         for (size_t g = 0; g < num_groups; ++g) {
-            const int unit = static_cast<int>(g) * f.head_units;
             const uint32_t bits = static_cast<uint32_t>(scales[g]) << 16;  // of a bfloat16 number
             float scale;
             std::memcpy(&scale, &bits, sizeof scale);
-            if (!lane.put_number(unit, 0, 0, scale)) all_fit = false;
-            lane.put_number(unit, 0, 1, static_cast<float>(zeros[g]));
+            char* const head = lane.head(static_cast<int>(g) * f.head_units);
+            if (!lane.put_number(head, 0, 0, scale)) all_fit = false;
+            lane.put_number(head, 0, 1, static_cast<float>(zeros[g]));
         }
-        for (int u = 0; u < m.num_in / UNIT; ++u) lane.put(u, codes.data() + u * UNIT);
+        for (int u = 0; u < m.num_in / UNIT; ++u) lane.put_unit(lane.unit(u), codes.data() + u * UNIT);
         return true;
     };
     const bool is_good = each_stored(team, first, count, rows, static_cast<size_t>(num_blocks) * type->num_bytes, pack_row);
@@ -396,16 +405,23 @@ const void* Packed::source_row(const std::vector<Part>& parts, int panel, int la
 }
 
 void Packed::pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const {
+    constexpr int STEPS = 16;  // whose words are one line of a row: all lines of a turn stay in the cache
     const size_t row_bytes = static_cast<size_t>(matrix_.num_in) * bytes_of(matrix_.type);
-    for (int lane = 0; lane < PANEL; ++lane) {
-        const char* row = static_cast<const char*>(source_row(parts, panel, lane));
-        for (int s = 0; s < matrix_.num_steps; ++s) {
-            uint32_t word = 0;
-            const size_t at = static_cast<size_t>(s) * 4;
-            if (row) std::memcpy(&word, row + at, at + 4 <= row_bytes ? 4 : row_bytes - at);
-            out[static_cast<size_t>(s) * PANEL + lane] = word;
+    const char* rows[PANEL];
+    for (int lane = 0; lane < PANEL; ++lane) rows[lane] = static_cast<const char*>(source_row(parts, panel, lane));
+    for (int first = 0; first < matrix_.num_steps; first += STEPS)
+        for (int lane = 0; lane < PANEL; ++lane) {
+            uint32_t words[STEPS] = {};
+            const size_t at = static_cast<size_t>(first) * 4;
+            const size_t left = row_bytes - at;
+            if (rows[lane] && left >= sizeof words)  // told apart for the compiler, which then copies 64 bytes at once
+                std::memcpy(words, rows[lane] + at, sizeof words);
+            else if (rows[lane])
+                std::memcpy(words, rows[lane] + at, left);
+            const int count = std::min(STEPS, matrix_.num_steps - first);
+            uint32_t* to = out + static_cast<size_t>(first) * PANEL + lane;
+            for (int s = 0; s < count; ++s, to += PANEL) *to = words[s];
         }
-    }
 }
 
 void Packed::unpack(int index, void* out) const {

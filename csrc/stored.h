@@ -36,8 +36,6 @@ struct StoredType {
     // A block that the format cannot hold gets a scale that is not finite.
     void (*unpack)(const uint8_t* block, UnpackedBlock& out);
 
-    int num_numbers() const { return num_units / format.head_units * format.head_groups(); }
-
     // The weights of a block as floats, rounded in the order in which ops/quantised.py rounds them.
     void dequantise(const uint8_t* block, float* out) const;
 };

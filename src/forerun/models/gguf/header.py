@@ -298,12 +298,14 @@ class _Reader:
         unpack = struct.Struct("<Q").unpack_from
         while num:
             self.file.seek(self.at)
-            data, end = self.file.read(CHUNK_BYTES), 0
-            starts: list[int] = []
+            data = self.file.read(CHUNK_BYTES)
+            starts, end, num_bytes = [0], 0, len(data)
             with contextlib.suppress(struct.error):  # there is no further length
-                while len(starts) <= num and end <= len(data):
-                    starts.append(end)
+                for _ in range(num):
                     end += 8 + unpack(data, end)[0]
+                    if end > num_bytes:
+                        break
+                    starts.append(end)
             if len(starts) < 2:  # one of a megabyte; or it says why it cannot be
                 self.file.seek(self.at)
                 first = self._text(where, MOST_STRING_BYTES)
