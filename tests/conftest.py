@@ -16,7 +16,9 @@ from speculation import summary
 def pytest_configure(config: pytest.Config) -> None:
     # The times of passes are measured once for all tests, and kept in a folder of their own.
     if "FORERUN_CACHE_DIR" not in os.environ:
-        os.environ["FORERUN_CACHE_DIR"] = tempfile.mkdtemp(prefix="forerun-tests-")
+        folder = tempfile.TemporaryDirectory(prefix="forerun-tests-")
+        os.environ["FORERUN_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
     # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

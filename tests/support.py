@@ -79,14 +79,20 @@ def built(name: str, target: Target, options: Mapping[str, Any]) -> Drafter:
     return module.build(make_options(module.Options, {**needed(name, target), **options}, name), target)
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="forerun-")  # until the process ends
 _made: dict[tuple[str, int, int], tuple[Any, Mapping[str, Any]]] = {}  # the models are kept, so that ids stay theirs
+
+
+def new_folder() -> Path:
+    """Make a folder that is there until the process ends."""
+    return Path(tempfile.mkdtemp(dir=_FOLDER.name))
 
 
 def needed(name: str, target: Target) -> Mapping[str, Any]:
     """Return what a drafter of this target cannot do without; enumeration asks for it thousands of times."""
     key = (name, id(target.model), target.num_ids)
     if name in NEEDS and key not in _made:
-        _made[key] = (target.model, NEEDS[name](target, Path(tempfile.mkdtemp(prefix="forerun-"))))
+        _made[key] = (target.model, NEEDS[name](target, new_folder()))
     return _made[key][1] if name in NEEDS else {}
 
 

@@ -33,7 +33,8 @@ class Archive:
     names = None
 
     def __init__(self, path):
-        self.path, self.folder = path, Path(tempfile.mkdtemp(prefix="archive-"))
+        self.path, self._small = path, tempfile.TemporaryDirectory(prefix="archive-")
+        self.folder = Path(self._small.name)
         with zipfile.ZipFile(path) as file:
             for name in file.namelist():
                 if name.endswith(".json"):

@@ -12,7 +12,6 @@ import gc
 import itertools
 import random
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from forerun.models.runner import Run, Runner, Scores
 from forerun.testing.engines import target_for
 from methods import NEEDS, VARIANTS
 from parity.bitwise import RULES as SAMPLING, Models, Row, digest
-from support import VOCAB, drafter_for, everyone, random_decoder
+from support import VOCAB, drafter_for, everyone, new_folder, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 POLICIES = registry.names(pacing.__name__)
@@ -108,7 +107,7 @@ def needed(models: Models, name: str) -> dict[str, Any]:
         return {}
     target = models.target
     known = target_for(target.model, target.tokenizer, target.end_ids, max_seq_len=MAX_SEQ_LEN)
-    return dict(NEEDS[name](known, Path(tempfile.mkdtemp(prefix="forerun-"))))
+    return dict(NEEDS[name](known, new_folder()))
 
 
 def spec_of(name: str, options: dict[str, Any]) -> str:
