@@ -110,6 +110,16 @@ def test_where_nobody_streams_a_step_takes_as_long_as_a_few() -> None:
         assert allowed(unknown) == 512, "how long a step is, or nothing was promised"
 
 
+def test_a_newcomer_does_not_wait_for_as_long_as_long_drafts_take() -> None:
+    """Of a text that repeats itself a step has a dozen rows and more: ten times as long as those before."""
+    fair = Fair(3.0)
+    for seconds in (READER_S, 10 * READER_S):
+        for _ in range(20):
+            step(fair, 1, decoded(seconds))
+    step(fair, 0, chunk(100))
+    assert allowed(fair) == pytest.approx(1e3 * max(QUIET_STEPS * READER_S, QUIET_S), abs=1)
+
+
 def test_who_promised_nothing_keeps_to_what_others_did() -> None:
     stream, _ = two()
     other = Fair(None, None, stream._turns)

@@ -14,7 +14,7 @@ How long a step without prompts is depends on how many requests decode. Where th
 ago, a step runs without prompts.
 
 Where nobody streams a request may come at any moment, whose first token waits for the chunk that is read: a step takes
-as long as a few of those that decode. Larger chunks are hardly faster.
+as long as a few of the shortest that decode. Larger chunks are hardly faster.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Fair:
         """How long a step may take in which so many requests decode; None = as long as it likes."""
         usual, num_reading = self._usual.get(num_decoding), 1 + sum(seat.is_reading for seat in others)
         usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
-        least_s = self._usual[min(self._usual)].seconds if self._usual else 0.0
+        least_s = self._usual[min(self._usual)].least_s if self._usual else 0.0
         streams = [*(seat for seat in others if seat.num_streams), *([self.seat] if num_decoding else ())]
         if promised := [seat for seat in streams if seat.promises]:
             # Each engine that streams has a step in turn, and each that reads prompts adds to one.
@@ -169,15 +169,21 @@ class Fair:
 
 
 class _Usual:
-    """How long steps without prompts are, at the median. num_chunks: steps with prompts since the last of them."""
+    """How long steps without prompts are, at the median. num_chunks: steps with prompts since the last of them.
+
+    least_s: the least median so far. Where drafts are long a step is several times as long, and its gain is not that of
+    a newcomer, who waits for a chunk.
+    """
 
     def __init__(self) -> None:
         self._steps_s = deque[float](maxlen=_NUM_STEPS)
-        self.seconds, self.num_chunks = 0.0, 0
+        self.seconds, self.least_s, self.num_chunks = 0.0, 0.0, 0
 
     def observe(self, seconds: float) -> None:
         self._steps_s.append(seconds)
         self.seconds, self.num_chunks = median(self._steps_s), 0
+        is_whole = len(self._steps_s) == _NUM_STEPS
+        self.least_s = min(self.least_s, self.seconds) if is_whole else self.seconds
 
 
 class Chunks:
