@@ -1,7 +1,8 @@
 """`benchmarks.newcomers` measures who waits while a long prompt is read: newcomers of its model, and another's stream.
 
-Two models are in one process, each with its engine and thread, as in `forerun serve`. A step is the median gap of a
-stream that has the machine to itself. In each repeat
+Two models are in one process, each with its engine and thread, as in `forerun serve`. A newcomer's step is the median
+gap of a stream of its model that has the machine to itself. The other stream's step is the median of its own nine steps
+around a gap: where a draft is long so is the step, and its text may come to repeat itself. In each repeat
 
 * the long prompt is read alone, by an engine with the options that were given and by one that reads whole chunks
   (`prefill_stretch=0`), which take turns to be first: what the first loses is what newcomers cost where none comes;
@@ -38,12 +39,13 @@ from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.registry import option
 from forerun.text.terminal import make_console
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, StepReport
 
 STREAM_PROMPT_TOKENS = 64
 ALONE_STEPS = 60  # of a stream that has the machine to itself
 SPARE_TOKENS = 8192  # of the KV cache, beside two long prompts
 PAUSE_STEPS = 20  # between two newcomers, at most
+STEPS_AROUND = 4  # a gap, on either side, whose median is the stream's step there
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class NewcomersPlan(Plan):
 class Run:
     """One repeat, in seconds.
 
-    step_s: of the model that reads; first_tokens_s: of newcomers. other_step_s: of the other model; gaps_s: of its
-    stream while the prompt is read. long_s: to the long prompt's first token alone, whole_s: the same in whole chunks,
+    step_s: of the model that reads; first_tokens_s: of newcomers. other_step_s: of the other model's stream while the
+    prompt is read; gap_steps: between its steps, see `gap_steps`. long_s: to the long prompt's first token alone, whole_s: the same in whole chunks,
     beside_newcomers_s and beside_stream_s: while others come, and while the other model streams.
     """
 
@@ -73,7 +75,7 @@ class Run:
     beside_newcomers_s: float
     beside_stream_s: float
     first_tokens_s: list[float]
-    gaps_s: list[float]
+    gap_steps: list[float]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Line:
 def line_of(runs: Seq[Run]) -> Line:
     """Return the numbers of all repeats."""
     newcomers = [seconds / run.step_s for run in runs for seconds in run.first_tokens_s]
-    gaps = sorted(seconds / run.other_step_s for run in runs for seconds in run.gaps_s)
+    gaps = sorted(steps for run in runs for steps in run.gap_steps)
     return Line(
         step_s=median(run.step_s for run in runs),
         other_step_s=median(run.other_step_s for run in runs),
@@ -127,8 +129,8 @@ LONG = (
 )
 NOTES = """\
 newcomer: from asking to the first token of a short prompt while the long one is read, in steps of a stream of that \
-model alone, at the median and the most of all. gap: between two tokens of a stream of the other model meanwhile, in \
-its steps alone. long: to the long prompt's first token alone; over whole chunks: over the same with \
+model alone, at the median and the most of all. gap: between two steps of a stream of the other model meanwhile, in \
+the median of its nine steps around. long: to the long prompt's first token alone; over whole chunks: over the same with \
 prefill_stretch=0; beside newcomers, beside the stream: over the same alone."""
 
 
@@ -153,9 +155,9 @@ class _Heard:
         with self._came:
             self._came.wait_for(lambda: len(self.times_s) >= num)
 
-    def gaps_s(self, first: int = 0) -> list[float]:
-        """Return the seconds between two of them each, from one of them on."""
-        return [b - a for a, b in itertools.pairwise(self.times_s[first:])]
+    def gaps_s(self) -> list[float]:
+        """Return the seconds between two of them each."""
+        return [b - a for a, b in itertools.pairwise(self.times_s)]
 
 
 class _Bench:
@@ -204,9 +206,18 @@ class _Bench:
         return heard.times_s[0] - began
 
 
+def gap_steps(ends_s: Seq[float], steps_s: Seq[float]) -> list[float]:
+    """Return the gaps between a stream's steps, each in the median of its steps around it. ends_s: when each ended."""
+    found = []
+    for i, (before_s, end_s) in enumerate(itertools.pairwise(ends_s), 1):
+        around_s = steps_s[max(0, i - STEPS_AROUND) : i + STEPS_AROUND + 1]
+        found.append((end_s - before_s) / median(around_s))
+    return found
+
+
 def _repeat(bench: _Bench, reading: LLM, whole: LLM, other: LLM, plan: NewcomersPlan, number: int) -> Run:
     long, chance = plan.long_prompt_tokens, random.Random(number)
-    step_s, other_step_s = bench.step_s(reading), bench.step_s(other)
+    step_s = bench.step_s(reading)
     alone = {
         id(llm): bench.first_token_s(llm, long) for llm in ((reading, whole) if number % 2 == 0 else (whole, reading))
     }
@@ -220,20 +231,26 @@ def _repeat(bench: _Bench, reading: LLM, whole: LLM, other: LLM, plan: Newcomers
                 first_tokens_s.append(seconds)
 
     beside_newcomers_s = bench.while_read(reading, long, newcomers)
+    ends_s, steps_s = list[float](), list[float]()
+
+    def keep_step(report: StepReport) -> None:
+        ends_s.append(time.perf_counter())
+        steps_s.append(report.seconds)
+
     with bench.streaming(other) as heard:
         heard.wait(ALONE_STEPS)
-        num = len(heard.times_s)
+        stop_keeping = other.listen(keep_step)
         beside_stream_s = bench.while_read(reading, long, lambda is_read: None)
-        gaps_s = heard.gaps_s(num - 1)
+        stop_keeping()
     return Run(
         step_s=step_s,
-        other_step_s=other_step_s,
+        other_step_s=median(steps_s),
         long_s=alone[id(reading)],
         whole_s=alone[id(whole)],
         beside_newcomers_s=beside_newcomers_s,
         beside_stream_s=beside_stream_s,
         first_tokens_s=first_tokens_s,
-        gaps_s=gaps_s,
+        gap_steps=gap_steps(ends_s, steps_s),
     )
 
 
