@@ -64,8 +64,9 @@ class Run:
     """One repeat, in seconds.
 
     step_s: of the model that reads; first_tokens_s: of newcomers. other_step_s: of the other model's stream while the
-    prompt is read; gap_steps: between its steps, see `gap_steps`. long_s: to the long prompt's first token alone, whole_s: the same in whole chunks,
-    beside_newcomers_s and beside_stream_s: while others come, and while the other model streams.
+    prompt is read; gap_steps: between its steps, see `gap_steps`. long_s: to the long prompt's first token alone,
+    whole_s: the same in whole chunks, beside_newcomers_s and beside_stream_s: while others come, and while the other
+    model streams.
     """
 
     step_s: float
@@ -130,8 +131,8 @@ LONG = (
 NOTES = """\
 newcomer: from asking to the first token of a short prompt while the long one is read, in steps of a stream of that \
 model alone, at the median and the most of all. gap: between two steps of a stream of the other model meanwhile, in \
-the median of its nine steps around. long: to the long prompt's first token alone; over whole chunks: over the same with \
-prefill_stretch=0; beside newcomers, beside the stream: over the same alone."""
+the median of its nine steps around. long: to the long prompt's first token alone; over whole chunks: over the same \
+with prefill_stretch=0; beside newcomers, beside the stream: over the same alone."""
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
