@@ -63,7 +63,7 @@ def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: b
 
 def is_packed(target: Model) -> bool:
     """Whether a target has weights of 4 or 8 bits in memory."""
-    return bool(getattr(target, "weight_bits", ()))
+    return bool(target.weight_bits)
 
 
 def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:

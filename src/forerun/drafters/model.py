@@ -32,7 +32,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
-from forerun.ops.model import Model, ModelConfig
+from forerun.ops.model import KeepsCache, Model, ModelConfig
 from forerun.sampling import History, arithmetic, filters_of, likeliest, only_filters, probs, takes_the_best
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.random import PhiloxCoins
@@ -680,11 +680,10 @@ def cache_for(
     """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
 
     keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. options: of the
-    engine, that are others for this cache. A model that reads no BlockCache makes its own (`own_cache`).
+    engine, that are others for this cache.
     """
-    if (own_cache := getattr(model, "own_cache", None)) is not None:
-        made: KVCache = own_cache()
-        return made
+    if isinstance(model, KeepsCache):
+        return model.own_cache()
     opened, config = target.opened, dataclasses.replace(target.opened.config, **options)
     shape = dataclasses.replace(model.config.cache_shape, windows=None) if keeps_all else model.config.cache_shape
     return BlockCache.of(

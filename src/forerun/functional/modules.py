@@ -99,6 +99,8 @@ class ModuleModel:
         return self
 
     has_experts, num_slots = False, 1
+    weight_bits: tuple[int, ...] = ()
+    bytes_per_pass = 0
 
     @property
     def encoder(self) -> ModuleModel | None:

@@ -226,7 +226,7 @@ class Runner:
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
         ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers, self.head_rows)
-        weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
+        weights = (model.weight_dtype, model.bytes_per_pass)
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:

@@ -111,6 +111,9 @@ class ToyModel:
     `logits_after` tells, whereas a pass reads the one that the cache has.
     """
 
+    weight_bits: tuple[int, ...] = ()
+    bytes_per_pass = 0
+
     def __init__(
         self,
         vocab_size: int,

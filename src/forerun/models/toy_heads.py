@@ -49,10 +49,13 @@ class _Tensors:
 class ToyHead:
     """A head whose rows are numpy's, as its target's are; all else is that of a model of torch."""
 
+    in_torch: TorchModel
+
     def __init__(self, spec: Spec, weights: Mapping[str, Any], lent: Lent | None, dtype: str) -> None:
         own = {name: tensor.to(torch_dtype(dtype)) for name, tensor in placed(spec, weights, "cpu").items()}
         if lent is not None:
-            lent = Lent(getattr(lent.target, "in_torch", None) or _Tensors(lent.target), lent.ids)
+            target = lent.target
+            lent = Lent(target.in_torch if isinstance(target, ToyHead) else _Tensors(target), lent.ids)
         self.in_torch = TorchModel(spec, own, ReferenceOps(), lent=lent)
         self.rows = HostRows()
 

@@ -31,7 +31,7 @@ from forerun.registry import stated, unknown
 if TYPE_CHECKING:
     from forerun.blocks import CacheShape, Spec
     from forerun.ops.memory import Sizes, Wanted
-    from forerun.ops.model import LoadedModel
+    from forerun.ops.model import LoadedModel, Model
     from forerun.ops.operators import Operators
     from forerun.ops.passes import Lent
 
@@ -159,10 +159,9 @@ def make(name: str, device: str, spec: Spec | None = None) -> Operators:
     return backend(resolve(name, device, spec)).make()
 
 
-def kv_dtype(option: str, model: Any, *, must: bool = True) -> str:
+def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
     """Return the type of a cache for a loaded model, by the option kv_cache_dtype; see kept_dtype."""
-    name = getattr(getattr(model, "ops", None), "name", "")
-    return kept_dtype(option, name, model.config.cache_shape, model.cache_dtype, must=must)
+    return kept_dtype(option, model.ops.name, model.config.cache_shape, model.cache_dtype, must=must)
 
 
 def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:

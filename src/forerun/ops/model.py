@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forerun.blocks import CacheShape, Spec
 from forerun.config import Quantization
 from forerun.host_tensor import Floats
+from forerun.kv import KVCache
 from forerun.kv.pool import MakePools
 from forerun.ops.operators import Operators
 from forerun.ops.passes import Passed
@@ -82,6 +83,17 @@ class Model(Protocol):
     def rows(self) -> RowsOf: ...
     @property
     def ops(self) -> Operators: ...
+    @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+
+        Of a mixture of experts they are those of one row, with as many experts as it chooses; 0 where weights are not
+        known, as those of a module of torch.
+        """
 
     def forward(
         self,
@@ -122,19 +134,8 @@ class LoadedModel(Model, Protocol):
     @property
     def config(self) -> Spec: ...
     @property
-    def weight_bits(self) -> tuple[int, ...]:
-        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
-
-    @property
     def precision(self) -> str:
         """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
-
-    @property
-    def bytes_per_pass(self) -> int:
-        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
-
-        Of a mixture of experts they are those of one row, with as many experts as it chooses.
-        """
 
     def weight(self, name: str) -> Floats:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
@@ -149,6 +150,14 @@ class FindsBest(Protocol):
 
         Ties go to the lowest id, and NaN counts as the largest.
         """
+
+
+@runtime_checkable
+class KeepsCache(Protocol):
+    """A model that reads no BlockCache, but a cache of its own."""
+
+    def own_cache(self) -> KVCache:
+        """Make the cache that this model reads."""
 
 
 @runtime_checkable

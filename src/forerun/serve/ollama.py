@@ -471,7 +471,7 @@ def _known(service: Served) -> dict[str, Any]:
     return {
         "name": service.name,
         "model": service.name,
-        "size": getattr(service.llm.checkpoint.model, "bytes_per_pass", 0),
+        "size": service.llm.checkpoint.model.bytes_per_pass,
         "digest": hashlib.sha256(service.name.encode()).hexdigest(),
         "details": _details(service),
     }
