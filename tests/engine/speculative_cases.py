@@ -27,7 +27,8 @@ def greedy_parity(make: Make, num_tokens: int) -> None:
     for options in ({}, {"spec_length": 5}):
         outs = make(**options).generate(PROMPTS, params)
         assert [out.token_ids for out in outs] == plain
-        assert sum(out.report.num_accepted for out in outs) > 0
+        if options:  # paced, a busy machine may find in time that no draft pays
+            assert sum(out.report.num_accepted for out in outs) > 0
 
 
 def e2e(make: Make, num_tokens: int, caplog: pytest.LogCaptureFixture) -> None:
