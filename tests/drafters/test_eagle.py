@@ -126,7 +126,7 @@ def test_rows_of_layers_must_be_those_that_a_head_joins(tmp_path: Path) -> None:
     runner.cache.open(5)
     runs = [Run(5, [3, 4], "last", best_only=True)]
     rows = [torch.full((2, width), value) for value in (0.5, 1e9)]  # the second is cut to what a head reads
-    assert len(runner.run_ahead(runs, [2], (), rows)[0]) == 2
+    assert len(runner.run_ahead(runs, [2], (), rows).ids[0]) == 2
     for wrong in (rows[:1], [*rows, rows[0]]):
         with pytest.raises(ValueError, match="as many layers"):
             runner.run_ahead(runs, [2], (), wrong)

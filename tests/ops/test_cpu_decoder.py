@@ -19,6 +19,7 @@ from forerun.blocks import Plain
 from forerun.errors import InternalError
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu.packed import PackedMatrix, run_numbers
+from forerun.ops.passes import RanAhead
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_rotations import TorchRotations
 from forerun.sampling import filters_of, probs
@@ -267,7 +268,7 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     batch = at_once.batch(firsts, {})
     for slot, length in lengths.items():
         at_once.cache.reserve(slot, len(firsts[slot]) + length - 1)
-    ids = model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids)
+    ids = model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids).ids
     assert ids == list(found.values())
     assert len(set(found[2])) > 2
     for slot, length in lengths.items():
@@ -280,7 +281,7 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
     model, num_ids = make_decoder(make_config(), BFLOAT16, isa), 70
     firsts = {0: [3], 1: [3, 5]}
 
-    def ahead(*stops: Stop) -> list[list[int]]:
+    def ahead(*stops: Stop) -> RanAhead:
         session = Session(model, max_seq_len=128)
         session.run({slot: tokens_of(4 + 20 * slot, slot, 77) for slot in firsts})
         for slot, tokens in firsts.items():
@@ -288,26 +289,27 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
         return model.run_ahead(session.batch(firsts, {}), [8, 8], session.cache, num_ids, stops=stops)
 
     never = [Stop.never(8), Stop.never(8)]
-    whole = ahead(*never)
-    assert whole == ahead()
-    assert all(len(set(stop.confidences)) > 2 for stop in never)
+    seen = ahead(*never)
+    whole = seen.ids
+    assert whole == ahead().ids
+    assert all(len(set(confidences)) > 2 for confidences in seen.confidences)
     session = Session(model, max_seq_len=128)
     for slot, tokens in firsts.items():
         session.run({slot: tokens_of(4 + 20 * slot, slot, 77)})
         logits = session.run({slot: tokens + whole[slot]})[len(tokens) - 1 : -1, 52 : 52 + num_ids]
         expected = logits.softmax(-1).gather(1, torch.tensor(whole[slot])[:, None])[:, 0]
-        assert torch.tensor(never[slot].confidences) == pytest.approx(expected, rel=1e-3)
+        assert torch.tensor(seen.confidences[slot]) == pytest.approx(expected, rel=1e-3)
 
     # Every token has a share of one half or of 0.9, by its probability.
     shares = [0.5] * 3 + [0.9] * (len(EDGES) - 2)
     stops = [Stop(shares, [0.4] * 8), Stop(shares, [0.0, 0.0, 2.0])]
     cut = ahead(*stops)
-    for stop, own, all_of_it, seen in zip(stops, cut, whole, never, strict=True):
+    for b, stop in enumerate(stops):
         by_hand = Stop(stop.shares, stop.worth)
-        length = next(i for i, p in enumerate(seen.confidences, 1) if not by_hand.goes_on(p))
-        assert own == all_of_it[:length]
-        assert stop.confidences == seen.confidences[:length]
-    assert len(cut[1]) == 2
+        length = next(i for i, p in enumerate(seen.confidences[b], 1) if not by_hand.goes_on(p))
+        assert cut.ids[b] == whole[b][:length]
+        assert cut.confidences[b] == seen.confidences[b][:length]
+    assert len(cut.ids[1]) == 2
 
 
 @pytest.mark.parametrize("is_told", [False, True])
@@ -334,14 +336,15 @@ def test_running_ahead_draws_with_the_bits_of_the_pipeline(isa: str, num_listed:
     for slot in range(5):
         session.cache.reserve(slot, 2 + 7)
     firsts = {slot: [3, slot] for slot in range(5)}
-    found = model.run_ahead(session.batch(firsts, {}), [8] * 5, session.cache, num_ids, draws=draws, stops=stops)
+    ahead = model.run_ahead(session.batch(firsts, {}), [8] * 5, session.cache, num_ids, draws=draws, stops=stops)
+    found = ahead.ids
 
     forms = set[str]()
     for slot, tokens in firsts.items():
         by_hand = Session(model, max_seq_len=128)
         by_hand.run({slot: tokens_of(4 + 20 * slot, slot, 77)})
         logits = by_hand.run({slot: tokens + found[slot]})[len(tokens) - 1 : -1, 52 : 52 + num_ids]
-        for depth, (row, token, made) in enumerate(zip(logits, found[slot], draws[slot].probs, strict=True)):
+        for depth, (row, token, made) in enumerate(zip(logits, found[slot], ahead.probs[slot], strict=True)):
             expected = probs(row.contiguous(), params[slot])
             drawn = coins[slot].pick if slot % 2 == 0 else coins[slot].draft
             assert token == drawn(expected, depth)
@@ -355,7 +358,7 @@ def test_running_ahead_draws_with_the_bits_of_the_pipeline(isa: str, num_listed:
                 assert (made.weights == expected.dense).all()
             if is_told:
                 chance = row.softmax(-1)[token] if made.point is not None else made.at(token)
-                assert stops[slot].confidences[depth] == pytest.approx(float(chance), rel=1e-3)
+                assert ahead.confidences[slot][depth] == pytest.approx(float(chance), rel=1e-3)
     assert ("listed" in forms) == (num_listed > 0)
     assert len({tuple(own) for own in found}) == 5
 

@@ -100,7 +100,7 @@ def test_a_run_ahead_reads_its_source(operators: cuda.CudaOps, published: tuple[
     assert runner.sources is not None
     runner.sources.run(list(SOURCES))
     for lengths in ([3, 2], [2, 3]):
-        found = runner.run_ahead([Run(0, [0, 7]), Run(1, [0])], lengths)
+        found = runner.run_ahead([Run(0, [0, 7]), Run(1, [0])], lengths).ids
         for text, source, own in ([0, 7], SOURCES[0], found[0]), ([0], SOURCES[1], found[1]):
             for _ in own:
                 text = [*text, int(by_transformers(module, source, text)[-1].argmax())]

@@ -209,13 +209,15 @@ class EagleDrafter(SearchingDrafter):
         if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
             layer_rows = self._by_layer([rows for b in fed for rows in self._texts[seqs[b].id].seen])
             runs = [self._take_seen(seqs[b]) for b in fed]
-            found = self.runner.run_ahead(runs, lengths, stops, layer_rows)
+            ahead = self.runner.run_ahead(runs, lengths, stops, layer_rows)
         else:
             runs = [self._take(seqs[b], self.num_unread(seqs[b]), "last", True) for b in fed]
-            found = self.runner.run_ahead(runs, lengths, stops)
+            ahead = self.runner.run_ahead(runs, lengths, stops)
+        for stop, confidences in zip(stops, ahead.confidences, strict=False):
+            stop.confidences += confidences
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
         chains: list[list[int]] = [[] for _ in seqs]
-        for b, own in zip(fed, found, strict=True):
+        for b, own in zip(fed, ahead.ids, strict=True):
             chains[b] = [self._ids[i] for i in own]
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 

@@ -534,16 +534,18 @@ class ModelDrafter(SearchingDrafter):
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
-        found = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops, draws=draws)
+        ahead = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops, draws=draws)
+        for stop, confidences in zip(stops, ahead.confidences, strict=False):
+            stop.confidences += confidences
         chains: list[list[int]] = [[] for _ in limits]
         drawn: list[list[Probs]] = [[] for _ in limits]
-        fed = zip(feeds.values(), found, strict=True)
+        fed = zip(feeds.values(), ahead.ids, strict=True)
         self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
-        for i, ((b, (seq, tokens)), chain) in enumerate(zip(feeds.items(), found, strict=True)):
+        for i, ((b, (seq, tokens)), chain) in enumerate(zip(feeds.items(), ahead.ids, strict=True)):
             self.commit(seq, tokens)
             self.guess(seq, chain[:-1])
             chains[b] = chain
-            drawn[b] = draws[i].probs if draws else [Probs.of_point(token) for token in chain]
+            drawn[b] = list(ahead.probs[i]) if draws else [Probs.of_point(token) for token in chain]
         return Draft.chains(chains, drawn)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:

@@ -24,6 +24,7 @@ from forerun.kv import SCRATCH_SLOT, KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.sources import Sources
 from forerun.ops.model import DrawsRows, FindsBest, Model, RunsAhead
+from forerun.ops.passes import RanAhead
 from forerun.sampling.largest import Rows
 from forerun.types import Draw, Probs, RaggedBatch, Stop, ancestor_words
 
@@ -191,7 +192,7 @@ class Runner:
         stops: Seq[Stop] = (),
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
-    ) -> list[list[int]]:
+    ) -> RanAhead:
         """The continuation of each run, in one call; only where this `finds_best`.
 
         Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
@@ -202,7 +203,7 @@ class Runner:
         pending.
         """
         if not runs:
-            return []
+            return RanAhead([])
         for run, length in zip(runs, lengths, strict=True):
             self.cache.reserve(run.slot, len(run.tokens) + length - 1)
         batch = pack(runs, self.cache, self.sources)
@@ -211,10 +212,10 @@ class Runner:
         hidden = self._inputs(runs, batch)
         assert self._ahead is not None
         where = batch, list(lengths), self.cache, self.width, self.layers, hidden
-        ids = self._ahead.run_ahead(*where, stops=stops, layer_rows=layer_rows, draws=draws)
-        if ids is None:
+        ahead = self._ahead.run_ahead(*where, stops=stops, layer_rows=layer_rows, draws=draws)
+        if ahead is None:
             raise InternalError("the model returned logits that are no numbers")
-        return ids
+        return ahead
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ from forerun.host_tensor import Floats
 from forerun.kv import KVCache
 from forerun.kv.pool import MakePools
 from forerun.ops.operators import Operators
-from forerun.ops.passes import Passed
+from forerun.ops.passes import Passed, RanAhead
 from forerun.types import Draw, Probs, RaggedBatch, Stop
 
 
@@ -193,5 +193,5 @@ class RunsAhead(Protocol):
         stops: Seq[Stop] = (),
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
-    ) -> list[list[int]] | None:
+    ) -> RanAhead | None:
         """Return what continues each run of a batch; None where a logit is no number (ops/cpu/model.py says more)."""

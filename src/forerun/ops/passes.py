@@ -13,7 +13,7 @@ import numpy.typing as npt
 from forerun.blocks import Spec
 from forerun.errors import InternalError
 from forerun.host_tensor import Floats
-from forerun.types import RaggedBatch
+from forerun.types import Probs, RaggedBatch
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ class Passed:
     hidden: Any
     taps: Mapping[int, Any] = field(default_factory=dict)
     num_experts: Seq[int] = ()
+
+
+@dataclass(frozen=True)
+class RanAhead:
+    """What continues the runs of a batch: of each run its ids.
+
+    confidences: of each run the probability of each id, where stops were given and the model tells that. probs: of each
+    run the distribution that each id was drawn from, where draws were given.
+    """
+
+    ids: list[list[int]]
+    confidences: Seq[Seq[float]] = ()
+    probs: Seq[Seq[Probs]] = ()
 
 
 def check_pass(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.errors import InternalError
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Draw:
     """How the tokens of one run are drawn where its model draws them itself (`run_ahead`), with the pipeline's bits.
 
     filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
     `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
-    `Coins.draft` draws. seed, position, round: of these coins. purpose: of the coin, where no noise is shared. probs:
-    the distribution that each token was drawn from, which the model adds.
+    `Coins.draft` draws. seed, position, round: of these coins. purpose: of the coin, where no noise is shared.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -30,7 +29,6 @@ class Draw:
     position: int
     round: int
     purpose: int = 0  # forerun.sampling.random.PURPOSE_DRAFT
-    probs: list[Probs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

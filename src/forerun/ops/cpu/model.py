@@ -32,6 +32,7 @@ from forerun.ops.operators import HostRows
 from forerun.ops.passes import (
     Lent,
     Passed,
+    RanAhead,
     batch_of_sources,
     check_layers,
     check_pass,
@@ -331,22 +332,22 @@ class CpuModel:
         stops: Seq[Stop] = (),
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
-    ) -> list[list[int]] | None:
+    ) -> RanAhead | None:
         """Continue each run in one native call; returns ids[b], lengths[b] of them.
 
-        stops: of each run when it ends earlier, and what is told the probabilities of its ids; () = none does.
+        stops: of each run when it ends earlier; () = none does.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is drawn from the
-        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: of each run how, and what is told the
-        distributions; () = each id is that of the largest logit. Returns None where a logit is NaN. Of a head:
+        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: of each run how; ()
+        = each id is that of the largest logit. Returns None where a logit is NaN. Of a head:
         hidden [T, H] are the features of the tokens; layer_rows in their place the target's rows behind each of the
         layers that it reads [T, size]. Behind an id that was found its own row before stands for features.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
-            return []
+            return RanAhead([])
         counts = [end - start for start, end in itertools.pairwise(batch.run_starts)]
         ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
@@ -379,12 +380,10 @@ class CpuModel:
         )
         if found is None:
             return None
-        ids: list[list[int]] = found[0]
-        for stop, seen in zip(stops, found[1], strict=False):
-            stop.confidences += seen
-        for draw, drawn, made in zip(draws, ids, found[2], strict=False):
-            draw.probs += map(_probs_of, drawn, made)
-        return ids
+        ids, confidences, distributions = found
+        of_draws = zip(ids, distributions, strict=True) if draws else ()
+        probs = [list(map(_probs_of, drawn, made)) for drawn, made in of_draws]
+        return RanAhead(ids, confidences if stops else (), probs)
 
     def wait(self) -> None:
         """Everything is computed when a call returns."""

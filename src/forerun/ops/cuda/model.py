@@ -36,7 +36,16 @@ from forerun.ops.cuda.rows import (
     rows_of_themselves,
 )
 from forerun.ops.cuda.sampling import Cuts, Drawn, Sampler, Settings
-from forerun.ops.passes import Lent, Passed, check_layers, check_pass, check_sources, end_of, kinds_in_words
+from forerun.ops.passes import (
+    Lent,
+    Passed,
+    RanAhead,
+    check_layers,
+    check_pass,
+    check_sources,
+    end_of,
+    kinds_in_words,
+)
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
@@ -594,12 +603,12 @@ class CudaModel(TorchModel):
         stops: Seq[Stop] = (),
         layer_rows: Seq[Tensor] = (),
         draws: Seq[Draw] = (),
-    ) -> list[list[int]] | None:
+    ) -> RanAhead | None:
         """Continue each run with one synchronisation, or two with draws; as CpuModel.run_ahead, which says more."""
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
-            return []
+            return RanAhead([])
         out = self._pass(batch, cache, layers, hidden).hidden
         if layers is not None and self.config.num_layers - 1 not in layers:
             out = self.norm(out)
@@ -618,9 +627,7 @@ class CudaModel(TorchModel):
             ids = self._told_ids(found[None].tolist(), lengths)
         else:
             ids = self._go_on(batch, lengths, cache, num_ids, tuple(chosen), found, told)
-        if ids is not None:
-            told.tell(ids)
-        return ids
+        return None if ids is None else RanAhead(ids, probs=told.probs_of(ids))
 
     def _go_on(
         self,
@@ -786,12 +793,13 @@ class _Told:
         if self._keeps_rows:
             self._rows.append(drawn.probs[:num].clone())
 
-    def tell(self, ids: list[list[int]]) -> None:
-        """Give each draw the distributions of its ids."""
+    def probs_of(self, ids: list[list[int]]) -> list[list[Probs]]:
+        """Return the distributions of the ids of each draw."""
         chances = torch.stack(self._chances).tolist() if self._chances else []
-        for b, (draw, own) in enumerate(zip(self.draws, ids, strict=False)):
-            for i, id_ in enumerate(own):
-                draw.probs.append(_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)))
+        return [
+            [_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)) for i, id_ in enumerate(own)]
+            for b, (draw, own) in enumerate(zip(self.draws, ids, strict=False))
+        ]
 
     def _fetching(self, step: int, row: int) -> Callable[[], Row]:
         def fetch() -> Row:
