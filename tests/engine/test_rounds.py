@@ -215,7 +215,8 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     rounds, calls_of, lengths = list[list[RoundDetail]](), list[list[int]](), list[list[list[int]]]()
     reports = list[StepReport]()
     for policy in (FixedPacing, Asked):
-        llm, found = LLM("shipped", pacing="fixed", max_seq_len=256), list[RoundDetail]()
+        # Without a limit that goes by seconds, prompts are read in the same steps.
+        llm, found = LLM("shipped", pacing="fixed", max_seq_len=256, prefill_stretch=0), list[RoundDetail]()
         engine, calls, held = llm.engine, list[int](), list[list[int]]()
         runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
         at_once = runner.run_ahead

@@ -292,7 +292,7 @@ def test_runs_that_go_on_in_one_call_keep_their_sources(published: tuple[Any, Pa
         runner.sources.open(slot, source, None)
     runner.sources.run(list(SOURCES))
     lengths = [2, 6, 4]
-    found = runner.run_ahead([Run(slot, text[:5]) for slot, text in TEXTS.items()], lengths)
+    found = runner.run_ahead([Run(slot, text[:5]) for slot, text in TEXTS.items()], lengths).ids
     for slot, length in zip(SOURCES, lengths, strict=True):
         tokens, wanted = TEXTS[slot][:5], list[int]()
         for _ in range(length):
