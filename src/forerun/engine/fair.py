@@ -171,8 +171,8 @@ class Fair:
 class _Usual:
     """How long steps without prompts are, at the median. num_chunks: steps with prompts since the last of them.
 
-    least_s: the least median so far. Where drafts are long a step is several times as long, and its gain is not that of
-    a newcomer, who waits for a chunk.
+    least_s: the shortest median so far. Long drafts make a step several times as long, and a newcomer, who waits for a
+    chunk, gains nothing by them.
     """
 
     def __init__(self) -> None:

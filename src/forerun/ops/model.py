@@ -91,8 +91,8 @@ class Model(Protocol):
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
 
-        Of a mixture of experts they are those of one row, with as many experts as it chooses; 0 where weights are not
-        known, as those of a module of torch.
+        A mixture of experts counts the experts that one row chooses. 0: the weights are not known, as in a module of
+        torch.
         """
 
     def forward(

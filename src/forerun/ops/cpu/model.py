@@ -339,10 +339,10 @@ class CpuModel:
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is drawn from the
-        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: of each run how; ()
-        = each id is that of the largest logit. Returns None where a logit is NaN. Of a head:
-        hidden [T, H] are the features of the tokens; layer_rows in their place the target's rows behind each of the
-        layers that it reads [T, size]. Behind an id that was found its own row before stands for features.
+        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: how each run is drawn; () = the likeliest
+        id is taken. Returns None where a logit is NaN. A head takes hidden [T, H], the features of the tokens, or
+        layer_rows, the target's rows behind each of the layers that it reads [T, size]. Behind an id that was found
+        its own row before stands for features.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)

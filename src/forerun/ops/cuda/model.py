@@ -296,7 +296,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, of which nobody asks how many experts it chose."""
+        """Run one pass, without a count of the experts that rows chose."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
