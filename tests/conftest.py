@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -10,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from ops import interpreter
 from speculation import summary
 
 
@@ -30,8 +32,27 @@ def pytest_configure(config: pytest.Config) -> None:
             if not torch.cuda.is_available():
                 patch.setenv("TRITON_INTERPRET", "1")
             importlib.import_module("triton.language")
+            interpreter.patch_once()
     config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
+
+
+def pytest_collection() -> None:
+    gc.disable()  # a million objects are made, and none is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _spared() -> None:
+    """What is there when a file's tests begin is looked through no more for circles.
+
+    Closing an engine collects garbage, and pytest's own objects of all tests are a million: 0.5 s each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

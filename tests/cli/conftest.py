@@ -41,12 +41,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind. num_spared: objects that it kept from garbage collections, in this process."""
+    """What a command left behind. is_spared: whether it kept what was loaded from garbage collections."""
 
     returncode: int
     stdout: str
     stderr: str
-    num_spared: int = 0
+    is_spared: bool = False
 
 
 def _given(environ: Mapping[str, str]) -> list[str]:
@@ -62,6 +62,7 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     """
 
     def run(*arguments: str, stdin: str | bytes = "", **env: str) -> Done:
+        spared = list[bool]()
         with monkeypatch.context() as patch:
             patch.chdir(checkpoints)
             for name in _given(os.environ):
@@ -70,13 +71,13 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
                 patch.setenv(name, value)
             raw = stdin if isinstance(stdin, bytes) else stdin.encode()
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+            # What is spared of the collector is so until a process ends, and this one has other tests to run.
+            patch.setattr(gc, "freeze", lambda: spared.append(True))
             capfd.readouterr()
             with pytest.raises(SystemExit) as exit_:
                 main(arguments)
-        num_spared = gc.get_freeze_count()
-        gc.unfreeze()  # this process has other tests to run
         out, err = capfd.readouterr()
-        return Done(int(exit_.value.code or 0), out, err, num_spared)
+        return Done(int(exit_.value.code or 0), out, err, bool(spared))
 
     return run
 

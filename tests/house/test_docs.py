@@ -90,10 +90,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_this_process(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
     """What `forerun ...` prints, stdout before stderr. It must succeed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process has other tests to run
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    gc.unfreeze()  # this process has other tests to run
     printed = "".join(capfd.readouterr())
     assert not ended.value.code, f"forerun {arguments} ended with {ended.value.code}:\n{printed}"
     return printed
