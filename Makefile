@@ -157,23 +157,31 @@ torch-index:
 
 # What `forerun lab` and `serve` need is small, and a newcomer tries them next.
 $(READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	$(PIP) -e '.[serve]'
+	@$(BIN)/python -c "$$DEPENDENCIES" serve > $(VENV)/dependencies.txt; index=; $(INSTALL)
 	@touch $@ $(NATIVE)
 
-$(TEST_READY): WHAT := -e '.[test]' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+$(TEST_READY): TOOLS := $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	@index="$$($(FIND_TORCH_INDEX))"; set -x; $(PIP) $${index:+--extra-index-url "$$index"} $(WHAT)
+	@$(BIN)/python -c "$$DEPENDENCIES" test > $(VENV)/dependencies.txt; index="$$($(FIND_TORCH_INDEX))"; $(INSTALL)
 	@touch $@ $(NATIVE)
+
+# Packages arrive while the kernels are compiled.
+define INSTALL
+echo "the kernels are compiled while packages arrive"; \
+	$(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT; \
+	$(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); arrived=$$?; \
+	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }; exit $$arrived
+endef
 
 define DEPENDENCIES
-import tomllib
+import sys, tomllib
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']
-print(*project['dependencies'], *project['optional-dependencies']['serve'], sep='\n')
+print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]], sep='\n')
 endef
 export DEPENDENCIES
 
 $(LIGHT): pyproject.toml constraints.txt | $(BIN)/python
-	@rm -rf $@ && $(BIN)/python -m venv $@ && $(BIN)/python -c "$$DEPENDENCIES" > $@/dependencies.txt
+	@rm -rf $@ && $(BIN)/python -m venv $@ && $(BIN)/python -c "$$DEPENDENCIES" serve > $@/dependencies.txt
 	PIP_CONSTRAINT=constraints.txt $@/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--no-compile -r $@/dependencies.txt || { rm -rf $@; exit 1; }
 
