@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_engine_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
-    plan = AnswersPlan(folder, spec_lengths=(3,), num_prompts=5, batch_size=2, max_tokens=10, num_repeats=2)
+    plan = AnswersPlan(folder, spec_lengths=(3,), num_prompts=2, batch_size=2, max_tokens=10, num_repeats=2)
     record = json.loads(json.dumps(run(EngineConfig(max_seq_len=160), plan)))
     assert not record["left_out"]
     free = ["no model K=auto", "draft K=auto"]
@@ -44,13 +44,13 @@ def test_every_engine_says_the_same(folder: Path, capsys: pytest.CaptureFixture[
     wanted += [("transformers", name) for name in [*names[:3], "draft K=auto"]]
     assert [(line["engine"], line["configuration"]) for line in record["lines"]] == wanted
     for line in record["lines"]:
-        assert line["num_runs"] == 10
-        assert line["num_as_plain"] == 10
+        assert line["num_runs"] == 4
+        assert line["num_as_plain"] == 4
         assert not line["divergences"]
         assert line["tokens_per_s"] > 0
-    names = ["translation 1", "summary 1", "translation 2", "summary 2", "translation 3"]
+    names = ["translation 1", "summary 1"]
     assert record["prompts"] == names * 2
-    assert record["new_tokens"][:5] == record["new_tokens"][5:]
+    assert record["new_tokens"][:2] == record["new_tokens"][2:]
     assert all(2 <= num <= 10 for num in record["new_tokens"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "t5, hidden 32, 1 encoder and 2 decoder layers, 257 ids" in printed

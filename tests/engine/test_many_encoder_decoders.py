@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.once("each test asks for its drafters itself")
 
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-NUM, MOST = 100, 16
+NUM, MOST = 50, 16
 Kind = tuple[Any, Path, LLM]
 
 
@@ -96,7 +96,7 @@ def is_tied(module: Any, source: list[int], ours: list[int], theirs: list[int]) 
     return set(best.indices.tolist()) == {ours[at], theirs[at]} and bool(best.values[0] - best.values[1] <= 2 * off)
 
 
-def test_a_hundred_texts_are_those_of_transformers(kind: Kind) -> None:
+def test_many_texts_are_those_of_transformers(kind: Kind) -> None:
     """Alone, and with drafts of both kinds; a difference has a tie certificate, and few have one."""
     module, _, llm = kind
     asked = sources(NUM, longest=40)
@@ -108,12 +108,12 @@ def test_a_hundred_texts_are_those_of_transformers(kind: Kind) -> None:
             if out.token_ids != theirs:
                 assert is_tied(module, source, out.token_ids, theirs)
                 num_tied += 1
-    assert num_tied < 6
+    assert num_tied < 3
 
 
 def test_beams_are_those_of_transformers(kind: Kind) -> None:
     module, _, llm = kind
-    asked = sources(8, longest=40)
+    asked = sources(4, longest=40)
     end = by_transformers(module, asked)[0][4]  # which beams reach, so that texts of several lengths compete
     for penalty in (1.0, -2.0):
         settings = {"num_beams": 3, "length_penalty": penalty}

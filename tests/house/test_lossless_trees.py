@@ -123,10 +123,8 @@ CASES = [
 @pytest.mark.parametrize(("sampling", "rule", "draws"), CASES)
 def test_trees_of_random_shape_say_what_the_target_says(sampling: str, rule: str, draws: str) -> None:
     params = dataclasses.replace(SAMPLING[sampling], acceptance=rule)
-    right, siblings = dict(continued((), params)), 0
-    for seed in range(2 if sampling == "plain" else 1):  # shapes differ by round, too
-        said, most = spoken(RandomTrees(seed, draws), params)
-        siblings = max(siblings, most)
-        assert sum(said.values()) == pytest.approx(1, abs=EXACT)
-        assert total_variation(said, right) < EXACT, seed
+    right = dict(continued((), params))
+    said, siblings = spoken(RandomTrees(0, draws), params)  # shapes differ by round
+    assert sum(said.values()) == pytest.approx(1, abs=EXACT)
+    assert total_variation(said, right) < EXACT
     assert siblings > 1

@@ -323,7 +323,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     assert read_config(open_source(path).config) == rounded
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    for ops in ("reference", "auto"):
+    for ops in ("reference", "auto") if case in MODELS else ("auto",):
         llm = LLM(str(path), draft="none", dtype="float32", ops=ops)
         for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
             ids = torch.tensor([prompt])

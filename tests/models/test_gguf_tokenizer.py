@@ -59,11 +59,12 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     assert not wrong, (len(wrong), wrong[:3])
 
 
-def tokenizer_of(file: Path) -> Tokenizer:
-    """That of a file which need not have any weights."""
+def tokenizer_of(file: Path, **fields: str) -> Tokenizer:
+    """The tokenizer of a file which need not have any weights. fields: what stands there in place of the file's."""
     folder = file.with_suffix("")
-    folder.mkdir()
-    write_tokenizer(read_header(file).metadata, 1 << 20, file, folder)
+    folder.mkdir(exist_ok=True)
+    metadata = dict(read_header(file).metadata) | {KEY + name: value.encode() for name, value in fields.items()}
+    write_tokenizer(metadata, 1 << 20, file, folder)
     return Tokenizer.load(folder)
 
 
@@ -93,11 +94,17 @@ DEPARTS: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def pairs_of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the vocabulary of pairs of bytes, whose ids tell where a text was cut."""
+    file = tmp_path_factory.mktemp("pairs") / "a.gguf"
+    write_vocabulary(file, pairs())
+    return file
+
+
 @pytest.mark.parametrize("name", CUTTINGS)
-def test_words_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    """Each name with the vocabulary of pairs of bytes, whose ids tell where a text was cut."""
-    write_vocabulary(tmp_path / "a.gguf", pairs() | {"tokenizer.ggml.pre": name})
-    tokenizer = tokenizer_of(tmp_path / "a.gguf")
+def test_words_are_those_of_llama_cpp(pairs_of_bytes: Path, name: str) -> None:
+    tokenizer = tokenizer_of(pairs_of_bytes, pre=name)
     found, expected = checksums([tokenizer.encode(text) for text in TEXTS]), recorded_checksums(name)
     wrong = [text for text, a, b in zip(TEXTS, found, expected, strict=True) if a != b]
     departs = DEPARTS.get(name, lambda text: False)

@@ -117,23 +117,22 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
     operators.shared_bytes = SHARED_BYTES[capability]
     operators.kernels = Compiled(operators.kernels, kinds, wanted)
     operators.expert_kernels = Compiled(operators.expert_kernels, kinds, wanted)
-    for num_out, num_in, dtype in (
-        (2048, 2048, torch.bfloat16),
-        (128256, 2048, torch.bfloat16),
-        (1000, 776, torch.bfloat16),
-        (2048, 2048, torch.float16),
-        (2048, 2048, torch.float32),
+    for num_out, num_in, dtype, numbers_of_rows in (
+        (2048, 2048, torch.bfloat16, (1, 17, 64)),
+        (128256, 2048, torch.bfloat16, (1,)),
+        (1000, 776, torch.bfloat16, (64,)),
+        (2048, 2048, torch.float16, (64,)),
+        (2048, 2048, torch.float32, (64,)),  # what takes most memory
     ):
-        for rows in (1, 17, 64):
+        for rows in numbers_of_rows:
             operators.linear(torch.zeros(rows, num_in), torch.empty(num_out, num_in, dtype=dtype))
-    for bits, group in ((8, 128), (4, 128), (4, 32)):
+    for bits, group, rows in ((8, 128, 1), (8, 128, 17), (4, 128, 1), (4, 32, 17)):
         rows_of_codes = quantise(torch.zeros(64, 512), scheme_of(bits, group))
         matrix = Packed.of(
             QuantisedMatrix(rows_of_codes.scheme, (64, 512), lambda own=rows_of_codes: iter([own])), torch.device("cpu")
         )
-        for rows in (1, 17):
-            operators.linear(torch.zeros(rows, 512), matrix)
-    for name in ("sums", "gemma3", "gpt2", "experts", "gpt_oss, experts", "large heads", "mixture"):
+        operators.linear(torch.zeros(rows, 512), matrix)
+    for name in ("sums", "gpt_oss, experts", "large heads", "mixture"):
         spec = MIXTURE if name == "mixture" else FOUND[name]
         weights = {n: w.bfloat16() for n, w in random_weights(spec, torch.float32, 0).items()}
         text = Text(spec, weights, operators)
