@@ -109,7 +109,7 @@ def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: boo
     for choice in ("required", "weather", "opt", "now"):
         use = ToolUse(TOOLS, choice)
         speaking = Speaking(Speech(dialect(name), (), SIGNS[name]), use)
-        for _ in range(6):
+        for _ in range(12):
             ids = said(held(speaking, tokenizer), tokenizer, rng)
             if ids is None:
                 continue
@@ -121,7 +121,7 @@ def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: boo
         alone = dataclasses.replace(speaking, use=dataclasses.replace(use, parallel=False))
         ids = said(held(alone, tokenizer), tokenizer, rng)
         assert ids is None or len(read(speaking, tokenizer, ids).calls) == 1
-    assert num > 6
+    assert num > 12
 
 
 @pytest.mark.parametrize("name", CASES)
