@@ -160,7 +160,7 @@ def texts(
 def test_an_engine_says_what_it_says_where_rows_come_to_the_host(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, draft: str, rule: str, filters: dict[str, Any]
 ) -> None:
-    params = SamplingParams(temperature=3.0, seed=5, max_tokens=4, ignore_eos=True, acceptance=rule, **filters)
+    params = SamplingParams(temperature=3.0, seed=5, max_tokens=7, ignore_eos=True, acceptance=rule, **filters)
     num_drawn = 0
     draw = Runner._drawn
 
@@ -185,7 +185,7 @@ def test_drafts_without_ids_that_are_never_written_are_those_of_the_host(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     """A token that stays was drawn on the condition that it is none of them, and the rule must be told so."""
-    params = SamplingParams(temperature=3.0, seed=5, max_tokens=4, ignore_eos=True, acceptance=rule)
+    params = SamplingParams(temperature=3.0, seed=5, max_tokens=7, ignore_eos=True, acceptance=rule)
     unwritten = frozenset(range(0, 257, 2))
     found = texts(pair, "MODEL", params, unwritten)
     monkeypatch.setattr(Runner, "draws_rows", False)
