@@ -111,7 +111,7 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
     const bool is_wide = has_wide_inputs(w, x.num_rows);
     const Block* const blocks = blocks_for(w, is_wide);
     const size_t width = is_wide ? 2 : 1;
-    const DenormalsAreZero denormals(is_wide);
+    const DenormalsAreZero denormals(w.type == Type::bfloat16);
     const char* data = w.panel_at(panel);
     const int num_blocks = x.num_blocks();
     if (num_blocks == 1)

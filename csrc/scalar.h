@@ -43,7 +43,12 @@ inline float half_to_float(uint16_t half) {
 inline float widen(float x) { return x; }
 inline float widen(uint16_t x) { return bf16_to_float(x); }
 inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, uint16_t* out) { *out = float_to_bf16(x); }
+// Denormals become zero, as they do in products.
+inline void narrow(float x, uint16_t* out) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    *out = bits & 0x7f800000u ? float_to_bf16(x) : static_cast<uint16_t>(bits >> 16 & 0x8000u);
+}
 
 }  // namespace FORERUN_ISA
 }  // namespace forerun

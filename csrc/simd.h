@@ -2,16 +2,17 @@
 //
 // A file of simd/ defines for its set
 //     F16       sixteen floats, with f16, load, store, + - * /, madd, nmadd, max, less_than, shift_to_exponent, add_bits,
-//               any_at_least, load_bf16, narrow, sum, largest, store_half_sum, sums_of_halves;
-//     Pairs     sixteen pairs of bfloat16, with load_pairs, spread_pair, add_pairs, low_halves, high_halves, PAIR_PRODUCTS
-//               and DenormalsAreZero (simd/float_pairs.h where no instruction multiplies them);
+//               any_at_least, load_bf16, narrow, sum, largest, first_words, transpose;
+//     Pairs     sixteen pairs of bfloat16, with load_pairs, spread_pair, add_pairs, low_halves, high_halves and
+//               PAIR_PRODUCTS (simd/float_pairs.h where no instruction multiplies them);
 //     I16       sixteen integers, with to_float and dot, and load_halves, load_powers, load_signed, load_unsigned, round_codes, for
 //               quantised numbers, and BYTE_TILES, which says whether there is byte_tiles.h;
 //     Marks, Wide, VECTOR_BYTES, any and times, for sampling.
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
 // All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does
 // the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once
-// with AVX2 and AVX-512 and twice in portable C++; nothing else differs between the sets.
+// where a processor can, and twice in portable C++ elsewhere; nothing else differs between the sets, so those that round once
+// have the same bits.
 #pragma once
 
 #include <cstdint>

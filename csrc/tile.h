@@ -1,7 +1,7 @@
 // One block of 64 keys and values of one head.
 //
-// How keys and values are laid out for multiplying them is a tile: simd/row_tiles.h reads them where they are,
-// simd/avx512_tiles.h turns them.
+// How keys and values are laid out for multiplying them is a tile: simd/turned_tile.h turns keys,
+// simd/avx512_tiles.h takes pairs of bfloat16 together.
 #pragma once
 
 #include "kernels.h"

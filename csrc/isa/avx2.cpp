@@ -3,5 +3,5 @@
 // needs: avx2 fma f16c
 #define FORERUN_ISA avx2
 #include "../simd/byte_pairs.h"
-#include "../simd/row_tiles.h"
+#include "../simd/avx2_tiles.h"
 #include "kernels.inc"

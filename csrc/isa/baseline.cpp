@@ -1,5 +1,5 @@
 // rank: 0
 #define FORERUN_ISA baseline
 #include "../simd/portable.h"
-#include "../simd/row_tiles.h"
+#include "../simd/float_tiles.h"
 #include "kernels.inc"

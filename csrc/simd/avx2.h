@@ -50,17 +50,57 @@ inline __m256 load_half_bf16(const uint16_t* p) {
 }
 inline F16 load_bf16(const uint16_t* p) { return {load_half_bf16(p), load_half_bf16(p + 8)}; }
 
+// Eight floats as bfloat16 in words, rounded to nearest, ties to even; denormals become zero, as they do in products.
+inline __m256i narrow_half(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+    const __m256i half = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));  // of what is no number
+    const __m256i numbers = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+    const __m256i exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
+    const __m256i is_tiny = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
+    return _mm256_blendv_epi8(numbers, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_tiny);
+}
 inline void narrow(F16 a, uint16_t* out) {
-    alignas(64) float lanes[LANES];
-    store(lanes, a);
-    for (int i = 0; i < LANES; ++i) out[i] = float_to_bf16(lanes[i]);
+    const __m256i mixed = _mm256_packus_epi32(narrow_half(a.lo), narrow_half(a.hi));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 
 inline __m256 half_sum(F16 a) { return _mm256_add_ps(a.lo, a.hi); }
 inline float sum(F16 a) { return sum_of_eight(half_sum(a)); }
 inline float largest(F16 a) { return largest_of_eight(_mm256_max_ps(a.lo, a.hi)); }
-inline void store_half_sum(float* p, F16 a) { _mm256_store_ps(p, half_sum(a)); }
-inline F16 sums_of_halves(const float (*p)[LANES / 2]) { return {sums_of_eight(p), sums_of_eight(p + LANES / 2)}; }
+
+// The first n words of 32 bits, and zeros behind.
+inline F16 first_words(const void* p, int n) {
+    const float* at = static_cast<const float*>(p);
+    if (n >= LANES) return load(at);
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const auto half = [&](int first) {
+        return _mm256_maskload_ps(at + first, _mm256_cmpgt_epi32(_mm256_set1_epi32(n - first), lanes));
+    };
+    return {half(0), half(8)};
+}
+
+FORERUN_INLINE void transpose_eight(__m256 (&x)[8]) {
+    __m256 t[8];
+    for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    for (int i = 0; i < 8; i += 4) {
+        x[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44), x[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        x[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44), x[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) x[i] = t[i];
+}
+// Transposes 16 x 16 floats in place.
+inline void transpose(F16 (&x)[LANES]) {
+    __m256 a[8], b[8], c[8], d[8];
+    for (int i = 0; i < 8; ++i) a[i] = x[i].lo, b[i] = x[i].hi, c[i] = x[i + 8].lo, d[i] = x[i + 8].hi;
+    transpose_eight(a), transpose_eight(b), transpose_eight(c), transpose_eight(d);
+    for (int i = 0; i < 8; ++i) x[i] = {a[i], c[i]}, x[i + 8] = {b[i], d[i]};
+}
 
 // ------------------------------------------------------------------------------------------------- pairs of bfloat16
 

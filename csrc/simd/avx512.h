@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "denormals.h"
 #include "x86.h"
 
 namespace forerun {
@@ -55,9 +56,10 @@ inline float sum(F16 a) { return sum_of_eight(half_sum(a)); }
 inline float largest(F16 a) {
     return largest_of_eight(_mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)));
 }
-inline void store_half_sum(float* p, F16 a) { _mm256_store_ps(p, half_sum(a)); }
-inline F16 sums_of_halves(const float (*p)[LANES / 2]) {
-    return {_mm512_insertf32x8(_mm512_castps256_ps512(sums_of_eight(p)), sums_of_eight(p + LANES / 2), 1)};
+
+// The first n words of 32 bits, and zeros behind.
+inline F16 first_words(const void* p, int n) {
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(static_cast<__mmask16>(n >= LANES ? 0xffffu : (1u << n) - 1), p))};
 }
 
 // Transposes 16 x 16 floats in place.
@@ -102,17 +104,6 @@ inline F16 high_halves(const void* p) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask))};
 }
-
-class DenormalsAreZero {
-  public:
-    explicit DenormalsAreZero(bool is_wanted) : before_(_mm_getcsr()) {
-        if (is_wanted) _mm_setcsr(before_ | 0x8040);  // of what is read, and of results
-    }
-    ~DenormalsAreZero() { _mm_setcsr(before_); }
-
-  private:
-    const unsigned before_;
-};
 
 // ------------------------------------------------------------------------------------------------- quantised numbers
 
@@ -202,8 +193,6 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
 }
 
 // ---------------------------------------------------------------------------------------------------- fours of bytes
-
-constexpr float MOST_WEIGHT = 255.0f;  // a code without a sign that `add_fours` takes
 
 inline I16 no_sums() { return {_mm512_setzero_si512()}; }
 inline I16 load_fours(const int8_t* p) { return {_mm512_loadu_si512(p)}; }

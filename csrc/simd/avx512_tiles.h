@@ -1,12 +1,9 @@
-// Keys and values turned into the layouts of AVX-512: of the instruction that multiplies pairs of bfloat16, which halves the
-// multiplications, or with a key in each lane.
+// Keys and values in the layouts of the instruction that multiplies pairs of bfloat16, which halves the multiplications; or turned.
 #pragma once
 
 #include <immintrin.h>
 
-#include "../linear.h"
-#include "../rounded_tile.h"
-#include "../tile.h"
+#include "turned_tile.h"
 
 namespace forerun {
 namespace FORERUN_ISA {
@@ -16,7 +13,7 @@ namespace FORERUN_ISA {
 // What the layouts of pairs have in common: queries and weights rounded to bfloat16, and the operations on them.
 struct PairLayout : NextBlock<uint16_t> {
     using Stored = uint16_t;
-    static constexpr bool DENORMALS_ARE_ZERO = false;
+    static constexpr bool DENORMALS_ARE_ZERO = true;  // of all that is computed beside the products, too
     int dim, padded_dim;
 
     explicit PairLayout(int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
@@ -182,166 +179,11 @@ struct PairTile : PairLayout {
     }
 };
 
-// Keys are turned once, so that a vector holds a number of 16 keys and a score is one sum. Everything is multiplied as
-// floats. Pairs of bfloat16 give the bits of PairTile: the odd one of a pair is added first, and denormals are zeros.
-template <class T, int DIM = 0>
-struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
-    using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
-    using Stored = T;
-    static constexpr bool PAIRS = sizeof(T) == 2, DENORMALS_ARE_ZERO = PAIRS;
-    float* keys;                    // [dim][64]; of pairs, the odd dimension is before the even one
-    const T* values[KEY_BLOCK];     // stay where they are
-
-    TurnedTile(float* memory, const Attention& a)
-        : Dimensions<DIM>(a.head_dim), keys(memory) {}
-
-    // The dimensions in the order of the keys.
-    const void* query(const float* q, const uint16_t*, float* memory) const {
-        if constexpr (PAIRS) {
-            alignas(64) uint16_t halves[LANES];
-            for (int d = 0; d < dim; d += LANES) {
-                narrow(load_first(q + d, dim - d), halves);
-                for (int i = 0; i < LANES; ++i) memory[d + i] = widen(halves[i ^ 1]);
-            }
-        } else {
-            for (int d = 0; d < dim; d += LANES) store(memory + d, load_first(q + d, dim - d));
-        }
-        return memory;
-    }
-
-    // The first `count` of 16 keys, and zeros.
-    void put_16_keys(int lane, int count, const T* const* rows) const {
-        constexpr int PER_WORD = PAIRS ? 2 : 1;
-        const int num_words = dim / PER_WORD;
-        for (int d = 0; d < num_words; d += LANES) {
-            const int n = num_words - d < LANES ? num_words - d : LANES;
-            const __mmask16 some = static_cast<__mmask16>((1u << n) - 1);
-            F16 block[LANES];
-            const auto word = [&](int i) { return _mm512_maskz_loadu_epi32(some, rows[i] + PER_WORD * d); };
-            if (count >= LANES)
-                for (int i = 0; i < LANES; ++i) block[i].v = _mm512_castsi512_ps(word(i));
-            else
-                for (int i = 0; i < LANES; ++i) block[i].v = _mm512_castsi512_ps(i < count ? word(i) : _mm512_setzero_si512());
-            transpose(block);
-            for (int i = 0; i < n; ++i) {
-                float* const to = keys + static_cast<size_t>(PER_WORD * (d + i)) * KEY_BLOCK + lane;
-                if constexpr (PAIRS) {
-                    const Halves halves = WidePairStep::weights(&block[i]);
-                    store(to, halves.odd), store(to + KEY_BLOCK, halves.even);
-                } else {
-                    store(to, block[i]);
-                }
-            }
-        }
-    }
-    void put_key(int lane, const T* key) const {
-        for (int d = 0; d < dim; ++d) keys[(PAIRS ? d ^ 1 : d) * KEY_BLOCK + lane] = widen(key[d]);
-    }
-    void put_keys(int first, int last, const T* const* rows) const {
-        int lane = first;
-        for (; lane < last && lane % LANES != 0; ++lane) put_key(lane, rows[lane]);
-        for (; lane + 4 < last; lane += LANES) put_16_keys(lane, last - lane, rows + lane);
-        for (; lane < last; ++lane) put_key(lane, rows[lane]);
-    }
-    void put_values(int first, int last, const T* const* rows) {
-        for (int lane = first; lane < last; ++lane) values[lane] = rows[lane];
-    }
-
-    template <int N, int V>
-    void score(const State* states, F16 (*scores)[VECTORS]) const {
-        F16 sums[N][V];
-        for (int n = 0; n < N; ++n)
-            for (int i = 0; i < V; ++i) sums[n][i] = f16(0.0f);
-        for (int d = 0; d < dim; ++d) {
-            F16 key[V];
-            for (int i = 0; i < V; ++i) key[i] = load(keys + d * KEY_BLOCK + i * LANES);
-            if (d < KEY_BLOCK) this->fetch_key(d, 0, dim);
-            for (int n = 0; n < N; ++n) {
-                const F16 x = f16(static_cast<const float*>(states[n].q)[d]);
-                for (int i = 0; i < V; ++i) sums[n][i] = madd(key[i], x, sums[n][i]);
-            }
-        }
-        for (int n = 0; n < N; ++n)
-            for (int i = 0; i < V; ++i) scores[n][i] = sums[n][i];
-    }
-    template <int N>
-    void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
-        if (seen.last > 3 * LANES) return score<N, 4>(states, scores);
-        if (seen.last > 2 * LANES) return score<N, 3>(states, scores);
-        if (seen.last > LANES) return score<N, 2>(states, scores);
-        score<N, 1>(states, scores);
-    }
-
-    static F16 load_some(__mmask16 some, const float* p) { return {_mm512_maskz_loadu_ps(some, p)}; }
-    static F16 load_some(__mmask16 some, const uint16_t* p) {
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16))};
-    }
-
-    struct Weights {
-        alignas(64) float of[KEY_BLOCK];
-    };
-    static F16 keep(Weights& weights, int lane, F16 weight) {
-        if constexpr (PAIRS) {
-            const __m256i halves = (__m256i)_mm512_cvtneps_pbh(weight.v);
-            weight = {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
-        }
-        store(weights.of + lane, weight);
-        return weight;
-    }
-
-    template <int N>
-    static constexpr int chunks() {
-        return 4;
-    }
-
-    // Adds a lane that is seen, or zeros in place of one that is not and may be NaN.
-    template <int N, int CHUNKS>
-    FORERUN_INLINE void add_lane(int d, int lane, bool is_seen, __mmask16 last_chunk, const Weights* weights,
-                                 F16 (&sums)[N][CHUNKS]) const {
-        if (d % NextBlock<T>::LINE == 0) this->fetch_value(lane, d, d + CHUNKS * LANES);
-        F16 value[CHUNKS];
-        for (int c = 0; c < CHUNKS; ++c)
-            value[c] = is_seen ? load_some(c + 1 < CHUNKS ? 0xffff : last_chunk, values[lane] + d + c * LANES) : f16(0.0f);
-        for (int n = 0; n < N; ++n) {
-            const F16 weight = f16(weights[n].of[lane]);
-            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = madd(value[c], weight, sums[n][c]);
-        }
-    }
-
-    template <int N, int CHUNKS>
-    void add(int d, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
-        const int left = dim - d - (CHUNKS - 1) * LANES;
-        const __mmask16 some = static_cast<__mmask16>(left < LANES ? (1u << left) - 1 : 0xffffu);  // of the last chunk
-        F16 sums[N][CHUNKS];
-        for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = to[n][c];
-        int lane = seen.first;
-        if constexpr (PAIRS) {
-            if (lane % 2 == 1) {
-                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
-                add_lane<N, CHUNKS>(d, lane - 1, false, some, weights, sums);
-                ++lane;
-            }
-            for (; lane + 1 < seen.last; lane += 2) {
-                add_lane<N, CHUNKS>(d, lane + 1, true, some, weights, sums);
-                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
-            }
-            if (lane < seen.last) add_lane<N, CHUNKS>(d, lane + 1, false, some, weights, sums);
-        }
-        for (; lane < seen.last; ++lane) add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
-        for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) to[n][c] = sums[n][c];
-    }
-};
-
 // Calls `use` with the type of the tile that suits so many queries of each key head.
 template <class Use>
 void with_tile(const Attention& a, int num_queries, const Use& use) {
     if (a.type == Type::int8) return with_rounded_tile(a, use);
-    if (a.type == Type::float32 && a.head_dim == 64) return use(As<TurnedTile<float, 64>>());
-    if (a.type == Type::float32) return use(As<TurnedTile<float>>());
-    if (widens_pairs && a.head_dim == 64) return use(As<TurnedTile<uint16_t, 64>>());
-    if (widens_pairs) return use(As<TurnedTile<uint16_t>>());
+    if (a.type == Type::float32 || widens_pairs) return with_turned_tile(a, use);
     if (num_queries <= 4) return use(As<PairRowTile>());
     use(As<PairTile>());
 }

@@ -12,8 +12,6 @@ constexpr bool UNPACKS = false;  // whether many rows have Operands of their own
 template <class CODES>
 constexpr int MOST_ROWS = 8;  // that share decoded codes
 
-constexpr float MOST_WEIGHT = 255.0f;  // a code without a sign that `add_fours` takes
-
 // Adds the products of four codes without a sign and sixteen fours of codes.
 inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
     for (int i = 0; i < 2; ++i) sums.v[i] = _mm256_dpbusd_avx_epi32(sums.v[i], _mm256_set1_epi32(weights), fours.v[i]);

@@ -27,8 +27,6 @@ inline __m256i numbers_of(const int8_t* table, bool is_small) {
     return is_small ? _mm256_sub_epi8(numbers, _mm256_set1_epi8(LEAST_SMALL)) : numbers;
 }
 
-constexpr float MOST_WEIGHT = 127.0f;  // a code without a sign that `add_fours` takes: two products just fit into 16 bits
-
 // Adds the products of four codes without a sign and sixteen fours of codes.
 inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
     const __m256i spread = _mm256_set1_epi32(weights), ones = _mm256_set1_epi16(1);

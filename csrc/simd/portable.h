@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../kernels.h"
 #include "../scalar.h"
@@ -55,8 +56,16 @@ inline F16 operator*(F16 a, F16 b) {
 inline F16 operator/(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] / b.v[i]; });
 }
+// Rounded once where the processor does that (a * b + c), as the sets do that are written for one.
+inline float madd(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 inline F16 madd(F16 a, F16 b, F16 c) {
-    return lanewise([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+    return lanewise([&](int i) { return madd(a.v[i], b.v[i], c.v[i]); });
 }
 inline F16 max(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
@@ -80,7 +89,7 @@ inline F16 load_bf16(const uint16_t* p) {
 }
 
 inline void narrow(F16 a, uint16_t* out) {
-    for (int i = 0; i < LANES; ++i) out[i] = float_to_bf16(a.v[i]);
+    for (int i = 0; i < LANES; ++i) narrow(a.v[i], out + i);
 }
 
 // Sums the lanes by one fixed tree (halves, quarters, ...), so that the order is always the same.
@@ -98,14 +107,17 @@ inline float largest(F16 a) {
         for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
     return x[0];
 }
-inline void store_half_sum(float* p, F16 a) {
-    for (int i = 0; i < LANES / 2; ++i) p[i] = a.v[i] + a.v[i + LANES / 2];
+// The first n words of 32 bits, and zeros behind.
+inline F16 first_words(const void* p, int n) {
+    F16 found = f16(0.0f);
+    std::memcpy(found.v, p, static_cast<size_t>(n < LANES ? n : LANES) * 4);
+    return found;
 }
-inline F16 sums_of_halves(const float (*p)[LANES / 2]) {
-    return lanewise([&](int i) {
-        const float* x = p[i];
-        return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-    });
+
+// Transposes 16 x 16 floats in place.
+inline void transpose(F16 (&x)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        for (int j = 0; j < i; ++j) std::swap(x[i].v[j], x[j].v[i]);
 }
 
 // ------------------------------------------------------------------------------------------------- pairs of bfloat16
@@ -143,7 +155,7 @@ inline F16 to_float(I16 a) {
     return lanewise([&](int i) { return static_cast<float>(a.v[i]); });
 }
 inline F16 nmadd(F16 a, F16 b, F16 c) {
-    return lanewise([&](int i) { return c.v[i] - a.v[i] * b.v[i]; });
+    return lanewise([&](int i) { return madd(-a.v[i], b.v[i], c.v[i]); });
 }
 inline F16 load_halves(const char* p) {
     return lanewise([&](int i) {
@@ -187,8 +199,6 @@ inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I
 }
 
 // ---------------------------------------------------------------------------------------------------- fours of bytes
-
-constexpr float MOST_WEIGHT = 255.0f;  // a code without a sign that `add_fours` takes
 
 inline I16 no_sums() { return {}; }
 inline I16 load_fours(const int8_t* p) {

@@ -20,12 +20,6 @@ inline float largest_of_eight(__m256 half) {
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
 }
 
-inline __m256 sums_of_eight(const float (*p)[8]) {
-    const auto pairs = [&](int i) { return _mm256_hadd_ps(_mm256_load_ps(p[i]), _mm256_load_ps(p[i + 1])); };
-    const __m256 a = _mm256_hadd_ps(pairs(0), pairs(2)), b = _mm256_hadd_ps(pairs(4), pairs(6));
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-
 // Rounds 32 numbers to the nearest codes, ties to even. Returns the sums of both halves.
 inline void round_codes(const float* x, int8_t* codes, float* sums) {
     __m256i whole[4];

@@ -129,6 +129,19 @@ def one_by_one(isa: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     return feed(runner, 0, TEXT, 1), cached(runner, 0, 0, len(TEXT))
 
 
+ROUND_ONCE = [isa for isa in ISAS if isa != "baseline"]  # a * b + c
+
+
+@pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sets_that_round_once_have_the_same_bits(dtype: str) -> None:
+    logits, keys_and_values = one_by_one(ROUND_ONCE[0], dtype)
+    for isa in ROUND_ONCE[1:]:
+        others = one_by_one(isa, dtype)
+        assert torch.equal(others[0], logits), isa
+        assert torch.equal(others[1], keys_and_values), isa
+
+
 CHUNKS = [(13, "paged"), (64, "contiguous")]
 MORE_CHUNKS = [pytest.param(*case, marks=pytest.mark.parity) for case in ((7, "contiguous"), (90, "paged"))]
 

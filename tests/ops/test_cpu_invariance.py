@@ -24,6 +24,7 @@ from ops.native_cases import (
     INF,
     ISAS,
     NAN,
+    ROUND_ONCE,
     AttentionCase,
     RunShape,
     attention_case,
@@ -297,6 +298,27 @@ def test_both_ways_to_multiply_pairs_give_the_same_bits(dim: int, window: int | 
             native.extension().widen_pairs(before)
 
     assert all(map(same_bits, results(True), results(False)))
+
+
+@pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
+@pytest.mark.parametrize("window", [None, 23])
+@pytest.mark.parametrize("dim", [8, 40, 64, 80, 128])
+@every_dtype
+def test_sets_that_round_once_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | None) -> None:
+    """Of products, and of attention of few rows and many, of trees, and of rows whose numbers are denormal or none."""
+    rows = normal(7, 20, 258)
+    rows[3], rows[5, ::3] = torch.tensor(WILD).repeat(43)[:258], 1e-40
+    shapes = [chain(70, 1), chain(61, 16), chain(300, 40), RunShape(127, tree_of(9, dim))]
+    case = attention_case(dim, shapes, (6, 2, dim), dtype)
+
+    def results(isa: str) -> list[Tensor]:
+        ops = ops_of(isa)
+        products = [product_of(ops, 258, 97, dtype)(rows[:n]) for n in (1, 3, 8, 20)]
+        return [case.attend(ops, window), *products]
+
+    first = results(ROUND_ONCE[0])
+    for isa in ROUND_ONCE[1:]:
+        assert all(map(same_bits, results(isa), first)), isa
 
 
 @every_isa

@@ -18,6 +18,7 @@ from ops.native_cases import (
     FLOAT32,
     ISAS,
     NAN,
+    ROUND_ONCE,
     AttentionCase,
     Session,
     attention_case,
@@ -51,6 +52,17 @@ def alone(model: Any, runs: list[list[int]]) -> Tensor:
     """Rows of one sequence, token by token, in a cache whose rows lie scattered."""
     session = Session(model, 1, seed=1, kept=EIGHT)
     return torch.cat([session.run({0: [token]}) for run in runs for token in run])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sets_that_round_once_have_the_same_bits(isa: str, name: str) -> None:
+    if isa not in ROUND_ONCE[1:]:
+        pytest.skip("the first of them, or it rounds twice")
+    runs = [tokens_of(n, i) for i, n in enumerate((150, 1, 67))]
+    first, own = (
+        make_decoder(make_config(**MODELS[name]), BFLOAT16, name_of_set) for name_of_set in (ROUND_ONCE[0], isa)
+    )
+    assert same_bits(alone(own, runs), alone(first, runs))
 
 
 @pytest.mark.parametrize("name", MODELS)
