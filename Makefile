@@ -52,6 +52,9 @@ DOCS_READY := $(VENV)/ready-for-docs
 # An interpreter with forerun's own dependencies, and no others.
 LIGHT := $(VENV)/light
 
+# What more is installed beside the tests' packages.
+TOOLS :=
+
 # The extension, in src/forerun. It is made with the set-up, and again when its sources change.
 NATIVE := $(VENV)/native
 CSRC := $(shell find csrc -type f)
@@ -157,18 +160,18 @@ torch-index:
 
 # What `forerun lab` and `serve` need is small, and a newcomer tries them next.
 $(READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	@$(BIN)/python -c "$$DEPENDENCIES" serve > $(VENV)/dependencies.txt; index=; $(INSTALL)
+	@$(BIN)/python -c "$$DEPENDENCIES" serve > $(VENV)/dependencies.txt && index= && $(INSTALL)
 	@touch $@ $(NATIVE)
 
 $(TEST_READY): TOOLS := $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	@$(BIN)/python -c "$$DEPENDENCIES" test > $(VENV)/dependencies.txt; index="$$($(FIND_TORCH_INDEX))"; $(INSTALL)
+	@$(BIN)/python -c "$$DEPENDENCIES" test > $(VENV)/dependencies.txt && index="$$($(FIND_TORCH_INDEX))" && $(INSTALL)
 	@touch $@ $(NATIVE)
 
 # Packages arrive while the kernels are compiled.
 define INSTALL
-echo "the kernels are compiled while packages arrive"; \
-	$(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT; \
+echo "the kernels are compiled while packages arrive" && \
+	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT TERM HUP; } && \
 	$(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); arrived=$$?; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }; exit $$arrived
 endef

@@ -11,8 +11,8 @@
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
 // All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does
 // the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once
-// where a processor can, and twice in portable C++ elsewhere; nothing else differs between the sets, so those that round once
-// have the same bits.
+// with AVX2 and AVX-512, and twice in portable C++ that is compiled for processors without such an instruction; nothing else
+// differs between the sets, so AVX2 and AVX-512 have the same bits.
 #pragma once
 
 #include <cstdint>

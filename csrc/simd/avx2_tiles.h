@@ -1,4 +1,4 @@
-// Keys that are turned in registers where they are used, eight at a time: for few queries, whose sums are those of turned_tile.h.
+// For few queries: keys are turned in registers where they are used, eight at a time. Scores have the bits of turned_tile.h.
 #pragma once
 
 #include "turned_tile.h"
@@ -64,7 +64,7 @@ struct TurningTile : TurnedTile<T, DIM> {
                 for (int i = 0; whole + i < num_words; ++i) add_word<N>(block[i], states, PER_WORD * (whole + i), sums);
             }
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) _mm256_storeu_ps(numbers_of(scores[n][lane / LANES]) + lane % LANES, sums[n]);
+            for (int n = 0; n < N; ++n) _mm256_storeu_ps(floats_of(scores[n][lane / LANES]) + lane % LANES, sums[n]);
         }
     }
 };

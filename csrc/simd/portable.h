@@ -56,7 +56,7 @@ inline F16 operator*(F16 a, F16 b) {
 inline F16 operator/(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] / b.v[i]; });
 }
-// Rounded once where the processor does that (a * b + c), as the sets do that are written for one.
+// Rounded once where it is compiled for a processor that does so, as with AVX2 and AVX-512.
 inline float madd(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
     return __builtin_fmaf(a, b, c);

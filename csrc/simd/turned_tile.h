@@ -1,4 +1,4 @@
-// Keys turned once, so that a vector holds a number of 16 keys and a score is one sum, on every instruction set.
+// Keys turned once, so that a vector holds a number of 16 keys and a score is one sum; in the operations of every set.
 //
 // Everything is multiplied as floats. Pairs of bfloat16 have the bits that an instruction gives for pairs (avx512_tiles.h): the odd
 // one of a pair is added first, and denormals are zeros.
@@ -13,7 +13,7 @@ namespace FORERUN_ISA {
 
 // The sixteen floats of a vector in memory. A compiler that copies a whole F16 of two registers keeps it in memory all along, and a
 // sum took twice as long.
-inline float* numbers_of(F16& vector) { return reinterpret_cast<float*>(&vector); }
+inline float* floats_of(F16& vector) { return reinterpret_cast<float*>(&vector); }
 
 template <class T, int DIM = 0>
 struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
@@ -95,7 +95,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
             }
         }
         for (int n = 0; n < N; ++n)
-            for (int i = 0; i < V; ++i) store(numbers_of(scores[n][first + i]), sums[n][i]);
+            for (int i = 0; i < V; ++i) store(floats_of(scores[n][first + i]), sums[n][i]);
     }
     template <int N>
     void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
@@ -154,7 +154,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     FORERUN_INLINE void add_chunks(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
         F16 sums[N][CHUNKS];
         for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = load(numbers_of(to[n][c]));
+            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = load(floats_of(to[n][c]));
         int lane = seen.first;
         if constexpr (PAIRS) {
             if (lane % 2 == 1) {
@@ -170,7 +170,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
         }
         for (; lane < seen.last; ++lane) add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
         for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) store(numbers_of(to[n][c]), sums[n][c]);
+            for (int c = 0; c < CHUNKS; ++c) store(floats_of(to[n][c]), sums[n][c]);
     }
 };
 

@@ -38,16 +38,16 @@ pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
 # Queries are normal numbers: scores of a few units, whose error of some 2^-22 is what the weights, and so the outputs,
 # inherit; values are a few units, too.
 TOLERANCE = 4e-6
-# Pairs of bfloat16 (avx512) round queries, which the reference gets rounded, and weights: 2^-9 of each, and twice that
+# Pairs of bfloat16 round queries, which the reference gets rounded, and weights: 2^-9 of each, and twice that
 # of their quotient with the sum, times the largest value.
 PAIR_TOLERANCE = 2.0**-8
 TREE = (-1, 0, 0, 1, 2, 1, 4, -1, 7, 3)
 RAGGED = [chain(0, 1), chain(17, 3), RunShape(62, TREE), chain(5, 70), RunShape(0, TREE), chain(64, 1), chain(129, 2)]
 
 
-def in_pairs(case: AttentionCase, isa: str) -> bool:
+def in_pairs(case: AttentionCase) -> bool:
     """Whether queries and weights are rounded to bfloat16, as keys and values are."""
-    return isa == "avx512" and case.keys.dtype == BFLOAT16
+    return case.keys.dtype == BFLOAT16
 
 
 def expected_of(case: AttentionCase, window: int | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def expected_of(case: AttentionCase, window: int | None = None) -> Tensor:
 def agrees(case: AttentionCase, isa: str, window: int | None = None) -> bool:
     """Whether an instruction set's attention equals the reference's within what its rounding allows."""
     found = case.attend(ops_of(isa), window)
-    if not in_pairs(case, isa):
+    if not in_pairs(case):
         return close(found, expected_of(case, window), TOLERANCE)
     scale = float(np.float32(1) / np.sqrt(np.float32(case.q.shape[-1])))
     seen = replace(case, q=(case.q * scale).to(BFLOAT16).double() / scale)
@@ -209,7 +209,7 @@ def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dt
     k[0, :, 0] = -torch.linspace(0.01, 5, 64).to(BFLOAT16).float()
     case = replace(case, q=q, k=k, keys=keys, v=torch.ones_like(case.v), values=torch.zeros_like(case.values))
     weights = k[0, :, 0].double().exp()
-    if in_pairs(case, isa):
+    if in_pairs(case):
         weights = weights.to(BFLOAT16).double()
     expected = (weights / (1 + weights))[None, :, None].expand(1, 64, 16)
     assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
@@ -230,7 +230,7 @@ def test_denormal_numbers(isa: str) -> None:
         tiny = replace(case, k=case.k * 1e-40, keys=case.keys * 1e-40, v=case.v * 1e-39, values=case.values * 1e-39)
         expected = expected_of(tiny)
         assert bool(expected.any())
-        assert close(tiny.attend(ops_of(isa)), expected, TINY if in_pairs(tiny, isa) else 2.0**-149 * 80)
+        assert close(tiny.attend(ops_of(isa)), expected, TINY if in_pairs(tiny) else 2.0**-149 * 80)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "keys", "values"])

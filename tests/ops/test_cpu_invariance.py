@@ -305,16 +305,22 @@ def test_both_ways_to_multiply_pairs_give_the_same_bits(dim: int, window: int | 
 @pytest.mark.parametrize("dim", [8, 40, 64, 80, 128])
 @every_dtype
 def test_sets_that_round_once_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | None) -> None:
-    """Of products, and of attention of few rows and many, of trees, and of rows whose numbers are denormal or none."""
-    rows = normal(7, 20, 258)
-    rows[3], rows[5, ::3] = torch.tensor(WILD).repeat(43)[:258], 1e-40
+    """Of products, and of attention of few rows, many, and trees; of numbers near the least ones and infinite ones.
+
+    What is no number is none on each of them, and its sign and payload are the processor's.
+    """
+    rows = normal(7, 20, 257)
+    rows[3] *= 1e-37  # times weights some products are denormal, and sums are not
+    rows[5] *= 1e-38
+    rows[7, 100], rows[9, 3], rows[11, 200] = INF, -INF, 3e38
     shapes = [chain(70, 1), chain(61, 16), chain(300, 40), RunShape(127, tree_of(9, dim))]
     case = attention_case(dim, shapes, (6, 2, dim), dtype)
+    tiny = replace(case, k=case.k * 1e-38, keys=case.keys * 1e-38, v=case.v * 1e-37, values=case.values * 1e-37)
 
     def results(isa: str) -> list[Tensor]:
         ops = ops_of(isa)
-        products = [product_of(ops, 258, 97, dtype)(rows[:n]) for n in (1, 3, 8, 20)]
-        return [case.attend(ops, window), *products]
+        products = [product_of(ops, 257, 97, dtype)(rows[:n]) for n in (1, 3, 8, 20)]
+        return [found.nan_to_num(1.5) for found in (case.attend(ops, window), tiny.attend(ops, window), *products)]
 
     first = results(ROUND_ONCE[0])
     for isa in ROUND_ONCE[1:]:
