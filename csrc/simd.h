@@ -23,7 +23,6 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-constexpr int HALF = LANES / 2;
 // What __builtin_prefetch is told: into the second cache where lines are consumed faster than the first can ask for them.
 // On a Xeon of 2023 that made products of 1 to 8 rows 5 % faster.
 constexpr int NEAR_CACHE = WIDE_REGISTERS ? 2 : 3;

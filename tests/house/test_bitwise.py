@@ -18,6 +18,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
+from ops.native_cases import ROUND_ONCE
 from parity.bitwise import Models, bits, cached, compare, cut_prompts, feed
 from parity.covering import LEAST, LEVELS, SIXTY, THOUSAND, Group, all_pairs, count_pairs, design
 from parity.trees import compare_trees
@@ -127,9 +128,6 @@ def one_by_one(isa: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of the logits and of the cache of TEXT, decoded token by token, alone, by one thread."""
     runner = runner_of(models(isa, 1, dtype), "contiguous")
     return feed(runner, 0, TEXT, 1), cached(runner, 0, 0, len(TEXT))
-
-
-ROUND_ONCE = [isa for isa in ISAS if isa != "baseline"]  # a * b + c
 
 
 @pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
