@@ -130,9 +130,15 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A block that keeps a state in place of rows of keys and values.
+    """What a block keeps a state for, in place of rows of keys and values.
 
-    gated_delta: heads of value_dim x key_dim states (Yang et al. 2024, eq. 10); short_conv: the last `conv` inputs.
+    gated_delta: q, k and v are projections behind a causal convolution of `conv` inputs and silu, q and k of length 1.
+    The state S of a value head is key_dim x value_dim. A token multiplies it by exp(g), adds k times
+    beta (v - k S), and reads q S / sqrt(key_dim), which leaves behind `norm` and times silu(z) (Yang et al. 2024,
+    eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections, too. Value
+    heads in a row share a key head.
+    short_conv: [B, C, x] are projections, and what leaves is C times a causal convolution of B x (LFM2).
+    decay: what is stored of g, A_log or -exp(A_log). biases: of a short convolution and its projections.
     """
 
     kind: Literal["gated_delta", "short_conv"]
@@ -141,6 +147,58 @@ class Recurrence:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    norm: Norm | None = None
+    decay: Literal["log", "negative"] = "log"
+    biases: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 < self.conv <= STATE_TOKENS:
+            raise UnsupportedModel(f"conv={self.conv} is not possible: it must be from 2 to {STATE_TOKENS}")
+        if self.kind == "gated_delta" and (not self.key_heads or self.value_heads % self.key_heads):
+            raise UnsupportedModel(
+                f"key_heads={self.key_heads} is not possible: it must divide the {self.value_heads} value heads"
+            )
+
+    def width(self, hidden: int) -> int:
+        """Return how many numbers of a token the convolution reads. hidden: of a row of the residual stream."""
+        if self.kind == "short_conv":
+            return hidden
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state(self, hidden: int) -> StateShape:
+        """Return what a cache keeps of it."""
+        if self.kind == "short_conv":
+            return StateShape(self.conv, hidden)
+        return StateShape(
+            self.conv, self.width(hidden), 2 * self.value_heads, self.value_heads, self.key_dim, self.value_dim
+        )
+
+
+STATE_TOKENS = 16  # states are written where so many tokens are whole, as blocks of keys and values are
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What a cache keeps of a recurrent layer: states, and the inputs of tokens that are not in a state yet.
+
+    conv: inputs that a convolution reads, its own included. width, num_gates: numbers of a token's input that are
+    convolved, and that are not. heads, key_dim, value_dim: of a state; 0 = the last inputs are all that there is.
+    """
+
+    conv: int
+    width: int
+    num_gates: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of a state, which is float32, with the inputs before it, which are of this type."""
+        return 4 * self.heads * self.key_dim * self.value_dim + (self.conv - 1) * self.width * itemsize(dtype)
+
+    def input_bytes(self, dtype: str) -> int:
+        """Return the bytes of a token's input; gates are float32."""
+        return self.width * itemsize(dtype) + 4 * self.num_gates
 
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
@@ -337,24 +395,32 @@ class Spec:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a token takes in the cache. Raises UnsupportedModel where a block keeps no rows."""
+        """What a token takes in the cache. Raises UnsupportedModel where a block keeps nothing."""
         if not self.blocks:
             return CacheShape(0, 1, 1)
-        found = [a for block in self.blocks if (a := block.attention) is not None]
-        if len(found) < self.num_layers:
+        if any(block.attention is None and block.recurrence is None for block in self.blocks):
             raise UnsupportedModel(
                 f"model_type={self.model_type!r} has blocks that keep no rows, which the KV cache does not hold: use "
                 "another model"
             )
-        sizes = tuple((a.kv_heads, a.head_dim) for a in found)
-        own = tuple(i for i, a in enumerate(found) if a.shares_kv_of is None)
+        attentions = [a for block in self.blocks if (a := block.attention) is not None]
+        largest = max(((a.kv_heads, a.head_dim) for a in attentions), key=math.prod, default=(1, 1))
+        sizes = tuple(largest if (a := block.attention) is None else (a.kv_heads, a.head_dim) for block in self.blocks)
+        kept = tuple(
+            i for i, block in enumerate(self.blocks) if (a := block.attention) is not None and a.shares_kv_of is None
+        )
         return CacheShape(
             self.num_layers,
-            *max(sizes, key=math.prod),
-            layers=None if len(own) == self.num_layers else own,
+            *largest,
+            layers=None if len(kept) == self.num_layers else kept,
             sizes=None if len(set(sizes)) == 1 else sizes,
-            windows=_cached_windows(found) if self.has_windows else None,
-            refined_keys=any(a.qkv_bias for a in found) and all(a.head_dim % KEY_GROUP == 0 for a in found),
+            windows=_cached_windows([block.attention for block in self.blocks]) if self.has_windows else None,
+            refined_keys=any(a.qkv_bias for a in attentions) and all(a.head_dim % KEY_GROUP == 0 for a in attentions),
+            states=tuple(
+                (i, block.recurrence.state(self.hidden_size))
+                for i, block in enumerate(self.blocks)
+                if block.recurrence is not None
+            ),
         )
 
     @property
@@ -366,11 +432,11 @@ class Spec:
         return next(iter(found), None)
 
 
-def _cached_windows(found: Seq[Attention]) -> tuple[int | None, ...]:
+def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
     """Return how far back any row reads the keys of each layer, whichever layers read them; None = to the beginning."""
-    windows = [None if a.sees != "past" else a.window for a in found]
+    windows = [None if a is None or a.sees != "past" else a.window for a in found]
     for a, window in zip(found, list(windows), strict=True):
-        if a.shares_kv_of is not None:
+        if a is not None and a.shares_kv_of is not None:
             own = windows[a.shares_kv_of]
             windows[a.shares_kv_of] = None if own is None or window is None else max(own, window)
     return tuple(windows)
@@ -422,6 +488,11 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZES[dtype]
 
 
+def inputs_of(dtype: str) -> str:
+    """Return the type of the inputs of recurrent layers in a cache of a type: 8 bits are for keys and values alone."""
+    return "bfloat16" if dtype == "int8" else dtype
+
+
 # Of keys and values in 8 bits, as in csrc/kernels.h: dimensions that share a scale; those of keys with second codes.
 KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 
@@ -434,6 +505,7 @@ class CacheShape:
     layer; None = all. sizes: num_kv_heads and head_dim of each layer where they differ, the others being the largest.
     windows: how many positions a row sees of each layer, its own included, None = all; None = all in every layer.
     refined_keys: whether keys in 8 bits have second codes where a bias makes some dimensions large, see kv/rounded.py.
+    states: recurrent layers, ascending, and what is kept of each.
     """
 
     num_layers: int
@@ -443,6 +515,7 @@ class CacheShape:
     sizes: tuple[tuple[int, int], ...] | None = None
     windows: tuple[int | None, ...] | None = None
     refined_keys: bool = False
+    states: tuple[tuple[int, StateShape], ...] = ()
 
     @cached_property
     def kinds(self) -> Seq[int | None]:
@@ -467,7 +540,17 @@ class CacheShape:
 
     def only(self, layers: Iterable[int]) -> CacheShape:
         """Return the shape of a cache for a model that runs these layers alone."""
-        return replace(self, layers=tuple(layer for layer in layers if layer in self.kept))
+        layers = tuple(layers)
+        states = tuple((layer, shape) for layer, shape in self.states if layer in layers)
+        return replace(self, layers=tuple(layer for layer in layers if layer in self.kept), states=states)
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of one state over all recurrent layers, for a cache of this type."""
+        return sum(shape.state_bytes(inputs_of(dtype)) for _, shape in self.states)
+
+    def input_bytes(self, dtype: str) -> int:
+        """Return the bytes of the inputs of one token over all recurrent layers, for a cache of this type."""
+        return sum(shape.input_bytes(inputs_of(dtype)) for _, shape in self.states)
 
     def bytes_per_token(self, dtype: str, kind: int | None = None) -> int:
         """Return the bytes of keys and values of one token over all layers, or over those of a kind."""
@@ -601,6 +684,8 @@ def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
     found += _norm(at + "input_layernorm", block.pre_attention, hidden)
     if block.attention is not None:
         found += _attention(block.attention, hidden, at)
+    if block.recurrence is not None:
+        found += _recurrence(block.recurrence, hidden, at)
     found += _norm(at + "post_attention_layernorm", block.post_attention, hidden)
     found += _norm(at + pre_mlp_name(block), block.pre_mlp, hidden)
     if block.mlp is not None:
@@ -679,6 +764,32 @@ def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
     if isinstance(a.bias, Buckets):
         yield Weight(f"{own}relative_attention_bias.weight", (a.bias.num, a.heads), "table")
     yield from _matrix(f"{own}o_proj", hidden, q, f"{at}o", a.o_bias, "in")
+
+
+def recurrence_name(r: Recurrence) -> str:
+    """Return how the names of a recurrence's weights begin, inside of its block."""
+    return "conv." if r.kind == "short_conv" else "linear_attn."
+
+
+def _recurrence(r: Recurrence, hidden: int, at: str) -> Iterator[Weight]:
+    own, width = at + recurrence_name(r), r.width(hidden)
+    if r.kind == "short_conv":
+        yield from _matrix(f"{own}in_proj", 3 * hidden, hidden, f"{at}state_in", r.biases, None)
+        yield Weight(f"{own}conv.weight", (hidden, r.conv), "vector")
+        if r.biases:
+            yield Weight(f"{own}conv.bias", (hidden,), "vector")
+        yield from _matrix(f"{own}out_proj", hidden, hidden, f"{at}o", r.biases, None)
+        return
+    inner = r.value_heads * r.value_dim
+    yield from _matrix(f"{own}in_proj_qkv", width, hidden, f"{at}state_in", False, None)
+    yield from _matrix(f"{own}in_proj_z", inner, hidden, f"{at}state_in", False, None)
+    for gate in ("b", "a"):
+        yield from _matrix(f"{own}in_proj_{gate}", r.value_heads, hidden, f"{at}state_gates", False, None)
+    yield Weight(f"{own}conv1d.weight", (width, r.conv), "vector")
+    yield Weight(f"{own}dt_bias.weight", (r.value_heads,), "vector")
+    yield Weight(f"{own}A_log.weight", (r.value_heads,), "vector")
+    yield from _norm(f"{own}norm", r.norm, r.value_dim)
+    yield from _matrix(f"{own}out_proj", hidden, inner, f"{at}o", False, None)
 
 
 def _span(norm: Norm | None, heads: int, head_dim: int) -> int:

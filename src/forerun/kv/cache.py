@@ -23,8 +23,9 @@ from forerun.errors import BadOption, InternalError
 from forerun.kv import Held
 from forerun.kv.disk import Place
 from forerun.kv.keeping import Fetch, Keeper, Missing
-from forerun.kv.pool import HostPools, MakePools
+from forerun.kv.pool import HostPools, MakePools, StateRoom
 from forerun.kv.prefix import keys_of
+from forerun.kv.states import ROWS_EACH, StateTables
 from forerun.kv.tables import SPARE_TOKENS, BlockTables
 from forerun.types import CacheView, RaggedBatch
 
@@ -32,6 +33,7 @@ Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
 FOUND_TOKENS = 8192  # kept behind windows for later sequences that begin alike, beyond what running ones see
 WRITTEN_TOKENS = 512  # of a sequence in one pass, for the size of what a window takes
+LEAST_SNAPSHOTS = 8  # states of recurrent layers that are kept for later sequences, or as many as run at once
 
 
 class Cached(Protocol):
@@ -58,7 +60,8 @@ class BlockCache(BlockTables):
     """The keys and values of every sequence of one model, in blocks; for the paged and the contiguous backend alike.
 
     pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest first,
-    which is the cache itself. max_batch_size: sequences at once, for the blocks that are written of kinds with windows.
+    which is the cache itself. states: of recurrent layers, None = there are none. max_batch_size: sequences at once,
+    for the blocks that are written of kinds with windows, and for states.
     """
 
     def __init__(
@@ -78,7 +81,11 @@ class BlockCache(BlockTables):
         more = [max_batch_size * (window // block_tokens + 2) for window in windows if window is not None]
         blocks = [num_blocks, *(num_blocks + own for own in more)]
         touched = [written_blocks(window, block_tokens, num_blocks, max_batch_size) for window in shape.kinds]
-        self.pools = pools(shape, block_tokens, blocks, dtype)
+        room = state_room(shape, max_batch_size)
+        self.pools = pools(shape, block_tokens, blocks, dtype, room)
+        self.states = None
+        if room is not None:
+            self.states = StateTables(block_tokens, room.num_states, room.num_rows, self.pools.copy_inputs)
         super().__init__(
             block_tokens,
             num_blocks,
@@ -172,7 +179,17 @@ class BlockCache(BlockTables):
         keys = self._beginning(keys, [()] * len(self.kinds))
         for kind in self.kinds:
             kind.begin(slot, keys, tokens, salt)
+        if self.states is not None:
+            self.states.begin(slot, keys)
         return self._counted(slot, len(tokens))
+
+    def mark(self, slot: int, positions: Collection[int]) -> None:
+        """Let later sequences begin at these positions of an open slot, or up to a block before.
+
+        It is for recurrent layers: where there are none, sequences may begin behind any block.
+        """
+        if self.states is not None and self.prefix_caching:
+            self.states.mark(slot, positions)
 
     def keep_on_disk(self, keeper: Keeper) -> None:
         """Let blocks be written to a shelf and fetched from there, from now on."""
@@ -221,6 +238,8 @@ class BlockCache(BlockTables):
             num = len(keys)
             for kind, more in zip(self.kinds, others, strict=True):
                 keys = keys[: kind.num_found(keys, more)]
+            if self.states is not None:
+                keys = keys[: self.states.num_found(keys)]
         return keys
 
     def fork(self, slot: int, new_slot: int) -> None:
@@ -228,15 +247,21 @@ class BlockCache(BlockTables):
         super().fork(slot, new_slot)
         for kind in self.kinds[1:]:
             kind.fork(slot, new_slot)
+        if self.states is not None:
+            self.states.fork(slot, new_slot)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let other sequences find the slot's full blocks, see KVCache."""
         super().publish(slot, tokens)
         for kind in self.kinds[1:]:
             kind.publish(slot, tokens)
+        if self.states is not None:
+            self.states.publish(slot, len(tokens), self._keys(slot))
 
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back, see KVCache."""
+        if self.states is not None:
+            self.states.release(slot, self._keys(slot))
         super().release(slot)
         for kind in self.kinds[1:]:
             kind.release(slot)
@@ -246,6 +271,8 @@ class BlockCache(BlockTables):
         super().clear_prefixes()
         for kind in self.kinds[1:]:
             kind.clear_prefixes()
+        if self.states is not None:
+            self.states.clear()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a run, see KVCache."""
@@ -257,18 +284,27 @@ class BlockCache(BlockTables):
         """Keep some of the pending rows and of the rows just written, see KVCache."""
         for kind in self.kinds[1:]:
             kind.keep(kept, held)
-        return super().keep(kept, held)
+        reached = [] if self.states is None else self.states.keep(kept, held)
+        full = super().keep(kept, held)
+        return full if set(reached) <= set(full) else sorted({*full, *reached})
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
         """Make the rows of the run just written pending, see KVCache."""
         super().hold(slot, parents)
         for kind in self.kinds[1:]:
             kind.hold(slot, parents)
+        if self.states is not None:
+            self.states.hold(slot, len(parents))
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep the first `length` tokens only, or none where a kind's window has lost them, see KVCache."""
+        """Keep the first `length` tokens only, see KVCache.
+
+        They are fewer where a kind's window has lost them, or the state of recurrent layers has gone beyond them.
+        """
         if length <= self.length(slot) and not all(kind.can_cut(slot, length) for kind in self.kinds):
             length = 0
+        if self.states is not None and length <= self.length(slot):
+            length = self.states.truncate_to(slot, length, self._keys(slot))
         for kind in self.kinds[1:]:
             kind.truncate_to(slot, length)
         return super().truncate_to(slot, length)
@@ -280,6 +316,8 @@ class BlockCache(BlockTables):
             kind.check_integrity()
             if kind.free_tokens() < self.free_tokens():
                 raise InternalError("layers with a window have less room in the KV cache than those without")
+        if self.states is not None:
+            self.states.check_integrity()
 
     # --------------------------------------------------------------------------------------------------- one forward
 
@@ -306,6 +344,17 @@ class BlockCache(BlockTables):
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
         return CacheView(batch, np.concatenate(writes) if writes else np.empty(0, np.int64), reads)
+
+
+def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
+    """Return the room for the states and inputs of recurrent layers; None where there are none.
+
+    Each sequence has a state that it stands on and one that its pass leaves, and so has a pass that measures.
+    """
+    if not shape.states:
+        return None
+    num_lines = max_batch_size + 1
+    return StateRoom(2 * num_lines + max(LEAST_SNAPSHOTS, max_batch_size), num_lines * ROWS_EACH)
 
 
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:

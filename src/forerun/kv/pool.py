@@ -7,15 +7,16 @@ is stored. A backend makes the pools of its models: those here are the host's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from forerun import native
-from forerun.blocks import CacheShape, itemsize
+from forerun.blocks import CacheShape, StateShape, inputs_of, itemsize
 from forerun.errors import CapacityError
 from forerun.host_tensor import Array, Floats, HostTensor, address
 from forerun.kv.rounded import plain_keys, plain_values, rounded_keys, rounded_values
@@ -28,13 +29,27 @@ def type_number(dtype: str) -> int:
     return {"bfloat16": 1, "int8": 2}.get(dtype, 0)
 
 
+class StateRoom(NamedTuple):
+    """How many states and how many rows of inputs the recurrent layers have, all of them alike."""
+
+    num_states: int
+    num_rows: int
+
+
 class Pools(Protocol):
-    """The pools of all layers, where their backend keeps them. native: as native operators take them; None = not."""
+    """The pools of all layers, where their backend keeps them.
+
+    native: as native operators take them; None = not. states: of recurrent layers, by layer.
+    """
 
     native: Any
+    states: Mapping[int, StatePool]
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
         """Copy rows in all layers of a kind, one after the other."""
+
+    def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows of inputs in all recurrent layers."""
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
         """Put zeros into these rows in all layers."""
@@ -55,8 +70,8 @@ class Pools(Protocol):
         """Yield the pool of each layer that is kept, in order."""
 
 
-# (shape, tokens of a block, blocks of each kind, type) -> pools
-MakePools = Callable[[CacheShape, int, Seq[int], str], Pools]
+# (shape, tokens of a block, blocks of each kind, type, room of recurrent layers) -> pools
+MakePools = Callable[[CacheShape, int, Seq[int], str, StateRoom | None], Pools]
 
 
 @dataclass(frozen=True)
@@ -100,15 +115,45 @@ def _plain(numbers: HostTensor) -> Floats | Array:
     return numbers.float32() if numbers.dtype == "bfloat16" else numbers.values
 
 
+@dataclass(frozen=True)
+class StatePool:
+    """The states of one recurrent layer, and the inputs of tokens behind them; where each is, kv/states.py says.
+
+    states [states, heads, key_dim, value_dim], float32. history [states, conv - 1, width]: the last inputs before each.
+    inputs [rows, width], gates [rows, num_gates]: of tokens; gates are float32, the others of the type of the cache.
+    """
+
+    states: Any
+    history: Any
+    inputs: Any
+    gates: Any
+
+
+def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a StatePool's parts."""
+    return (
+        (room.num_states, shape.heads, shape.key_dim, shape.value_dim),
+        (room.num_states, shape.conv - 1, shape.width),
+        (room.num_rows, shape.width),
+        (room.num_rows, shape.num_gates),
+    )
+
+
 class LayerPools:
     """What pools of all backends share: which layer has which. A layer that is not kept has another one's pool.
 
     num_blocks: of each kind of layers (CacheShape.kinds). pools: of the layers that are kept. A layer that is not kept
-    must not be run.
+    must not be run. states: of recurrent layers.
     """
 
-    def __init__(self, shape: CacheShape, block_tokens: int, pools: Seq[Any]) -> None:
-        self.shape, self.block_tokens = shape, block_tokens
+    def __init__(
+        self,
+        shape: CacheShape,
+        block_tokens: int,
+        pools: Seq[Any],
+        states: Mapping[int, StatePool] = MappingProxyType({}),
+    ) -> None:
+        self.shape, self.block_tokens, self.states = shape, block_tokens, states
         self._kept = dict(zip(shape.kept, pools, strict=True))
         first = self._kept[shape.kept[0]] if shape.kept else None
         every = [self._kept.get(layer, first) for layer in range(shape.num_layers)]
@@ -138,8 +183,11 @@ class LayerPools:
 class HostPools(LayerPools):
     """Pools in numpy's arrays, which native operators read, too."""
 
-    def __init__(self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str) -> None:
-        super().__init__(shape, block_tokens, _allocated(shape, block_tokens, num_blocks, dtype))
+    def __init__(
+        self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, room: StateRoom | None = None
+    ) -> None:
+        pools = _allocated(shape, block_tokens, num_blocks, dtype)
+        super().__init__(shape, block_tokens, pools, _allocated_states(shape, room, dtype))
         self._dtype = dtype
         kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
         self.native = self._for_native(self.by_layer, kinds)
@@ -152,6 +200,12 @@ class HostPools(LayerPools):
             return
         for pool in self.of_kind[kind]:
             for part in (pool.keys.values, pool.values.values):
+                part[targets] = part[sources]
+
+    def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
+        """See `Pools`."""
+        for pool in self.states.values():
+            for part in (pool.inputs.values, pool.gates.values):
                 part[targets] = part[sources]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
@@ -224,3 +278,18 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
         ]
     except MemoryError as error:
         raise no_room_for_pools([one for keys, values, _ in sizes for one in (keys, values)], dtype, "cpu") from error
+
+
+def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str) -> dict[int, StatePool]:
+    """Allocate the states and inputs of recurrent layers; raises as `_allocated`."""
+    if room is None:
+        return {}
+    kinds = ("float32", inputs_of(dtype), inputs_of(dtype), "float32")
+    sizes = {layer: state_sizes(state, room) for layer, state in shape.states}
+    try:
+        return {
+            layer: StatePool(*(HostTensor.empty(size, kind) for size, kind in zip(parts, kinds, strict=True)))
+            for layer, parts in sizes.items()
+        }
+    except MemoryError as error:
+        raise no_room_for_pools([size for parts in sizes.values() for size in parts], dtype, "cpu") from error

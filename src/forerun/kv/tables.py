@@ -283,6 +283,11 @@ class BlockTables:
         own = self._slots.get(slot)
         return 0 if own is None else own.length
 
+    def _keys(self, slot: int) -> Seq[Key]:
+        """Return the keys of the blocks that a slot has published, from the first on."""
+        own = self._slots.get(slot)
+        return () if own is None else own.keys
+
     def pending(self, slot: int) -> Seq[int]:
         """Return the parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
         return self._slots[slot].pending

@@ -161,6 +161,23 @@ class ReferenceOps(Operators):
         function = ACTIVATIONS[act]
         return self._rows(lambda g, u: function(g) * u, gate, up)
 
+    def of_length_one(self, x: Tensor, eps: float) -> Tensor:
+        """Divide by the length over the last dimension, whose square gets eps before."""
+        return self._rows(lambda row: row * torch.rsqrt(row.pow(2).sum(-1, keepdim=True) + eps), x)
+
+    def gates_of(self, x: Tensor, bias: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gates of the delta rule: x [T, 2 heads], b then a -> beta and exp(g) [T, heads].
+
+        See blocks.Recurrence. bias, decay [heads]: dt_bias, and what the softplus is multiplied by.
+        """
+
+        def both(row: Tensor) -> Tensor:
+            b, a = row.chunk(2, -1)
+            return torch.cat((b.sigmoid(), (decay * F.softplus(a + bias)).exp()), -1)
+
+        beta, share = self._rows(both, x).chunk(2, -1)
+        return beta, share
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; pairs are (i, i + D/2) as in the published Llama weights.
 

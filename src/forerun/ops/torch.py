@@ -39,6 +39,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.host_tensor import Floats, HostTensor, dtype_name
 from forerun.kv.cache import BlockCache
+from forerun.kv.states import StateRun
 from forerun.ops.memory import Sizes, Wanted, no_room
 from forerun.ops.passes import Lent, Passed, batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
@@ -47,6 +48,7 @@ from forerun.ops.rotary import sinusoids
 from forerun.ops.torch_memory import ReferenceSizes
 from forerun.ops.torch_pools import pools_on
 from forerun.ops.torch_rotations import TorchRotations
+from forerun.ops.torch_states import TorchRecurrence, runs_alone
 from forerun.ops.torch_tensors import TorchRows, as_tensors, dtype_of, host_of, tensor_of, torch_dtype
 from forerun.types import CacheView, RaggedBatch
 
@@ -67,8 +69,6 @@ def supports(spec: Spec) -> str | None:
     """Return why a model is not computed here, in a sentence without an end; None where it is."""
     if spec.encoder is not None and (why_not := supports(spec.encoder)) is not None:
         return why_not
-    if any(block.recurrence is not None for block in spec.blocks):
-        return "blocks that keep a state are not computed yet"
     return None
 
 
@@ -210,7 +210,8 @@ class Step:
     views: the rows of the cache of each kind of layers; without a cache those that see each other, none in a chain.
     sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
     layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
-    num_experts: of each block with experts that has run, how many of them some row chose.
+    num_experts: of each block with experts that has run, how many of them some row chose. batch, states: what recurrent
+    blocks read and write of each run.
     """
 
     positions: Tensor
@@ -220,6 +221,8 @@ class Step:
     sources: CacheView | None = None
     layer_inputs: Tensor | None = None
     num_experts: list[int] = field(default_factory=list)
+    batch: RaggedBatch | None = None
+    states: Seq[StateRun] = ()
 
     def view(self, layer: int) -> CacheView | None:
         """Return the rows of the cache that a layer writes and reads."""
@@ -463,8 +466,12 @@ class TorchBlock:
         self.post_attention = Normed.of(parts, f"{at}post_attention_layernorm", block.post_attention)
         self.pre_mlp = Normed.of(parts, at + blocks.pre_mlp_name(block), block.pre_mlp)
         self.post_mlp = Normed.of(parts, f"{at}post_feedforward_layernorm", block.post_mlp)
-        a, mlp, experts = block.attention, block.mlp, block.experts
+        a, r, mlp, experts = block.attention, block.recurrence, block.mlp, block.experts
         self.attention = None if a is None else TorchAttention(a, parts, at, biased)
+        self.recurrence = None
+        if r is not None:
+            norm = Normed.of(parts, f"{at}{blocks.recurrence_name(r)}norm", r.norm)
+            self.recurrence = TorchRecurrence(r, parts, norm, at)
         self.mlp = None if mlp is None else TorchMlp(mlp, parts, f"{at}mlp.")
         self.experts = None if experts is None else TorchExperts(experts, parts, f"{at}mlp.")
         beside = {name: Normed.of(parts, at + name, norm) for name, norm in blocks.beside_norms(block).items()}
@@ -479,6 +486,9 @@ class TorchBlock:
         if self.attention is not None:
             y = normed(self.pre_attention, ops, x) if read is None else read
             x = self.attended(ops, x, self.attention.run(ops, y, i, step))
+        if self.recurrence is not None and step.batch is not None:
+            y, pool = normed(self.pre_attention, ops, x), None if step.cache is None else step.cache.pools.states[i]
+            x = self.attended(ops, x, self.recurrence.run(ops, y, pool, step.states, step.batch))
         if self.mlp is not None or self.experts is not None:
             x = self.fed_forward(ops, x, before if self.spec.parallel else x, step.num_experts)
         if self.layer_input is not None and step.layer_inputs is not None:
@@ -632,7 +642,8 @@ class TorchModel:
         inputs = None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.run(self.ops, tokens, self._embedded(tokens))
-        step, first = Step(positions, rotations, cache, views, sources, inputs), 0
+        states = self._states(batch, cache)
+        step, first = Step(positions, rotations, cache, views, sources, inputs, batch=batch, states=states), 0
         inner = {k: self.rows.empty(len(x), self.config.hidden_size) for k in taps}
         for i in chosen:
             _write(inner, range(first, i + 1), x)
@@ -657,6 +668,12 @@ class TorchModel:
             attention = self.blocks[i].attention
             if attention is not None and attention.spec.sees == "encoder":
                 cache.pools[i].write(places, *attention.of_source(self.ops, rows))
+
+    def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
+        """Return what the recurrent blocks read and write of each run; nothing where there are none."""
+        if all(block.recurrence is None for block in self.config.blocks):
+            return ()
+        return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
 
     @property
     def _sees_all(self) -> bool:

@@ -11,8 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forerun.blocks import CacheShape
-from forerun.kv.pool import LayerPools, MakePools, no_room_for_pools, pool_sizes
+from forerun.blocks import CacheShape, inputs_of
+from forerun.kv.pool import (
+    LayerPools,
+    MakePools,
+    StatePool,
+    StateRoom,
+    no_room_for_pools,
+    pool_sizes,
+    state_sizes,
+)
 from forerun.ops.torch_tensors import torch_dtype
 
 Rows = Tensor | slice
@@ -46,9 +54,17 @@ class TorchPools(LayerPools):
     native = None
 
     def __init__(
-        self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str = "cpu"
+        self,
+        shape: CacheShape,
+        block_tokens: int,
+        num_blocks: Seq[int],
+        dtype: str,
+        room: StateRoom | None = None,
+        *,
+        device: str = "cpu",
     ) -> None:
-        super().__init__(shape, block_tokens, _allocated(shape, block_tokens, num_blocks, dtype, device))
+        pools = _allocated(shape, block_tokens, num_blocks, dtype, device)
+        super().__init__(shape, block_tokens, pools, _allocated_states(shape, room, dtype, device))
         self._device = device
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
@@ -56,6 +72,12 @@ class TorchPools(LayerPools):
         source, target = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (sources, targets))
         for pool in self.of_kind[kind]:
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
+
+    def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
+        """See `Pools`."""
+        for pool in self.states.values():
+            for part in (pool.inputs, pool.gates):
+                part[targets] = part[sources]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
         """See `Pools`."""
@@ -95,3 +117,21 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
         ]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
         raise no_room_for_pools([one for keys, values, _ in sizes for one in (keys, values)], dtype, device) from error
+
+
+def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str, device: str) -> dict[int, StatePool]:
+    """Allocate the states and inputs of recurrent layers; raises as `_allocated`."""
+    if room is None:
+        return {}
+    own = torch_dtype(inputs_of(dtype))
+    kinds = (torch.float32, own, own, torch.float32)
+    sizes = {layer: state_sizes(state, room) for layer, state in shape.states}
+    try:
+        return {
+            layer: StatePool(
+                *(torch.empty(size, dtype=kind, device=device) for size, kind in zip(parts, kinds, strict=True))
+            )
+            for layer, parts in sizes.items()
+        }
+    except RuntimeError as error:
+        raise no_room_for_pools([size for parts in sizes.values() for size in parts], dtype, device) from error

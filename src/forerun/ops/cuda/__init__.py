@@ -70,6 +70,8 @@ def supports(spec: Spec) -> str | None:
     """Return why a model is not computed here, in a sentence without an end; None where it is."""
     if (reason := in_torch.supports(spec)) is not None:
         return reason
+    if any(block.recurrence is not None for block in spec.blocks):
+        return "blocks that keep a state have no CUDA kernels yet"
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
         return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"

@@ -1,0 +1,383 @@
+"""Where the states of recurrent layers are: which state a sequence stands on, and which rows hold what came behind it.
+
+A recurrent layer cannot be cut back: what a token did to a state cannot be taken out again. So a state is only written
+where it is known that its tokens stay, and the inputs of the tokens behind it are kept raw, a row for each. A pass
+begins with the state, goes through these inputs again in their order, and on through its own rows; a rejection forgets
+rows. States are written at whole blocks of STATE_TOKENS tokens: a pass that finds one more block of committed tokens
+leaves its state on the way, so that a state is read once a pass and written once a block, whatever was drafted.
+
+    [0, start)                          in the state
+    [start, length)                     rows of kept tokens, fewer than a block and what one pass has kept
+    [length, length + p), then the run  as in kv/tables.py
+
+A run of which nobody will judge a row (a prompt's) leaves the states of its whole blocks at once, and only what is
+behind them as rows. A state is always written to a place of its own, and a sequence stands on it when the rows of that
+pass are kept: a pass that fails, or that nobody keeps, has changed nothing.
+
+States that others may begin with are *published* under the key of the last block of their tokens (kv/prefix.py): those
+of positions that were marked, such as the ends of messages, and the last one of a sequence that ends. One that no
+sequence stands on is evicted when its place is needed, the longest unused first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.blocks import STATE_TOKENS
+from forerun.errors import CapacityError, InternalError
+from forerun.kv import SCRATCH_SLOT, Held
+from forerun.kv.prefix import Key
+from forerun.types import RaggedBatch
+from forerun.types.batch import bits
+
+NOWHERE = -1  # the state of no token, which is zeros; the row of an input that nobody keeps
+MOST_JUDGED = 128  # rows of a run of which some may be rejected; a longer one is kept as a whole
+# Of one sequence: what one block and a pass leave, what is pending, and a run.
+ROWS_EACH = STATE_TOKENS + 2 * 64 + MOST_JUDGED
+
+
+class StateRun(NamedTuple):
+    """What the recurrent layers read and write of one run.
+
+    first: the state that it begins with, NOWHERE = zeros. before: rows of the kept tokens behind that state, in order.
+    pending: rows of pending tokens. rows: where the run's own inputs go, NOWHERE = they are not kept. paths: of each
+    row of a tree the pending and own tokens before it, counted as RaggedBatch.ancestors does; () = a chain behind all
+    others. saves: how many tokens behind `first` stand in a state that is written on the way, and where.
+    """
+
+    first: int
+    before: Seq[int]
+    pending: Seq[int]
+    rows: Seq[int]
+    paths: Seq[Seq[int]]
+    saves: Seq[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Line:
+    """One sequence. start: the tokens in its state. sure: the tokens that are known to stay, in whole blocks.
+
+    rows: of kept tokens behind `start`; run: of the run that is being written. saves: by position the states that the
+    run leaves; snapshots: those that wait for the keys of their blocks. marks: positions whose states are published.
+    """
+
+    state: int = NOWHERE
+    start: int = 0
+    rows: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    run: list[int] = field(default_factory=list)
+    saves: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, int] = field(default_factory=dict)
+    marks: set[int] = field(default_factory=set)
+    sure: int = 0
+
+    @property
+    def length(self) -> int:
+        """The kept tokens."""
+        return self.start + len(self.rows)
+
+
+class StateTables:
+    """The states and input rows of every sequence of one model; all of it is on the host, without tensors.
+
+    copy: copies input rows to others, in all recurrent layers. block_tokens: of the keys under which states are
+    published.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        num_states: int,
+        num_rows: int,
+        copy: Callable[[list[int], list[int]], None],
+    ) -> None:
+        self.block_tokens, self.num_states, self.num_rows = block_tokens, num_states, num_rows
+        self._copy = copy
+        self._free = list(range(num_states - 1, -1, -1))
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_users: Counter[int] = Counter()  # lines that stand on a state, or hold it for later
+        self._lines: dict[int, _Line] = {}
+        self._state_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    # ------------------------------------------------------------------------------------------------ life of a slot
+
+    def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
+        """Return with how many of these keys' blocks a sequence can begin: a state is there behind the last of them."""
+        for num in range(len(keys), 0, -1):
+            if keys[num - 1] in self._state_of or keys[num - 1] in others:
+                return num
+        return 0
+
+    def begin(self, slot: int, keys: Seq[Key]) -> None:
+        """Begin a sequence with the state behind the blocks of these keys, `num_found` of which are there."""
+        if slot in self._lines:
+            raise InternalError(f"slot {slot} of recurrent states is open already")
+        self._lines[slot] = line = _Line()
+        if keys:
+            self._stand(line, self._state_of[keys[-1]], len(keys) * self.block_tokens)
+            line.sure = line.start
+
+    def mark(self, slot: int, positions: Collection[int]) -> None:
+        """Publish the states that a sequence reaches before these positions, at whole blocks, once it passes them."""
+        line = self._lines[slot]
+        whole = {position // self.block_tokens * self.block_tokens for position in positions}
+        line.marks |= {position for position in whole if position > line.start}
+
+    def fork(self, slot: int, new_slot: int) -> None:
+        """Begin a sequence with the state and the kept rows of another. Raises CapacityError without room for rows."""
+        line = self._lines[slot]
+        copies = self._take_rows(len(line.rows))
+        self.begin(new_slot, ())
+        new = self._lines[new_slot]
+        self._stand(new, line.state, line.start)
+        new.rows, new.sure = copies, min(line.sure, line.start)
+        if copies:
+            self._copy(line.rows, copies)
+
+    def publish(self, slot: int, num_tokens: int, keys: Seq[Key]) -> None:
+        """Count so many tokens as known to stay, and let others find the states that are reached within them.
+
+        keys: of the sequence's blocks that are published, from the first on.
+        """
+        line = self._lines[slot]
+        line.sure = max(line.sure, min(num_tokens, line.length) // STATE_TOKENS * STATE_TOKENS)
+        for position in [position for position in line.snapshots if position <= line.sure]:
+            num_blocks = position // self.block_tokens
+            if num_blocks <= len(keys):
+                state = line.snapshots.pop(position)
+                self._publish(keys[num_blocks - 1], state)
+                self._leave(state)
+
+    def _publish(self, key: Key, state: int) -> None:
+        if state not in self._key_of and key not in self._state_of:
+            self._state_of[key], self._key_of[state] = state, key
+
+    def release(self, slot: int, keys: Seq[Key] = ()) -> None:
+        """End a sequence, and publish the state that it stands on; unknown slots are ignored."""
+        line = self._lines.pop(slot, None)
+        if line is None:
+            return
+        num_blocks, inside = divmod(line.start, self.block_tokens)
+        if line.state >= 0 and not inside and 0 < num_blocks <= len(keys):
+            self._publish(keys[num_blocks - 1], line.state)
+        self._forget_run(line)
+        self._free_rows += [*line.rows, *line.pending]
+        for state in line.snapshots.values():
+            self._leave(state)
+        self._leave(line.state)
+
+    def clear(self) -> None:
+        """Withdraw every published state."""
+        for state in list(self._key_of):
+            self._withdraw(state)
+
+    # ------------------------------------------------------------------------------------------------------ one pass
+
+    def plan(self, batch: RaggedBatch) -> list[StateRun]:
+        """Return what each run reads and writes. Raises CapacityError where rows or states are not there.
+
+        What an earlier run of the same slot wrote, and nobody kept, is forgotten.
+        """
+        for slot in batch.slots:
+            self._forget_run(self._line(slot))
+        return [self._planned(batch, b) for b in range(len(batch.slots))]
+
+    def _planned(self, batch: RaggedBatch, b: int) -> StateRun:
+        line, num, is_tree = self._line(batch.slots[b]), len(batch.run(b)), batch.is_tree(b)
+        length = line.length
+        if batch.cached[b] + batch.num_pending(b) != length + len(line.pending):
+            raise InternalError(
+                f"slot {batch.slots[b]} holds {length} tokens in recurrent layers, the batch says {batch.cached[b]}"
+            )
+        is_whole = not line.pending and not is_tree and (b in batch.silent or num > MOST_JUDGED)
+        end = length + num if is_whole else min(line.sure, length)
+        end -= end % STATE_TOKENS
+        line.run = self._take_rows(num if end <= length else length + num - end)
+        if end > length:
+            line.run = [NOWHERE] * (end - length) + line.run
+        self._save(line, end)
+        before, pending = list(line.rows), list(line.pending)
+        paths: list[list[int]] = []
+        if is_tree:
+            paths = [bits(batch.ancestors[row])[:-1] for row in batch.run(b)]
+        else:
+            before, pending = before + pending, []
+        saves = [(position - line.start, state) for position, state in sorted(line.saves.items())]
+        return StateRun(line.state, before, pending, list(line.run), paths, saves)
+
+    def _save(self, line: _Line, end: int) -> None:
+        """Take places for the states that a pass leaves up to a position: the last one, and those that are marked.
+
+        A mark goes without where there is no place for it.
+        """
+        if end <= line.start:
+            return
+        line.saves[end] = self._take()
+        for position in sorted((p for p in line.marks if line.start < p < end), reverse=True):
+            if not self._free and not self._evictable:
+                return
+            line.saves[position] = self._take()
+
+    def _forget_run(self, line: _Line) -> None:
+        for state in line.saves.values():
+            self._leave(state)
+        self._free_rows += [row for row in line.run if row != NOWHERE]
+        line.saves, line.run = {}, []
+
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held]) -> list[int]:
+        """Keep some of the pending rows and of the rows just written, as KVCache.keep; the states of the pass stay.
+
+        Returns the slots that have come to the end of a block.
+        """
+        reached = list[int]()
+        for slot, rows in kept.items():
+            line, at = self._line(slot), 0 if slot not in held else len(rows)
+            if slot == SCRATCH_SLOT and not line.run and rows:  # of a pass that is to be measured, behind nothing real
+                line.start += len(rows)
+                continue
+            all_rows, before = [*line.pending, *line.run], line.length
+            chosen = [all_rows[row] for row in rows]
+            others = [all_rows[row] for row in held[slot].rows] if at else []
+            if NOWHERE in line.run and list(rows) != list(range(len(line.run))):
+                raise InternalError(
+                    f"slot {slot} cannot keep {len(rows)} rows of a run of {len(line.run)}: all or none"
+                )
+            stay = {*chosen, *others}
+            self._free_rows += [row for row in all_rows if row != NOWHERE and row not in stay]
+            line.pending, line.run = others, []
+            line.rows += chosen
+            self._arrive(line)
+            if line.length // STATE_TOKENS > before // STATE_TOKENS:
+                reached.append(slot)
+        return reached
+
+    def _arrive(self, line: _Line) -> None:
+        """Stand on the last of the states that the pass left, and hold those that are marked until they have keys."""
+        for position, state in sorted(line.saves.items()):
+            if position in line.marks:
+                line.marks.discard(position)
+                line.snapshots[position] = state
+                self._num_users[state] += 1
+        if line.saves:
+            start = max(line.saves)
+            num_passed = start - line.start
+            self._free_rows += [row for row in line.rows[:num_passed] if row != NOWHERE]
+            del line.rows[:num_passed]
+            self._stand(line, line.saves[start], start)
+        for state in line.saves.values():
+            self._leave(state)
+        line.saves = {}
+
+    def hold(self, slot: int, num_rows: int) -> None:
+        """Make the rows of the run just written pending, behind those that are pending already."""
+        line = self._line(slot)
+        if len(line.run) != num_rows or NOWHERE in line.run:
+            raise InternalError(f"slot {slot} cannot hold {num_rows} rows of a run of {len(line.run)}")
+        line.pending += line.run
+        line.run = []
+        self._arrive(line)
+
+    def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> int:
+        """Keep the first `length` tokens only, and drop pending rows; returns how many are kept.
+
+        They are fewer where the state has gone beyond them: those of the nearest published one, or none.
+        """
+        line = self._line(slot)
+        self._forget_run(line)
+        self._free_rows += line.pending
+        line.pending = []
+        num_rows = max(0, length - line.start)
+        self._free_rows += line.rows[num_rows:]
+        del line.rows[num_rows:]
+        if line.start > length:
+            num = self.num_found(keys[: length // self.block_tokens])
+            self._stand(line, self._state_of[keys[num - 1]] if num else NOWHERE, num * self.block_tokens)
+        line.sure = min(line.sure, line.length)
+        for position in [position for position in line.snapshots if position > line.length]:
+            self._leave(line.snapshots.pop(position))
+        return line.length
+
+    def _line(self, slot: int) -> _Line:
+        if slot not in self._lines:
+            raise InternalError(f"slot {slot} of recurrent states is not open")
+        return self._lines[slot]
+
+    # --------------------------------------------------------------------------------------------------------- places
+
+    def _take_rows(self, num: int) -> list[int]:
+        if num > len(self._free_rows):
+            raise CapacityError(
+                f"recurrent layers have {len(self._free_rows)} free rows for inputs and {num} are needed: lower "
+                "max_batch_size"
+            )
+        return [self._free_rows.pop() for _ in range(num)]
+
+    def _take(self) -> int:
+        """Take a place for a state, with one user: a free one, else that of the longest unused published state."""
+        if not self._free and self._evictable:
+            self._withdraw(next(iter(self._evictable)))
+        if not self._free:
+            raise CapacityError("there is no place for one more state of recurrent layers: lower max_batch_size")
+        state = self._free.pop()
+        self._num_users[state] = 1
+        return state
+
+    def _withdraw(self, state: int) -> None:
+        del self._state_of[self._key_of.pop(state)]
+        if state in self._evictable:
+            del self._evictable[state]
+            self._free.append(state)
+
+    def _stand(self, line: _Line, state: int, start: int) -> None:
+        """Let a line stand on a state of so many tokens, and leave the one before."""
+        before, line.state, line.start = line.state, state, start
+        if state != NOWHERE:
+            self._num_users[state] += 1
+            self._evictable.pop(state, None)
+        self._leave(before)
+
+    def _leave(self, state: int) -> None:
+        """Remove one user of a state. Without users a published one becomes evictable, any other free."""
+        if state == NOWHERE:
+            return
+        self._num_users[state] -= 1
+        if not self._num_users[state]:
+            del self._num_users[state]
+            if state in self._key_of:
+                self._evictable[state] = None
+            else:
+                self._free.append(state)
+
+    # ------------------------------------------------------------------------------------------------------ integrity
+
+    @property
+    def num_published(self) -> int:
+        """How many states others may begin with."""
+        return len(self._key_of)
+
+    def check_integrity(self) -> None:
+        """Raise InternalError where a state or a row is lost, or is somebody's twice."""
+        users: Counter[int] = Counter()
+        rows = list(self._free_rows)
+        for line in self._lines.values():
+            users.update(
+                [state for state in (line.state, *line.saves.values(), *line.snapshots.values()) if state >= 0]
+            )
+            rows += [row for row in (*line.rows, *line.pending, *line.run) if row != NOWHERE]
+            if NOWHERE in line.rows:
+                raise InternalError("a kept token of a recurrent layer is in no state and in no row")
+        if users != self._num_users:
+            raise InternalError("recurrent states have other users than are counted")
+        if sorted([*users, *self._free, *self._evictable]) != list(range(self.num_states)):
+            raise InternalError("a recurrent state was lost, or is there twice")
+        if sorted(rows) != list(range(self.num_rows)):
+            raise InternalError("a row of a recurrent layer's inputs was lost, or is there twice")
+        if {state: key for key, state in self._state_of.items()} != self._key_of:
+            raise InternalError("a recurrent state is published under a key that is not its own")
+        if any(state not in self._key_of for state in self._evictable):
+            raise InternalError("a recurrent state waits to be evicted and is not published")

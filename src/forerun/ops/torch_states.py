@@ -1,0 +1,208 @@
+"""Recurrent layers in torch: the same recurrence in the same order for prompts, decoding, drafts and trees.
+
+What a pass reads and writes is said by kv/states.py. Every token is one step of the recurrence, whatever pass it is in,
+so that a state has the same bits however its tokens came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import Recurrence, recurrence_name
+from forerun.kv.pool import StatePool
+from forerun.kv.states import NOWHERE, StateRun
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch
+
+if TYPE_CHECKING:
+    from forerun.ops.torch import Normed, Parts
+
+LENGTH_EPS = 1e-6  # below the lengths of q and k, as published code has it
+
+
+def runs_alone(batch: RaggedBatch) -> list[StateRun]:
+    """Return what the runs of a pass without a cache read and write: each begins with no token, and leaves nothing."""
+    return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens that one run goes through: those behind the state that it begins with, pending ones, and its own.
+
+    inputs [conv - 1 + tokens, width]: of the tokens, and before them the last ones of the state. gates [tokens, gates].
+    first_own: the first token of the run. parents: of each token, NOWHERE = the state.
+    """
+
+    inputs: Tensor
+    gates: Tensor
+    first_own: int
+    parents: Seq[int]
+
+    def convolved(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return of each token the sum over its last inputs [tokens, width], the oldest first; weight [width, conv]."""
+        num, conv = len(self.parents), weight.shape[1]
+        if self.parents == range(-1, num - 1):
+            taps = [self.inputs[j : j + num] for j in range(conv)]
+        else:
+            windows = torch.tensor([self._window(token, conv) for token in range(num)], device=self.inputs.device)
+            taps = [self.inputs[windows[:, j]] for j in range(conv)]
+        total = taps[0] * weight[:, 0]
+        for j in range(1, conv):
+            total = total + taps[j] * weight[:, j]
+        return total if bias is None else total + bias
+
+    def _window(self, token: int, conv: int) -> list[int]:
+        """Return the rows of `inputs` that a token's convolution reads."""
+        path = list[int]()
+        while token != NOWHERE and len(path) < conv:
+            path.append(token + conv - 1)
+            token = self.parents[token]
+        return [*range(len(path) - 1, conv - 1), *reversed(path)]
+
+
+class TorchRecurrence:
+    """The recurrent part of one block."""
+
+    def __init__(self, r: Recurrence, parts: Parts, normed: Normed | None, at: str) -> None:
+        self.spec, own = r, at + recurrence_name(r)
+        self.norm = normed
+        self.o = parts.product(f"{own}out_proj")
+        if r.kind == "short_conv":
+            self.input = parts.product(f"{own}in_proj")
+            self.weight = parts.vector(f"{own}conv.weight")
+            self.bias = parts.vector(f"{own}conv.bias") if r.biases else None
+            return
+        self.input = parts.product(f"{own}in_proj_qkv", f"{own}in_proj_z")
+        self.gates = parts.product(f"{own}in_proj_b", f"{own}in_proj_a")
+        self.weight, self.bias = parts.vector(f"{own}conv1d.weight"), None
+        self.dt_bias = parts.weights[f"{own}dt_bias.weight"].float()
+        stored = parts.weights[f"{own}A_log.weight"].float()
+        self.decay = stored if r.decay == "negative" else -stored.exp()
+
+    def run(
+        self, ops: ReferenceOps, y: Tensor, pool: StatePool | None, runs: Seq[StateRun], batch: RaggedBatch
+    ) -> Tensor:
+        """Return what the block's branch adds [T, H], of rows y that its projections read."""
+        if self.spec.kind == "short_conv":
+            b, c, x = self.input.apply(ops, y)[0].chunk(3, -1)
+            inputs, gates = b * x, y.new_empty(len(y), 0, dtype=torch.float32)
+        else:
+            inputs, z = self.input.apply(ops, y)
+            gates = torch.cat(list(self.gates.apply(ops, y)), -1).float()
+        outs = list[Tensor]()
+        for b_, run in enumerate(runs):
+            rows = slice(batch.run(b_).start, batch.run(b_).stop)
+            tokens = self._tokens(pool, run, inputs[rows], gates[rows])
+            outs.append(
+                self._convolved(ops, tokens, run, pool)
+                if self.spec.kind == "short_conv"
+                else self._read(ops, tokens, run, pool)
+            )
+        out = torch.cat(outs) if outs else inputs[:0]
+        if self.spec.kind == "short_conv":
+            return self.o.apply(ops, c * out)[0]
+        heads = out.to(y.dtype) if self.norm is None else self.norm.apply(ops, out.to(y.dtype))
+        opened = ops.activated("silu", z.float()).view(heads.shape)
+        return self.o.apply(ops, (heads * opened).to(y.dtype).flatten(1))[0]
+
+    def _tokens(self, pool: StatePool | None, run: StateRun, inputs: Tensor, gates: Tensor) -> _Tokens:
+        """Keep a run's inputs where they are to stay, and return all tokens that it goes through."""
+        conv, num = self.spec.conv, len(inputs)
+        history = inputs.new_zeros(conv - 1, inputs.shape[1])
+        behind = [*run.before, *run.pending]
+        if pool is not None:
+            inputs = inputs.to(pool.inputs.dtype)
+            kept = [i for i, row in enumerate(run.rows) if row != NOWHERE]
+            if kept:
+                places, own = [run.rows[i] for i in kept], slice(kept[0], kept[-1] + 1)
+                pool.inputs[places], pool.gates[places] = inputs[own], gates[own]
+            if run.first != NOWHERE:
+                history = pool.history[run.first].to(history.dtype)
+            inputs = torch.cat((pool.inputs[behind], inputs)).to(history.dtype)
+            gates = torch.cat((pool.gates[behind], gates))
+        parents: Seq[int] = range(-1, len(behind) + num - 1)
+        if run.paths:
+            parents = self._tree(run)
+        return _Tokens(torch.cat((history, inputs)), gates, len(behind), parents)
+
+    @staticmethod
+    def _tree(run: StateRun) -> list[int]:
+        """Return the parent of each token behind the state, where a run is a tree."""
+        num, last = len(run.before), len(run.before) - 1
+        parents = list(range(-1, last)) + [last] * (len(run.pending) + len(run.rows))
+        for i, path in enumerate(run.paths):
+            nodes = [num + node for node in (*path, len(run.pending) + i)]
+            for parent, child in zip([last, *nodes], nodes, strict=False):
+                parents[child] = parent
+        return parents
+
+    def _convolved(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
+        """Return the short convolution of a run's rows [n, H], and leave its states."""
+        for num, state in run.saves:
+            assert pool is not None
+            pool.history[state] = tokens.inputs[num : num + self.spec.conv - 1].to(pool.history.dtype)
+        return tokens.convolved(self.weight, self.bias)[tokens.first_own :]
+
+    def _read(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
+        """Return what a run's rows read of their states, float32 [n, heads, value_dim], and leave states on the way."""
+        r, saves = self.spec, dict(run.saves)
+        steps = self._steps(ops, tokens)
+        state = tokens.gates.new_zeros(r.value_heads, r.key_dim, r.value_dim)
+        if pool is not None and run.first != NOWHERE:
+            state = pool.states[run.first]
+        states, outs = {NOWHERE: state}, list[Tensor]()
+        is_chain = not run.paths
+        for token, step in enumerate(steps):
+            states[token] = step.after(states[tokens.parents[token]])
+            if is_chain:
+                del states[token - 1]
+            if token >= tokens.first_own:
+                outs.append(step.read(states[token]))
+            if token + 1 in saves and pool is not None:
+                pool.states[saves[token + 1]] = states[token]
+                pool.history[saves[token + 1]] = tokens.inputs[token + 1 : token + r.conv].to(pool.history.dtype)
+        return torch.stack(outs) if outs else state.new_empty(0, r.value_heads, r.value_dim)
+
+    def _steps(self, ops: ReferenceOps, tokens: _Tokens) -> Iterator[_Step]:
+        """Yield what each token does to a state."""
+        r = self.spec
+        acted = ops.activated("silu", tokens.convolved(self.weight, self.bias)).float()
+        sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
+        q, k, v = torch.split_with_sizes(acted, sizes, -1)
+        times = r.value_heads // r.key_heads
+        q, k = (
+            ops.of_length_one(x.view(len(x), r.key_heads, r.key_dim), LENGTH_EPS).repeat_interleave(times, 1)
+            for x in (q, k)
+        )
+        q, v = q / r.key_dim**0.5, v.view(len(v), r.value_heads, r.value_dim)
+        betas, decays = ops.gates_of(tokens.gates, self.dt_bias, self.decay)
+        return map(_Step, q, k, v, betas, decays)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one token does to the states of all heads.
+
+    q, k [heads, key_dim], v [heads, value_dim]; beta and decay [heads], what a state is multiplied by.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+
+    def after(self, state: Tensor) -> Tensor:
+        """Return the state [heads, key_dim, value_dim] behind the token."""
+        state = state * self.decay[:, None, None]
+        known = (state * self.k[:, :, None]).sum(1)
+        return state + self.k[:, :, None] * ((self.v - known) * self.beta[:, None])[:, None]
+
+    def read(self, state: Tensor) -> Tensor:
+        """Return what the token reads of the state behind it [heads, value_dim]."""
+        return (state * self.q[:, :, None]).sum(1)
