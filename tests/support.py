@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from forerun.blocks import Plain, Spec, weight_shapes
+from forerun.blocks import Attention, Block, Mlp, Norm, Plain, Recurrence, Rope, Spec, weight_shapes
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
@@ -35,11 +35,29 @@ def random_decoder(
 ) -> TorchModel:
     """Make a llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
     config = Plain("llama", VOCAB, hidden, layers, 4, 2, 8, ffn, 1e-5, 512).spec
+    return random_of(config, seed, scale, row_by_row=row_by_row)
+
+
+def random_hybrid(seed: int, *, row_by_row: bool = False) -> TorchModel:
+    """Make a model of three layers: two that keep states, of both kinds, and one with attention and a gate."""
+    norm = Norm()
+    recurrences = (Recurrence("gated_delta", 4, 2, 4, 8, 8, norm=norm), Recurrence("short_conv", 3))
+    attention = Attention(4, 2, 8, rope=Rope(dims=4), gate=True)
+    blocks = (
+        Block(norm, recurrence=recurrences[0], pre_mlp=norm, mlp=Mlp(48)),
+        Block(norm, attention, pre_mlp=norm, mlp=Mlp(48)),
+        Block(norm, recurrence=recurrences[1], pre_mlp=norm, mlp=Mlp(48)),
+    )
+    return random_of(Spec("hybrid", VOCAB, 32, 512, blocks), seed, 0.3, row_by_row=row_by_row)
+
+
+def random_of(spec: Spec, seed: int, scale: float, *, row_by_row: bool = False) -> TorchModel:
+    """Make a model of random weights; `scale` sets how peaked its distributions are."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in weight_shapes(config).items():
+    for name, shape in weight_shapes(spec).items():
         weights[name] = torch.randn(shape, generator=generator) * scale + ("norm" in name)
-    return load_model(config, weights, ReferenceOps(row_by_row=row_by_row))
+    return load_model(spec, weights, ReferenceOps(row_by_row=row_by_row))
 
 
 def noisy_copy(model: TorchModel | CpuModel, seed: int, noise: float = 0.02) -> Any:

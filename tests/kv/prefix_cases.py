@@ -7,11 +7,14 @@ overwritten while another slot reads it, is found.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
+from forerun.blocks import StateShape
 from forerun.host_tensor import Array
 from forerun.kv.cache import BlockCache, CacheShape
+from forerun.kv.states import NOWHERE
 from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
 
@@ -22,8 +25,13 @@ PROMPT = list(range(100, 116))  # four blocks
 Windows = tuple[int | None, ...]  # of each layer
 
 
-def pool(num_blocks: int = 16, windows: Windows | None = None, max_batch_size: int = 1) -> BlockCache:
+def pool(
+    num_blocks: int = 16, windows: Windows | None = None, max_batch_size: int = 1, *, has_states: bool = False
+) -> BlockCache:
     shape = SHAPE if windows is None else CacheShape(len(windows), 1, 1, windows=windows)
+    if has_states:  # a layer more, whose state is one number
+        states = ((shape.num_layers, StateShape(conv=2, width=1, heads=1, key_dim=1, value_dim=1)),)
+        shape = replace(shape, num_layers=shape.num_layers + 1, layers=tuple(range(shape.num_layers)), states=states)
     sizes = {"block_tokens": BLOCK, "num_blocks": num_blocks, "max_batch_size": max_batch_size}
     return BlockCache(shape, **sizes, dtype="float32")
 
@@ -62,13 +70,13 @@ class Driven:
     def pending(self, slot: int) -> Seq[int]:
         return self.cache.pending(slot)
 
-    def write(self, slot: int, tokens: Seq[int], parents: Seq[int] | None = None) -> None:
+    def write(self, slot: int, tokens: Seq[int], parents: Seq[int] | None = None, *, is_silent: bool = False) -> None:
         """Write one pass without keeping its rows. Raises CapacityError as the cache does.
 
-        parents: indices among the pending rows, then the run.
+        parents: indices among the pending rows, then the run. is_silent: whether no row is judged.
         """
         self.cache.reserve(slot, len(tokens))
-        batch = pack([Run(slot, tokens, parents=parents)], self.cache)
+        batch = pack([Run(slot, tokens, "none" if is_silent else "all", parents)], self.cache)
         chains = list(self._held.get(slot, []))
         num_pending = len(chains)
         parents = range(num_pending - 1, num_pending - 1 + len(tokens)) if parents is None else parents
@@ -85,12 +93,40 @@ class Driven:
                 first = self.first_seen(layer, len(chain) - 1)
                 assert rows[seen, 0, 0].astype(int).tolist()[first:] == wanted[first:]
                 assert wanted[-1] == number
+        self._recur(batch, slot, chains, num_pending)
         self._runs[slot], self._parents[slot] = chains, parents
+
+    def _recur(self, batch: RaggedBatch, slot: int, chains: list[list[int]], num_pending: int) -> None:
+        """Compute a recurrent layer: a state is the number of its tokens, and an input that of the tokens up to it."""
+        if self.cache.states is None:
+            return
+        (run,), (layer,) = self.cache.states.plan(batch), self.cache.pools.states.values()
+        salt, own = self.salts[slot], chains[num_pending:]
+        start = len(own[0]) - 1 - len(run.before) - (len(run.paths[0]) if run.paths else 0)
+        state = 0 if run.first == NOWHERE else int(layer.states.values[run.first, 0, 0, 0])
+        assert state == (self.number(salt, own[0][:start]) if start else 0)
+        stored, numbers = layer.inputs.values[:, 0], [self.number(salt, chain) for chain in own]
+        for i, chain in enumerate(own):
+            behind = [stored[row] for row in run.before]
+            if run.paths:
+                nodes = [*(stored[row] for row in run.pending), *numbers]
+                behind += [nodes[j] for j in run.paths[i]]
+            else:
+                behind += numbers[:i]
+            path = list(map(int, [*behind, numbers[i]]))
+            assert path == [self.number(salt, chain[: start + j + 1]) for j in range(len(path))]
+            assert start + len(path) == len(chain)
+        for number, row in zip(numbers, run.rows, strict=True):
+            if row != NOWHERE:
+                stored[row] = number
+        for num, place in run.saves:
+            assert num <= len(run.before) or not run.paths
+            layer.states.values[place, 0, 0, 0] = self.number(salt, own[-1][: start + num])
 
     def _layers(self) -> list[tuple[Array, int]]:
         """The keys, then the values of each layer, and its number."""
         return [
-            (rows.values, layer % self.cache.shape.num_layers) for layer, rows in enumerate(self.cache.pools.tensors())
+            (rows.values, layer % len(self.cache.shape.kept)) for layer, rows in enumerate(self.cache.pools.tensors())
         ]
 
     def first_seen(self, layer: int, position: int) -> int:
@@ -127,7 +163,7 @@ class Driven:
 
     def truncate(self, slot: int, length: int) -> None:
         found = self.cache.truncate_to(slot, length)
-        assert found == length or (found == 0 and self.cache.shape.windows is not None)
+        assert found == length or self.cache.states or (found == 0 and self.cache.shape.windows is not None)
         self.kept[slot] = self.kept[slot][:found]
         self._runs.pop(slot, None)
         self._held.pop(slot, None)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forerun.errors import CapacityError
-from forerun.kv import tables
+from forerun.kv import states, tables
 from kv.prefix_cases import BLOCK, Driven, Windows, pool
 
 NUM_SLOTS = 5
@@ -18,10 +18,10 @@ MAX_TOKENS = 24
 class Lives:
     """Sequences of two tokens only, so that they often begin alike; `tokens` are the committed ones by slot."""
 
-    def __init__(self, seed: int, windows: Windows | None = None) -> None:
+    def __init__(self, seed: int, windows: Windows | None = None, *, has_states: bool = False) -> None:
         self.random = random.Random(seed)
         self.num_blocks = self.random.choice((6, 10, 16))
-        self.d = Driven(pool(self.num_blocks, windows, max_batch_size=NUM_SLOTS))
+        self.d = Driven(pool(self.num_blocks, windows, max_batch_size=NUM_SLOTS, has_states=has_states))
         for kind in self.d.cache.kinds[1:]:
             kind.touched_blocks = self.random.choice((3, self.num_blocks))
         self.tokens: dict[int, list[int]] = {}
@@ -39,6 +39,7 @@ class Lives:
         limit = self.findable(tokens, salt)
         found = self.d.open(slot, tokens, salt)
         assert found <= limit
+        self.d.cache.mark(slot, self.random.choices(range(MAX_TOKENS), k=2))
         self.seen.add("hit" if found else "miss")
         self.tokens[slot] = tokens
 
@@ -61,7 +62,7 @@ class Lives:
         remaining = tokens[len(kept) :]
         if len(remaining) > 1:
             chunk = remaining[: self.random.randint(1, len(remaining) - 1)]
-            if self.write(slot, chunk, None):
+            if self.write(slot, chunk, None, is_silent=self.random.random() < 0.5):
                 self.d.keep(slot, list(range(len(chunk))))
             return
         if not remaining:
@@ -87,7 +88,7 @@ class Lives:
         self.seen.add("moved" if path[::-1] != list(range(len(path))) else "chain")
         self.tokens[slot] = [*self.d.kept[slot], *self.some(1, 1)]
 
-    def write(self, slot: int, run: list[int], parents: list[int] | None) -> bool:
+    def write(self, slot: int, run: list[int], parents: list[int] | None, *, is_silent: bool = False) -> bool:
         fits, cut = self.d.cache.can_reserve(slot, len(run)), self.d.cache._cut_block(self.d.cache._slots[slot])
         is_findable = cut is not None and self.d.cache._prefixes.holds(cut)
         users = 0 if cut is None else self.d.cache._num_users[cut]
@@ -95,7 +96,7 @@ class Lives:
         state = (self.d.cache.free_tokens(), list(self.d.cache._slots[slot].table))
         missing = self.d.cache.missing_blocks(slot, len(run))
         try:
-            self.d.write(slot, run, parents)
+            self.d.write(slot, run, parents, is_silent=is_silent)
         except CapacityError:
             assert not fits
             if self.d.cache.window is None:
@@ -167,24 +168,34 @@ class Lives:
         assert self.d.cache.free_tokens(without) == (self.num_blocks - len(used)) * BLOCK
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("windows", [None, (None, 5), (9, None, 2, 1), (7, 3)])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_share_what_is_equal_and_nothing_else(
-    windows: Windows | None, seed: int, monkeypatch: pytest.MonkeyPatch
+    windows: Windows | None, seed: int, has_states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "SPARE_TOKENS", 2)
-    lives = Lives(seed, windows)
+    monkeypatch.setattr(states, "STATE_TOKENS", BLOCK)
+    lives = Lives(seed, windows, has_states=has_states)
     for _ in range(NUM_OPERATIONS):
         lives.operate()
-    rare = {"copied, of a fork", "no room to fork"} | ({"copied"} if windows else set())  # not with every seed
+    rare = {"copied, of a fork", "no room to fork"} | (
+        {"copied"} if windows or has_states else set()
+    )  # not with every seed
     wanted = {"hit", "miss", "moved", "chain", "held", "full", "evicted", "withdrawn", "copied", "forked", "cut"}
     wanted -= rare
-    wanted |= {"gave back", "cut to nothing"} if windows else set()
+    wanted |= {"gave back"} if windows else set()
+    wanted |= {"cut to nothing"} if windows or has_states else set()
     assert lives.seen - rare == wanted
     for slot in range(NUM_SLOTS):
         lives.d.release(slot)
     lives.d.check()
     assert lives.d.cache.free_tokens() == lives.num_blocks * BLOCK, "a block was lost"
     lives.d.cache.clear_prefixes()
+    if has_states:
+        tables_of_states = lives.d.cache.states
+        assert tables_of_states is not None
+        assert tables_of_states.num_published == 0
+        assert len(tables_of_states._free) == tables_of_states.num_states
     for kind in lives.d.cache.kinds:
         assert kind._free == list(range(kind.num_blocks))[::-1]

@@ -104,8 +104,7 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
         runner.layers,
         weights_digest(model.stored()),
     )
-    sizes = [cache.pools.record_bytes(kind) for kind in range(len(cache.kinds))]
-    cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, sizes, name)))
+    cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, cache.record_bytes, name)))
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:

@@ -95,6 +95,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             sources=runner.sources,
             fair=Fair(prefill_stretch, max_itl_s, turns or turns_on(str(runner.model.device))),
+            message_end_ids=end_ids,
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()

@@ -72,7 +72,7 @@ class Scheduler:
     free_kv_tokens is the least of what the caches of target and drafters have free. Slots of both are opened and
     released together. sources: of an encoder-decoder, whose sources are run before their requests: as many in one step
     as prompts may have tokens, but one at least. fair: how many tokens of prompts run beside requests that decode; a
-    step may have none.
+    step may have none. message_end_ids: ids with which the messages of a chat end.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         sources: Sources | None = None,
         fair: Fair | None = None,
+        message_end_ids: Collection[int] = (),
     ) -> None:
-        self.fair = fair or Fair()
+        self.fair, self.message_end_ids = fair or Fair(), message_end_ids
         self.cache, self.drafter, self.sources = cache, drafter, sources
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -303,10 +304,17 @@ class Scheduler:
         least = 0 if request.scores_prompt else self.drafter.resumes_from(seq, found)
         if least < found:
             found = self.cache.truncate_to(seq.id, least)
+        if isinstance(self.cache, BlockCache):
+            self.cache.mark(seq.id, self._message_ends(seq))
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
             request.report.num_disk_tokens = min(found, request.num_fetched)
         self.drafter.begin(seq)
+
+    def _message_ends(self, seq: Sequence) -> list[int]:
+        """Return where later sequences may well part from this one: behind its messages, and where its prompt ends."""
+        ends = [i for i, token in enumerate(seq.tokens, 1) if token in self.message_end_ids]
+        return [*ends, len(seq.tokens) - 1]
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)

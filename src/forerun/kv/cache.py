@@ -24,7 +24,7 @@ from forerun.kv import Held
 from forerun.kv.disk import Place
 from forerun.kv.keeping import Fetch, Keeper, Missing
 from forerun.kv.pool import HostPools, MakePools, StateRoom
-from forerun.kv.prefix import keys_of
+from forerun.kv.prefix import Key, keys_of
 from forerun.kv.states import ROWS_EACH, StateTables
 from forerun.kv.tables import SPARE_TOKENS, BlockTables
 from forerun.types import CacheView, RaggedBatch
@@ -176,11 +176,11 @@ class BlockCache(BlockTables):
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
         """Begin a sequence with the published rows of `tokens` that the layers of all kinds have, see KVCache."""
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
-        keys = self._beginning(keys, [()] * len(self.kinds))
+        keys = self._beginning(keys)
         for kind in self.kinds:
             kind.begin(slot, keys, tokens, salt)
         if self.states is not None:
-            self.states.begin(slot, keys)
+            self.states.begin(slot, keys, tokens)
         return self._counted(slot, len(tokens))
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
@@ -195,6 +195,13 @@ class BlockCache(BlockTables):
         """Let blocks be written to a shelf and fetched from there, from now on."""
         for number, kind in enumerate(self.kinds):
             kind.keeper, kind.kind = keeper, number
+        if self.states is not None:
+            self.states.keeper, self.states.kind = keeper, len(self.kinds)
+
+    @property
+    def record_bytes(self) -> list[int]:
+        """The bytes of what a shelf holds: of a block of each kind of layers, then of a state."""
+        return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
         """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
@@ -212,9 +219,13 @@ class BlockCache(BlockTables):
             lacking = {key: tokens[i * size : (i + 1) * size] for i, key in enumerate(keys) if not kind.holds(key)}
             found = ((key, keeper.shelf.find(number, key, own)) for key, own in lacking.items())
             places.append({key: place for key, place in found if place is not None})
-        in_memory = self._beginning(keys, [()] * len(self.kinds))
+        if self.states is not None:  # of the state behind a block, its last block's tokens say which it is
+            behind = {key: tokens[i * size : (i + 1) * size] for i, key in enumerate(keys)}
+            on_shelf = ((key, keeper.shelf.find(len(self.kinds), key, last)) for key, last in behind.items())
+            places.append({key: place for key, place in on_shelf if place is not None})
+        in_memory = self._beginning(keys)
         keys = self._beginning(keys, places)
-        while len(keys) > len(in_memory) and (few := max(kind.lacks_blocks(keys) for kind in self.kinds)):
+        while len(keys) > len(in_memory) and (few := self._lacks_blocks(keys)):
             keys = self._beginning(keys[: max(0, len(keys) - few)], places)
         if len(keys) <= len(in_memory):
             return None
@@ -223,23 +234,36 @@ class BlockCache(BlockTables):
             absent = [keys[i] for i in kind.absent(keys)]
             taken = kind.await_blocks(slot, keys)
             missing += [Missing(number, key, own, places[number][key]) for key, own in zip(absent, taken, strict=True)]
+        if self.states is not None and (state := self.states.await_state(slot, keys[-1])) is not None:
+            missing.append(Missing(len(self.kinds), keys[-1], state, places[-1][keys[-1]]))
         return keeper.fetch(slot, missing)
+
+    def _lacks_blocks(self, keys: Seq[Key]) -> int:
+        """Return how many blocks are too few to hold those of these keys; one, where there is no place for a state."""
+        few = max(kind.lacks_blocks(keys) for kind in self.kinds)
+        return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
     def arrived(self, fetch: Fetch) -> int:
         """Let sequences find what a fetch has read that is over or given up, and return how many tokens that are."""
         for number, kind in enumerate(self.kinds):
             kind.publish_awaited(fetch.slot, {one.key: one.block for one in fetch.loaded if one.kind == number})
+        if self.states is not None:
+            loaded = {one.key: one.block for one in fetch.loaded if one.kind == len(self.kinds)}
+            self.states.publish_awaited(fetch.slot, loaded)
         return self.block_tokens * sum(one.kind == 0 for one in fetch.loaded)
 
-    def _beginning(self, keys: list[bytes], others: Seq[Collection[bytes]]) -> list[bytes]:
-        """Return the keys with whose blocks a sequence can begin, if each kind had `others` besides."""
-        num = None
+    def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
+        """Return the keys with whose blocks a sequence can begin.
+
+        others: of each kind, and then of states, what counts as if it were there.
+        """
+        num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
             num = len(keys)
-            for kind, more in zip(self.kinds, others, strict=True):
-                keys = keys[: kind.num_found(keys, more)]
+            for kind, own in zip(self.kinds, more, strict=False):
+                keys = keys[: kind.num_found(keys, own)]
             if self.states is not None:
-                keys = keys[: self.states.num_found(keys)]
+                keys = keys[: self.states.num_found(keys, more[len(self.kinds)])]
         return keys
 
     def fork(self, slot: int, new_slot: int) -> None:
@@ -256,7 +280,7 @@ class BlockCache(BlockTables):
         for kind in self.kinds[1:]:
             kind.publish(slot, tokens)
         if self.states is not None:
-            self.states.publish(slot, len(tokens), self._keys(slot))
+            self.states.publish(slot, tokens, self._keys(slot))
 
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back, see KVCache."""
@@ -301,13 +325,23 @@ class BlockCache(BlockTables):
 
         They are fewer where a kind's window has lost them, or the state of recurrent layers has gone beyond them.
         """
-        if length <= self.length(slot) and not all(kind.can_cut(slot, length) for kind in self.kinds):
-            length = 0
-        if self.states is not None and length <= self.length(slot):
-            length = self.states.truncate_to(slot, length, self._keys(slot))
+        if length <= self.length(slot):
+            length = self._cut_length(slot, length)
+            if self.states is not None:
+                self.states.truncate_to(slot, length, self._keys(slot))
         for kind in self.kinds[1:]:
             kind.truncate_to(slot, length)
         return super().truncate_to(slot, length)
+
+    def _cut_length(self, slot: int, length: int) -> int:
+        """Return to how many tokens, at most `length`, all layers of a slot can be cut."""
+
+        def can_cut(length: int) -> bool:
+            return all(kind.can_cut(slot, length) for kind in self.kinds)
+
+        if self.states is None:
+            return length if can_cut(length) else 0
+        return self.states.cut_length(slot, length, self._keys(slot), can_cut)
 
     def check_integrity(self) -> None:
         """Check every promise about the blocks of each kind, and that none has less room than the widest."""

@@ -55,10 +55,13 @@ class Pools(Protocol):
         """Put zeros into these rows in all layers."""
 
     def record_bytes(self, kind: int) -> int:
-        """Return the bytes of one block in all layers of a kind."""
+        """Return the bytes of one block in all layers of a kind; of the kind behind the last, those of one state."""
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer."""
+        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer.
+
+        Of the kind behind the last it is a state, and then the inputs before it, of each recurrent layer.
+        """
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
         """Write what `save` copied into a block."""
@@ -175,8 +178,20 @@ class LayerPools:
         """Return all that is allocated: the keys of each kept layer, then the values."""
         return [pool.keys for pool in self] + [pool.values for pool in self]
 
+    def record_parts(self, kind: int, block: int) -> Iterator[Any]:
+        """Yield what `save` copies, in order."""
+        if kind == len(self.of_kind):
+            for states in self.states.values():
+                yield from (states.states[block : block + 1], states.history[block : block + 1])
+            return
+        rows = slice(block * self.block_tokens, (block + 1) * self.block_tokens)
+        for pool in self.of_kind[kind]:
+            yield from (pool.keys[rows], pool.values[rows])
+
     def record_bytes(self, kind: int) -> int:
-        """Return the bytes of one block in all layers of a kind."""
+        """See `Pools`."""
+        if kind == len(self.of_kind):
+            return sum(part[:1].nbytes for pool in self.states.values() for part in (pool.states, pool.history))
         return sum(self.block_tokens * sum(pool.row_bytes) for pool in self.of_kind[kind])
 
 
@@ -222,16 +237,16 @@ class HostPools(LayerPools):
         self._move(kind, block, rows, to_pools=True)
 
     def _move(self, kind: int, block: int, rows: memoryview, *, to_pools: bool) -> None:
-        record = np.frombuffer(rows, np.uint8)
-        if (moved := self._moved[kind]) is not None:
+        record, start = np.frombuffer(rows, np.uint8), 0
+        moved = self._moved[kind] if kind < len(self._moved) else None
+        if moved is not None:
             (moved.load if to_pools else moved.save)(block, address(record), len(rows))
             return
-        own, start = slice(block * self.block_tokens, (block + 1) * self.block_tokens), 0
-        for pool in self.of_kind[kind]:
-            for part in (pool.keys.values[own], pool.values.values[own]):
-                stored = record[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
-                np.copyto(part if to_pools else stored, stored if to_pools else part)
-                start += part.nbytes
+        for tensor in self.record_parts(kind, block):
+            part = tensor.values
+            stored = record[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+            np.copyto(part if to_pools else stored, stored if to_pools else part)
+            start += part.nbytes
 
     def _for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
         extension = native.extension()

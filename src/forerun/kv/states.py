@@ -21,10 +21,11 @@ sequence stands on is evicted when its place is needed, the longest unused first
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forerun.blocks import STATE_TOKENS
 from forerun.errors import CapacityError, InternalError
@@ -32,6 +33,9 @@ from forerun.kv import SCRATCH_SLOT, Held
 from forerun.kv.prefix import Key
 from forerun.types import RaggedBatch
 from forerun.types.batch import bits
+
+if TYPE_CHECKING:
+    from forerun.kv.keeping import Keeper
 
 NOWHERE = -1  # the state of no token, which is zeros; the row of an input that nobody keeps
 MOST_JUDGED = 128  # rows of a run of which some may be rejected; a longer one is kept as a whole
@@ -62,6 +66,7 @@ class _Line:
 
     rows: of kept tokens behind `start`; run: of the run that is being written. saves: by position the states that the
     run leaves; snapshots: those that wait for the keys of their blocks. marks: positions whose states are published.
+    ends: by position the tokens of the block that ends there, of the last one that is known to stay and of the state.
     """
 
     state: int = NOWHERE
@@ -73,6 +78,7 @@ class _Line:
     snapshots: dict[int, int] = field(default_factory=dict)
     marks: set[int] = field(default_factory=set)
     sure: int = 0
+    ends: dict[int, Seq[int]] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -84,7 +90,7 @@ class StateTables:
     """The states and input rows of every sequence of one model; all of it is on the host, without tensors.
 
     copy: copies input rows to others, in all recurrent layers. block_tokens: of the keys under which states are
-    published.
+    published. keeper: what is told of states that are published, found and withdrawn, which are of that kind there.
     """
 
     def __init__(
@@ -95,6 +101,9 @@ class StateTables:
         copy: Callable[[list[int], list[int]], None],
     ) -> None:
         self.block_tokens, self.num_states, self.num_rows = block_tokens, num_states, num_rows
+        self.keeper: Keeper | None = None
+        self.kind = 0
+        self._unit = math.lcm(block_tokens, STATE_TOKENS)  # of the tokens of states that are published
         self._copy = copy
         self._free = list(range(num_states - 1, -1, -1))
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -113,19 +122,22 @@ class StateTables:
                 return num
         return 0
 
-    def begin(self, slot: int, keys: Seq[Key]) -> None:
-        """Begin a sequence with the state behind the blocks of these keys, `num_found` of which are there."""
+    def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
+        """Begin a sequence of these tokens with the state behind the blocks of these keys, all of which are there."""
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
         self._lines[slot] = line = _Line()
         if keys:
-            self._stand(line, self._state_of[keys[-1]], len(keys) * self.block_tokens)
+            state = self._state_of[keys[-1]]
+            self._stand(line, state, len(keys) * self.block_tokens)
             line.sure = line.start
+            line.ends[line.start] = tokens[line.start - self.block_tokens : line.start]
+            self._used(state, keys[-1], line.ends[line.start])
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
         """Publish the states that a sequence reaches before these positions, at whole blocks, once it passes them."""
         line = self._lines[slot]
-        whole = {position // self.block_tokens * self.block_tokens for position in positions}
+        whole = {position // self._unit * self._unit for position in positions}
         line.marks |= {position for position in whole if position > line.start}
 
     def fork(self, slot: int, new_slot: int) -> None:
@@ -139,32 +151,43 @@ class StateTables:
         if copies:
             self._copy(line.rows, copies)
 
-    def publish(self, slot: int, num_tokens: int, keys: Seq[Key]) -> None:
-        """Count so many tokens as known to stay, and let others find the states that are reached within them.
+    def publish(self, slot: int, tokens: Seq[int], keys: Seq[Key]) -> None:
+        """Count these tokens as known to stay, and let others find the states that are reached within them.
 
-        keys: of the sequence's blocks that are published, from the first on.
+        tokens: the committed ones, from the beginning. keys: of their blocks that are published, from the first on.
         """
         line = self._lines[slot]
-        line.sure = max(line.sure, min(num_tokens, line.length) // STATE_TOKENS * STATE_TOKENS)
+        line.sure = max(line.sure, min(len(tokens), line.length) // STATE_TOKENS * STATE_TOKENS)
         for position in [position for position in line.snapshots if position <= line.sure]:
-            num_blocks = position // self.block_tokens
-            if num_blocks <= len(keys):
-                state = line.snapshots.pop(position)
-                self._publish(keys[num_blocks - 1], state)
-                self._leave(state)
+            state = line.snapshots.pop(position)
+            self._publish(state, position, keys, tokens[position - self.block_tokens : position])
+            self._leave(state)
+        line.ends = {at: line.ends[at] for at in line.ends if at == line.start}
+        for position in {line.start, line.sure} - {0}:
+            if position <= len(tokens):
+                line.ends[position] = tokens[position - self.block_tokens : position]
 
-    def _publish(self, key: Key, state: int) -> None:
+    def _publish(self, state: int, num_tokens: int, keys: Seq[Key], last: Seq[int]) -> None:
+        """Let others find a state of so many tokens, if their keys are known. last: the tokens of their last block."""
+        num_blocks = num_tokens // self.block_tokens
+        if num_tokens % self._unit or not 0 < num_blocks <= len(keys):
+            return
+        key = keys[num_blocks - 1]
         if state not in self._key_of and key not in self._state_of:
             self._state_of[key], self._key_of[state] = state, key
+        self._used(self._state_of.get(key, state), key, last)
+
+    def _used(self, state: int, key: Key, last: Seq[int]) -> None:
+        if self.keeper is not None:
+            self.keeper.used(self.kind, state, key, last)
 
     def release(self, slot: int, keys: Seq[Key] = ()) -> None:
         """End a sequence, and publish the state that it stands on; unknown slots are ignored."""
         line = self._lines.pop(slot, None)
         if line is None:
             return
-        num_blocks, inside = divmod(line.start, self.block_tokens)
-        if line.state >= 0 and not inside and 0 < num_blocks <= len(keys):
-            self._publish(keys[num_blocks - 1], line.state)
+        if line.state != NOWHERE and line.start in line.ends:
+            self._publish(line.state, line.start, keys, line.ends[line.start])
         self._forget_run(line)
         self._free_rows += [*line.rows, *line.pending]
         for state in line.snapshots.values():
@@ -175,6 +198,38 @@ class StateTables:
         """Withdraw every published state."""
         for state in list(self._key_of):
             self._withdraw(state)
+
+    # -------------------------------------------------------------------------------------- states that come from disk
+
+    def holds(self, key: Key) -> bool:
+        """Return whether a state is published under a key."""
+        return key in self._state_of
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there is a place for one more state."""
+        return bool(self._free or self._evictable)
+
+    def await_state(self, slot: int, key: Key) -> int | None:
+        """Hold the state of a key in a slot; returns the place, just taken, of one that nobody has published.
+
+        What it is to hold is written by whoever asked, which `publish_awaited` then says.
+        """
+        if slot in self._lines:
+            raise InternalError(f"slot {slot} of recurrent states is open already")
+        self._lines[slot] = line = _Line()
+        if key in self._state_of:
+            self._stand(line, self._state_of[key], 0)
+            return None
+        line.state = self._take()
+        return line.state
+
+    def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
+        """Let sequences find the state that `await_state` took, if it is there now; end the slot."""
+        for key, state in states.items():
+            if key not in self._state_of:
+                self._state_of[key], self._key_of[state] = state, key
+        self.release(slot)
 
     # ------------------------------------------------------------------------------------------------------ one pass
 
@@ -282,11 +337,19 @@ class StateTables:
         line.run = []
         self._arrive(line)
 
-    def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> int:
-        """Keep the first `length` tokens only, and drop pending rows; returns how many are kept.
+    def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
+        """Return to how many tokens, at most `length`, a slot can be cut: 0, or those behind which there is a state.
 
-        They are fewer where the state has gone beyond them: those of the nearest published one, or none.
+        keys: of the slot's blocks that are published. can_cut: whether other layers can be cut to so many tokens.
         """
+        if self._line(slot).start <= length and can_cut(length):
+            return length
+        ends = range(length // self.block_tokens, 0, -1)
+        here = (num * self.block_tokens for num in ends if num <= len(keys) and keys[num - 1] in self._state_of)
+        return next(filter(can_cut, here), 0)
+
+    def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> None:
+        """Keep the first `length` tokens only, which `cut_length` has said, and drop pending rows."""
         line = self._line(slot)
         self._forget_run(line)
         self._free_rows += line.pending
@@ -295,12 +358,11 @@ class StateTables:
         self._free_rows += line.rows[num_rows:]
         del line.rows[num_rows:]
         if line.start > length:
-            num = self.num_found(keys[: length // self.block_tokens])
-            self._stand(line, self._state_of[keys[num - 1]] if num else NOWHERE, num * self.block_tokens)
+            num_blocks = length // self.block_tokens
+            self._stand(line, self._state_of[keys[num_blocks - 1]] if length else NOWHERE, length)
         line.sure = min(line.sure, line.length)
         for position in [position for position in line.snapshots if position > line.length]:
             self._leave(line.snapshots.pop(position))
-        return line.length
 
     def _line(self, slot: int) -> _Line:
         if slot not in self._lines:
@@ -328,6 +390,8 @@ class StateTables:
         return state
 
     def _withdraw(self, state: int) -> None:
+        if self.keeper is not None:
+            self.keeper.withdrawn(self.kind, state)
         del self._state_of[self._key_of.pop(state)]
         if state in self._evictable:
             del self._evictable[state]

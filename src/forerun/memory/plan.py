@@ -21,7 +21,7 @@ from forerun import ops
 from forerun.blocks import Spec
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, shape_of, written_blocks
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, shape_of, state_room, written_blocks
 from forerun.ops.memory import PROB_BYTES, Beside, MemoryPart, Pass, Schemes, Sizes, Wanted
 from forerun.types import ROUND_TOKENS
 
@@ -262,7 +262,7 @@ class _Needs:
             for name, model in self.models.items()
             if name not in self.shared and (name not in self.made or self.schemes[name])
         }
-        pools = [self._pool(name, model.cache_shape) for name, model in self.models.items()]
+        pools = [part for name, model in self.models.items() for part in self._pools(name, model.cache_shape)]
         passes = self._passes()
         activations = [part for own in self.backends for part in self.sizes[own].activations(self._of(own, passes))]
         running = [
@@ -337,6 +337,19 @@ class _Needs:
             return dtype
         shape = self.models[name].cache_shape
         return ops.kept_dtype(self.config.kv_cache_dtype, own, shape, dtype, must=name == "target")
+
+    def _pools(self, name: str, shape: CacheShape) -> list[MemoryPart]:
+        """Return what a model's cache takes: rows of keys and values, and states where it has recurrent layers."""
+        room = state_room(shape, self.config.max_batch_size * self.target.num_slots)
+        if room is None:
+            return [self._pool(name, shape)]
+        dtype = self._cache_dtype_of(name)
+        each, row = shape.state_bytes(dtype), shape.input_bytes(dtype)
+        how = f"{room.num_states} x {each:,} bytes, and inputs of {room.num_rows:,} tokens x {row:,} bytes"
+        return [
+            self._pool(name, shape),
+            MemoryPart(f"{name} recurrent states", room.num_states * each + room.num_rows * row, how),
+        ]
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
         tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)

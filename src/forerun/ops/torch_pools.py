@@ -94,12 +94,10 @@ class TorchPools(LayerPools):
         self._move(kind, block, rows, lambda pool, stored: pool.copy_(stored))
 
     def _move(self, kind: int, block: int, rows: memoryview, move: Callable[[Tensor, Tensor], Tensor]) -> None:
-        record = torch.frombuffer(rows, dtype=torch.uint8)
-        own, start = slice(block * self.block_tokens, (block + 1) * self.block_tokens), 0
-        for pool in self.of_kind[kind]:
-            for part in (pool.keys[own], pool.values[own]):
-                move(part, record[start : start + part.nbytes].view(part.dtype).view(part.shape))
-                start += part.nbytes
+        record, start = torch.frombuffer(rows, dtype=torch.uint8), 0
+        for part in self.record_parts(kind, block):
+            move(part, record[start : start + part.nbytes].view(part.dtype).view(part.shape))
+            start += part.nbytes
 
 
 def pools_on(device: str) -> MakePools:
