@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from forerun import pacing
+from forerun import blocks, pacing
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.model import ModelDrafter, Options
@@ -44,8 +44,8 @@ def runner_with(
         prefix_caching=prefix_caching,
     )
     if folder is not None:
-        about, sizes = [model is MODEL], [cache.pools.record_bytes(0)]
-        cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, sizes)))
+        about = [blocks.weights(model.config), {name: weight.sum().item() for name, weight in model.weights.items()}]
+        cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, cache.record_bytes)))
     return Runner(model, cache)
 
 
@@ -55,14 +55,14 @@ def engine_with(
     """A target and a draft model with caches of so many tokens, and lookup beside them.
 
     With speculation off, requests that choose no drafter are decoded plainly. policy: None = that of speculation.py.
-    folder: where both keep their blocks on disk.
+    folder: where both keep their blocks on disk. model, draft_model: None = MODEL and DRAFT.
     """
     paced = pacing_of(spec_length) if policy is None else policy
     kept = options.pop("backend", "paged"), options.pop("prefix_caching", True), options.get("folder")
     router = Router(
         ({"none": Drafter()} if mode() == "off" else {})
         | {
-            "model": ModelDrafter(runner_with(DRAFT, num_tokens, *kept), Options()),
+            "model": ModelDrafter(runner_with(options.pop("draft_model", DRAFT), num_tokens, *kept), Options()),
             "lookup": LookupDrafter(LookupOptions()),
         }
     )
@@ -121,11 +121,11 @@ def caches(engine: Engine) -> list[BlockCache]:
     return [engine.runner.cache, *(runner.cache for runner in runners if runner is not None)]
 
 
-def alone(wanted: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """Run each request alone, without drafts, neighbours, or shared prefixes."""
+def alone(wanted: list[tuple[list[int], SamplingParams]], **options: Any) -> list[list[int]]:
+    """Run each request alone, without drafts, neighbours, or shared prefixes. options: of `engine_with`."""
     outputs = []
     for prompt, params in wanted:
-        engine = engine_with(prefix_caching=False)
+        engine = engine_with(**{**options, "prefix_caching": False})
         plain = SamplingParams(**{**vars(params), "draft": "none"})
         outputs += run(engine, [engine.add(prompt, plain)])
     return outputs
