@@ -55,6 +55,7 @@ Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
                  "gpt_oss": "gpt-oss"}  # fmt: skip
+SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # whose files have the text model, a qwen2, qwen3 or qwen3_moe
 TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -123,14 +124,15 @@ def write_model(
     config: Spec,
     weights: Mapping[str, torch.Tensor],
     quantise: Callable[[str], str] = lambda name: "F32",
+    arch: str | None = None,
     **metadata: Any,
 ) -> dict[str, torch.Tensor]:
     """Write a model as llama.cpp's converter does; returns the weights that the file has, dequantised.
 
-    quantise: the type of each matrix, by its name in checkpoints. metadata: keys with . as __, on top of the usual
-    ones; None leaves one out.
+    quantise: the type of each matrix, by its name in checkpoints. arch: None = that of the model's family. metadata:
+    keys with . as __, on top of the usual ones; None leaves one out.
     """
-    arch = ARCHITECTURES.get(config.model_type, config.model_type)
+    arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
@@ -246,6 +248,10 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
         own |= {"expert_count": experts.num, "expert_used_count": experts.chosen}
         own |= {"expert_feed_forward_length": experts.mlp.size}
         own |= {} if experts.shared is None else {"expert_shared_feed_forward_length": experts.shared.size}
+    if arch in SEEING:
+        third = a.head_dim // 6
+        own |= {"rope.dimension_sections": [a.head_dim // 2 - 2 * third, third, third, 0]}
+        own |= {} if arch == "qwen2vl" else {"n_deepstack_layers": 3}
     if arch == "phi3":
         own |= {"rope.scaling.original_context_length": a.rope.original_max_positions if a.rope else 0}
         own |= {"attention.sliding_window": 0}

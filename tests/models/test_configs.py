@@ -23,6 +23,12 @@ from models.test_parity import GPT2, SEEING, WHOLE
 
 Raw = dict[str, Any]
 KINDS: Raw = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 1e3}}
+LOOKING, MIXED = SEEING["qwen3_vl"], SEEING["qwen3_vl_moe"]
+# What is said of the text model in a part of its own, and beside it as well.
+TEXT_APART: Raw = SEEING["qwen2_5_vl"] | {
+    "text_config": {key: value for key, value in SEEING["qwen2_5_vl"].items() if key != "vision_config"}
+    | {"model_type": "qwen2_5_vl_text"}
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -155,6 +161,14 @@ TWICE: list[tuple[Raw, Raw, Raw]] = [
     ({**BART, "model_type": "bart"}, {"num_hidden_layers": 2}, {}),
     ({**T5, "model_type": "t5"}, {"decoder_layers": 3}, {}),
     (WHOLE["glm4"], {"partial_rotary_factor": None}, {"partial_rotary_factor": 1.0}),
+    (SEEING["qwen2_vl"], {"rope_scaling": None}, {"rope_scaling": {"mrope_section": [5, 0, 0], "type": "default"}}),
+    (SEEING["qwen2_vl"], {"rope_scaling": None, "rope_theta": None}, {"rope_theta": 1e6}),
+    (SEEING["qwen2_vl"], {"rope_scaling": None, "rope_theta": None, "rope_parameters": LONG}, {"rope_theta": 5e6}),
+    (SEEING["qwen2_5_vl"], TEXT_APART | {"text_config": None}, TEXT_APART),
+    (TEXT_APART, {key: None for key in SEEING["qwen2_5_vl"] if key not in ("model_type", "tie_word_embeddings")}, {}),
+    (TEXT_APART, {"text_config": TEXT_APART["text_config"] | {"tie_word_embeddings": True}},
+     {"tie_word_embeddings": True}),
+    (MIXED, {"text_config": MIXED["text_config"] | {"tie_word_embeddings": True}}, {}),
     (WHOLE["gemma4-experts"], {"per_layer_config": {"02": {"head_dim": 20, "num_key_value_heads": 1}}}, {}),
 ]  # fmt: skip
 
@@ -255,6 +269,26 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("gemma3", SEEING["gemma3"] | {"text_config": None}, "text_config=None.*must be a mapping"),
     ("gemma3", SEEING["gemma3"] | {"text_config": WHOLE["gemma3"]}, "final_logit_softcapping=3.0.*null in text_config"),
     ("mistral3", SEEING["mistral3"] | {"text_config": {"model_type": "qwen3"}}, "model_type='qwen3'.*in text_config"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, "add to 5, the"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"rope_scaling": {"type": "mrope", "mrope_section": [5]}}, "mrope_section=.5."),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"rope_scaling": {"type": "mrope", "mrope_section": [6, -2, 1]}}, "three sizes"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"rope_scaling": {"mrope_interleaved": 1}}, "mrope_interleaved=1.*true or false"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"rope_scaling": {"type": "mrope", "rope_type": "yarn"}}, "type='default'"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"head_dim": 8, "rope_scaling": None}, "head_dim=8.*hidden_size / num_attent"),
+    ("qwen2_vl", SEEING["qwen2_vl"] | {"made_by": "us"}, "made_by='us'.*model_type='qwen2_vl_text'"),
+    ("qwen2_5_vl", TEXT_APART | {"num_hidden_layers": 3}, "another text model beside text_config than in it: blocks="),
+    ("qwen2_5_vl", TEXT_APART | {"model_type": "qwen2_vl"}, "model_type='qwen2_5_vl_text'.*'qwen2_vl_text' in text"),
+    ("qwen3_vl", LOOKING | {"text_config": LOOKING["text_config"] | {"use_sliding_window": True}}, "must be false"),
+    (
+        "qwen3_vl",
+        LOOKING | {"text_config": LOOKING["text_config"] | {"layer_types": ["sliding_attention"] * 2}},
+        "'full_attention' in every layer",
+    ),
+    ("qwen3_vl_moe", MIXED | {"text_config": MIXED["text_config"] | {"norm_topk_prob": False}}, "must be true"),
+    ("qwen3_vl_moe", MIXED | {"text_config": MIXED["text_config"] | {"num_local_experts": 4}}, "num_experts is 5"),
+    ("gemma4_unified_text", WHOLE["gemma4_unified"] | {"hidden_size_per_layer_input": 8}, "input=8.*must be 0"),
+    ("gemma4_unified_text", WHOLE["gemma4_unified"] | {"enable_moe_block": True}, "enable_moe_block=True.*be false"),
+    ("gemma4_unified", SEEING["gemma4_unified"] | {"text_config": WHOLE["gemma4"]}, "'gemma4_unified_text' in text"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*must be a number in 0.001"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 3}}, "sets mscale=3"),
     (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from forerun.errors import UnsupportedModel
 from forerun.kv.cache import BlockCache
@@ -21,7 +21,7 @@ from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner
 from models.test_encoder_decoders import BART, GEMMA_2, IDS, T5
-from models.test_parity import WHOLE, tokens_of
+from models.test_parity import SEEING, WHOLE, tokens_of
 
 pytestmark = pytest.mark.parity
 Raw = dict[str, Any]
@@ -31,6 +31,7 @@ PLAIN: Raw = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num
 BASES: dict[str, Raw] = {
     **{name: {**PLAIN, "model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")},
     **{raw["model_type"]: raw for raw in reversed(WHOLE.values())},
+    **{name: raw for name, raw in SEEING.items() if name.startswith("qwen")},
     "t5": {**T5, "model_type": "t5", "decoder_start_token_id": 0, "pad_token_id": 0},
     "bart": {**BART, **IDS, "model_type": "bart"},
     "marian": {**BART, **IDS, "model_type": "marian"},
@@ -49,6 +50,7 @@ ROPES: list[Raw] = [
     {"full_attention": {"rope_theta": 333.0, "rope_type": "default"}},
 ]
 KINDS = ("sliding_attention", "full_attention")
+PARTS = ("encoder", "decoder", "text_config")
 
 
 def others(key: str, value: object, num_layers: int) -> list[Any]:
@@ -68,6 +70,7 @@ def by_transformers(raw: Raw) -> tuple[Any, Tensor]:
     """A module whose weights depend on their names alone, and the logits of a text of 40 tokens."""
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(deepcopy(raw))
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if raw["model_type"] in SEEING else auto
     module = auto.from_config(config, attn_implementation="eager").eval()
     for name, weight in module.named_parameters():
         if weight.requires_grad:
@@ -96,9 +99,9 @@ def logits_of(raw: Raw, module: Any, folder: Path) -> Tensor:
 def changed(raw: Raw) -> Iterator[tuple[Raw, str]]:
     """A config.json with another value of one key, in the whole or in a part of it."""
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(deepcopy(raw)).to_dict()
-    for part in ("encoder", "decoder", None) if "encoder" in raw else (None,):
+    for part in (*(part for part in PARTS if part in raw), None):
         own, usual = (raw, config) if part is None else (raw[part], config[part])
-        for key in sorted({*KNOWN, *own, *usual} - APART - {"encoder", "decoder"}):
+        for key in sorted({*KNOWN, *own, *usual} - APART - {*PARTS}):
             for value in others(key, own.get(key, usual.get(key)), own.get("num_hidden_layers", 2)):
                 new = {**own, key: value}
                 if new != own:

@@ -32,6 +32,7 @@ from models.gguf_files import (
     DENSE,
     HALVES,
     MIXED,
+    SEEING,
     byte_vocabulary,
     numbers_of,
     random_blocks,
@@ -308,18 +309,23 @@ QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "
              "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0"}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED])
+@pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED, *SEEING])
 def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     """In float32, of a model that transformers reads from a folder with the same weights."""
-    config = {**MODELS, **OTHERS}.get(case.partition("-q")[0], MODELS["llama-tied"])
+    of_text = dict(zip(SEEING, ("qwen2", "qwen3", "qwen3_moe"), strict=True)).get(case, case)
+    config = {**MODELS, **OTHERS}.get(of_text.partition("-q")[0], MODELS["llama-tied"])
     path = tmp_path / f"{case}.gguf"
     kinds = MIXED if case == "mixed" else {}
     weights = write_model(
-        path, config, random_weights(config), lambda name: kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32"))
+        path,
+        config,
+        random_weights(config),
+        lambda name: kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32")),
+        case if case in SEEING else None,
     )
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
-    rounded = config if case.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
+    rounded = config if of_text.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
     assert read_config(open_source(path).config) == rounded
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -431,6 +437,16 @@ def test_what_a_file_of_gemma_4_says_by_layer_is_checked(tmp_path: Path, key: st
     write_model(tmp_path / "a.gguf", config, random_weights(config), **{f"gemma4__{key}": value})
     with pytest.raises(UnsupportedModel, match=words):
         open_source(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("arch", SEEING)
+@pytest.mark.parametrize("sections", [[4, 2, 1, 0], [8], [9, -2, 1], [4.0, 2.0, 2.0]])
+def test_sections_of_positions_that_are_not_half_of_a_head(tmp_path: Path, arch: str, sections: list[Any]) -> None:
+    config = OTHERS["qwen3_moe"] if arch == "qwen3vlmoe" else MODELS["qwen3" if arch == "qwen3vl" else "qwen2"]
+    more = {f"{arch}__rope__dimension_sections": sections}
+    write_model(tmp_path / "a.gguf", config, random_weights(config), arch=arch, **more)
+    with pytest.raises(UnsupportedModel, match=r"mrope_section=.*three sizes that add to 8, the pairs of a head"):
+        read_config(open_source(tmp_path / "a.gguf").config)
 
 
 def test_one_list_of_factors_is_not_enough(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ GEMMA4 = {"model_type": "gemma4_text", "vocab_size": 97, "vocab_size_per_layer_i
           "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3,
           "hidden_size_per_layer_input": 0, "max_position_embeddings": 256, "sliding_window": 6, "pad_token_id": None,
           "final_logit_softcapping": 3.0}  # fmt: skip
+UNIFIED = {**{key: value for key, value in GEMMA4.items() if "per_layer_input" not in key}, "global_head_dim": 16,
+           "model_type": "gemma4_unified_text"}  # fmt: skip
 LOCAL, FULL = "sliding_attention", "full_attention"
 WHOLE: dict[str, Raw] = {
     "gemma4": {**GEMMA4, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": True,
@@ -98,6 +100,10 @@ WHOLE: dict[str, Raw] = {
     "gemma4-experts": {**GEMMA4, "num_hidden_layers": 3, "layer_types": [LOCAL, LOCAL, FULL], "enable_moe_block": True,
                        "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24, "attention_k_eq_v": True,
                        "per_layer_config": {"2": {"head_dim": 20, "num_key_value_heads": 1}}},
+    "gemma4_unified": {**UNIFIED, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL],
+                       "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_unified-shared": {**UNIFIED, "num_hidden_layers": 6, "layer_types": [LOCAL, LOCAL, FULL] * 2,
+                              "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_bias": True},
     "gpt_oss": {**SIZES, "model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2,
                 "tie_word_embeddings": False, "sliding_window": 6, "num_hidden_layers": 3, "rope_parameters": {
                 "rope_type": "yarn", "rope_theta": 1e3, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -161,11 +167,31 @@ WHOLE: dict[str, Raw] = {
 # What holds more than a text model, which is compared beside it.
 EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
         "patch_size": 14}  # fmt: skip
+LOOKING = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 60, "patch_size":
+           4, "fullatt_block_indexes": [1], "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
+QWEN2_VL = {**PLAIN_SIZES, **NO_ENDS, "rms_norm_eps": 1e-5, "rope_theta": 1e3}
+QWEN3_VL = {**SIZES, **NO_ENDS, "rope_theta": 1e3, "rope_scaling": {
+            "rope_type": "default", "mrope_section": [1, 2, 1], "mrope_interleaved": True}}  # fmt: skip
 UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
 SEEING: dict[str, Raw] = {
     "gemma4": {"model_type": "gemma4", "text_config": {**WHOLE["gemma4-small"], "pad_token_id": 0}, "vision_config":
                {**EYES, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8,
                "position_embedding_size": 16}, "audio_config": None},
+    "gemma4_unified": {"model_type": "gemma4_unified", "text_config": {**WHOLE["gemma4_unified"], "pad_token_id": 0},
+                       "vision_config": {"mm_embed_dim": 60, "mm_posemb_size": 8, "output_proj_dims": 60, "patch_size":
+                       2, "pooling_kernel_size": 1}, "audio_config": {"audio_embed_dim": 20}},
+    "qwen2_vl": {**QWEN2_VL, "model_type": "qwen2_vl", "tie_word_embeddings": True, "rope_scaling": {
+                 "type": "mrope", "mrope_section": [2, 1, 2]}, "vision_config": {
+                 "depth": 1, "embed_dim": 16, "hidden_size": 60, "num_heads": 2, "patch_size": 4}},
+    "qwen2_5_vl": {**QWEN2_VL, "model_type": "qwen2_5_vl", "tie_word_embeddings": False, "use_sliding_window": True,
+                   "sliding_window": 5, "max_window_layers": 1, "rope_scaling": {
+                   "mrope_section": [0, 2, 3], **YARN_OF_4}, "vision_config": LOOKING},
+    "qwen3_vl": {"model_type": "qwen3_vl", "tie_word_embeddings": True, "vision_config": LOOKING, "text_config": {
+                 **QWEN3_VL, "model_type": "qwen3_vl_text", "tie_word_embeddings": True, "attention_bias": True}},
+    "qwen3_vl_moe": {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "vision_config": LOOKING,
+                     "text_config": {**QWEN3_VL, **MOE, "model_type": "qwen3_vl_moe_text", "num_hidden_layers": 3,
+                     "decoder_sparse_step": 1, "mlp_only_layers": [1], "norm_topk_prob": True}},
     "mistral3": {"model_type": "mistral3", "tie_word_embeddings": False, "text_config": WHOLE["ministral3"],
                  "vision_config": {**EYES, "model_type": "pixtral", "head_dim": 8}, "spatial_merge_size": 2},
     "gemma3": {"model_type": "gemma3", "mm_tokens_per_image": 1, "vision_config":
@@ -312,16 +338,39 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
     with torch.inference_mode():
         expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
     found = load_file(tmp_path / "now" / "model.safetensors")
-    assert any("vision_tower" in name for name in found)
+    assert any(part in name for name in found for part in ("vision_tower", "visual", "vision_embedder"))
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "config.json").write_text(json.dumps(SEEING[case]))
-    save_file({_other_name(name): weight for name, weight in found.items()}, tmp_path / "before" / "model.safetensors")
+    save_file(_otherwise(found, case), tmp_path / "before" / "model.safetensors")
     for folder in ("now", "before"):
         model = load_checkpoint(tmp_path / folder).model
         runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64))
         runner.cache.open(0)
         assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), expected)
         assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
+        prompts = [tokens_of(3 + 4 * seed, seed) for seed in range(3)]
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        llm = LLM(str(tmp_path / folder), draft="lookup", pacing="fixed", dtype="float32", max_seq_len=64)
+        for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
+            with torch.inference_mode():
+                logits = oracle(input_ids=torch.tensor([prompt + out.token_ids])).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+            assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+
+
+def _otherwise(weights: dict[str, Tensor], case: str) -> dict[str, Tensor]:
+    """The same weights as the other generation of transformers writes them."""
+    if not case.startswith("qwen"):
+        return {_other_name(name): weight for name, weight in weights.items()}
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    if not case.startswith("qwen3"):
+        names = {before: now for now, before in names.items()}
+    other = {}
+    for name, weight in weights.items():
+        start = next((start for start in names if name.startswith(start)), "")
+        is_turned = ".mlp.experts." in name  # published as inputs x outputs
+        other[names.get(start, "") + name.removeprefix(start)] = weight.mT.contiguous() if is_turned else weight
+    return other
 
 
 def _other_name(name: str) -> str:

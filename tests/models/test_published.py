@@ -23,7 +23,9 @@ from forerun.models.opened import read_config
 
 Raw = dict[str, Any]
 PUBLISHED: dict[str, Raw] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-ONLY_NEW = {"gemma4", "gemma4_text", "ministral3"}  # older versions of transformers do not have them
+# Older versions of transformers do not have them.
+ONLY_NEW = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "ministral3"}
+FLAT = {"qwen2_vl", "qwen2_5_vl"}  # whose keys of the text model they write beside the others
 PARTS = ("text_config", "encoder", "decoder")  # of which a file holds a config.json each
 
 
@@ -37,6 +39,8 @@ def before(raw: Mapping[str, Any]) -> Raw:
     """The same as the oldest transformers that is supported wrote it."""
     old = {{"dtype": "torch_dtype"}.get(key, key): value for key, value in raw.items() if key != "rope_parameters"}
     old |= {part: before(raw[part]) for part in PARTS if isinstance(raw.get(part), dict)}
+    if raw["model_type"] in FLAT:
+        old = {**old.pop("text_config"), **old}
     if (turned := raw.get("rope_parameters")) is None or raw["model_type"] in ONLY_NEW:
         return old | ({} if turned is None else {"rope_parameters": turned})
     if "sliding_attention" in turned:
@@ -47,7 +51,8 @@ def before(raw: Mapping[str, Any]) -> Raw:
     old["rotary_emb_base" if is_neox else theta] = turned[theta]
     if part in turned:
         old["rotary_pct" if is_neox else part] = turned[part]
-    return {**old, "rope_scaling": None if scaling.get("rope_type") == "default" else scaling}
+    is_plain = scaling.get("rope_type") == "default" and "mrope_section" not in scaling
+    return {**old, "rope_scaling": None if is_plain else scaling}
 
 
 def assert_same(spec: Spec, raw: Raw) -> None:
@@ -92,5 +97,6 @@ def shortened(raw: Raw) -> Iterator[tuple[Raw, str]]:
 
 
 def test_each_family_has_a_published_file() -> None:
-    text = {"gemma4_text": "gemma4", "ministral3": "mistral3"}  # which are published inside of others
+    # Which are published inside of others.
+    text = {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified", "ministral3": "mistral3"}
     assert {text.get(name, name) for name in model_types()} == {raw["model_type"] for raw in PUBLISHED.values()}

@@ -27,12 +27,13 @@ Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 class Fused:
     """What one published tensor holds: these of our matrices, one below the other.
 
-    transposed: it is stored as inputs x outputs. by_head: the rows of the first head of each part come first. in_turn:
-    the first row of each part comes first.
+    transposed: it is stored as inputs x outputs. either_way: or as outputs x inputs, where it has that shape. by_head:
+    the rows of the first head of each part come first. in_turn: the first row of each part comes first.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
+    either_way: bool = False
     by_head: bool = False
     in_turn: bool = False
 
@@ -157,7 +158,10 @@ class Place:
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
-    """Return by our names where each tensor lies; one whose name is not known lies under its own."""
+    """Return by our names where each tensor lies; one whose name is not known lies under its own.
+
+    published: names, or what is stored under each: its shape says how a tensor lies that may lie either way round.
+    """
     found, shapes = dict[str, Place](), weight_shapes(spec)
     for name in published:
         known = None if names is None else names.ours(name)
@@ -169,11 +173,14 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
         if any(_is_unread(own, spec) for own in ours):
             continue
         sizes = [shapes[own][0] if own in shapes else 0 for own in ours]
+        is_turned = how.transposed
+        if how.either_way and isinstance(published, Mapping) and ours[0] in shapes:
+            is_turned = tuple(published[name].shape) != (sum(sizes), *shapes[ours[0]][1:])
         for own, rows in zip(ours, _rows(how, sizes, spec), strict=True):
             found[own] = Place(
                 name,
                 rows if len(ours) > 1 else None,
-                how.transposed and own.endswith(".weight"),
+                is_turned and own.endswith(".weight"),
                 names is not None and name in names.exact,
             )
     return found

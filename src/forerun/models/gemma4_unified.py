@@ -1,0 +1,26 @@
+"""Gemma 4 12B as published, which sees images and hears without towers: the text model in it alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forerun.blocks import Spec
+from forerun.models import configs, gemma4, gemma4_unified_text
+from forerun.models.configs import Raw
+
+PARTS = ("vision_embedder", "embed_vision", "embed_audio")
+NAMES = replace(gemma4.NAMES, beside=tuple(f"{start}{part}." for part in PARTS for start in ("", "model.")))
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    configs.refuse_unknown(raw, gemma4.KEYS)
+    kind = "gemma4_unified_text"
+    text = configs.text_part(raw, {"model_type": kind, "tie_word_embeddings": True})
+    configs.require(text["model_type"] == kind, text, "model_type", f"{kind!r} in text_config")
+    return gemma4_unified_text.read(text)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json of the text model by itself."""
+    return gemma4_unified_text.write(spec)

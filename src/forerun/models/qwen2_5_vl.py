@@ -1,0 +1,19 @@
+"""Qwen 2.5 VL, which sees images and videos: the text model in it alone, which is that of Qwen 2 VL."""
+
+from __future__ import annotations
+
+from forerun.blocks import Spec
+from forerun.models import qwen2_vl
+from forerun.models.configs import Raw
+
+NAMES = qwen2_vl.NAMES  # its GGUF files are of the architecture of Qwen 2 VL
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    return qwen2_vl.read(raw)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json of the text model by itself."""
+    return qwen2_vl.write(spec)

@@ -1,0 +1,42 @@
+"""Qwen 3 VL (dense), which sees images and videos: the text model in it alone, which is a Qwen 3 without windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forerun.blocks import Spec
+from forerun.models import configs, qwen2_vl, qwen3
+from forerun.models.configs import Raw, flag
+from forerun.models.naming import Gguf
+from forerun.models.qwen2_vl import TIED, sections_of, text_model
+
+NAMES = qwen2_vl.NAMES
+USUAL = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
+THETA = 5e5
+IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})  # the latter are added to images alone
+GGUF = Gguf(
+    "qwen3vl",
+    more=lambda own, tensors: {**qwen3.GGUF.more(own, tensors), **sections_of(own, tensors)},
+    by_more=IMAGES,
+)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
+
+
+def _read(text: Raw) -> Spec:
+    refuse_windows(text)
+    return replace(qwen3.read(text), model_type="qwen3")
+
+
+def refuse_windows(text: Raw) -> None:
+    """Refuse a sliding window, which transformers does not compute here."""
+    configs.full_attention_only(text)
+    configs.require(not flag(text, "use_sliding_window"), text, "use_sliding_window", "false")
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json of the text model by itself."""
+    return qwen3.write(spec)
