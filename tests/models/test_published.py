@@ -23,7 +23,13 @@ from forerun.models.opened import read_config
 
 Raw = dict[str, Any]
 PUBLISHED: dict[str, Raw] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-ONLY_NEW = {"gemma4", "gemma4_text", "ministral3"}  # older versions of transformers do not have them
+ONLY_NEW = {
+    "gemma4",
+    "gemma4_text",
+    "ministral3",
+    "qwen3_5",
+    "qwen3_5_text",
+}  # older versions of transformers do not have them
 PARTS = ("text_config", "encoder", "decoder")  # of which a file holds a config.json each
 
 
@@ -92,5 +98,9 @@ def shortened(raw: Raw) -> Iterator[tuple[Raw, str]]:
 
 
 def test_each_family_has_a_published_file() -> None:
-    text = {"gemma4_text": "gemma4", "ministral3": "mistral3"}  # which are published inside of others
+    text = {
+        "gemma4_text": "gemma4",
+        "ministral3": "mistral3",
+        "qwen3_5_text": "qwen3_5",
+    }  # which are published inside of others
     assert {text.get(name, name) for name in model_types()} == {raw["model_type"] for raw in PUBLISHED.values()}
