@@ -306,7 +306,7 @@ def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterat
     if rows is None:
         yield from read()
         return
-    falls = [i for i, (row, following) in enumerate(pairwise(rows), 1) if following <= row]
+    falls: list[int] = [i for i, (row, following) in enumerate(pairwise(rows), 1) if following <= row]
     for begin, end in pairwise([0, *falls, len(rows)]):
         yield from _ascending(read(), rows[begin:end])
 

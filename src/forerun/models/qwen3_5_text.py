@@ -106,7 +106,8 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
     kinds = [LINEAR if f"blk.{i}.ssm_out.weight" in tensors else FULL for i in range(whole - further)]
     given = own.get("attention.recurrent_layers")
-    if given is not None and given[: len(kinds)] != [kind == LINEAR for kind in kinds]:
+    is_list = isinstance(given, list) and given[: len(kinds)] == [kind == LINEAR for kind in kinds]
+    if given is not None and not is_list:
         raise UnsupportedModel(f"a GGUF file of {kind} has other layers with a state than it says: fetch it again")
     inner, value_heads, key_heads = (own.get(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
     if type(inner) is not int or type(value_heads) is not int or value_heads < 1 or inner % value_heads:
@@ -266,7 +267,7 @@ def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
     Raises UnsupportedModel for one that is stored as GGUF files are, which other programs would read wrongly.
     """
     a = next(block.attention for block in spec.blocks if block.attention is not None)
-    usual = Recurrence("gated_delta", *(LINEAR_DEFAULTS[key] for key in LINEAR_SIZES))
+    usual = recurrence_of(Filled({}, LINEAR_DEFAULTS))
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)
     if r.decay != "log" or not r.grouped:
         raise UnsupportedModel(
