@@ -56,7 +56,7 @@ MIXED = {
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-                 "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35"}  # fmt: skip
+                 "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
 TILED = ("qwen35", "qwen35moe")  # whose value heads are in another order than in folders
 SHIFTED = ("gemma2", "gemma3", *TILED, "qwen3next")  # which have 1 added to the weights of norms
 TURNED = ("llama", "granite", "smollm3", "mistral3")

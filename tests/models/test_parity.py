@@ -93,6 +93,7 @@ STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_he
 QWEN35 = {**SIZES, **STATES, "num_hidden_layers": 4, "model_type": "qwen3_5_text", "partial_rotary_factor": 0.5,
           "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5,
           "mrope_section": [1, 1, 0], "mrope_interleaved": True}}  # fmt: skip
+MOE_SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WHOLE: dict[str, Raw] = {
     "gemma4": {**GEMMA4, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": True,
                "global_head_dim": 16, "num_global_key_value_heads": 2},
@@ -163,6 +164,7 @@ WHOLE: dict[str, Raw] = {
                          "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e3, "rope_type": "linear",
                          "factor": 2.0, "partial_rotary_factor": 1.0}},
     "qwen3_5": QWEN35,
+    "qwen3_5_moe": {**QWEN35, **MOE_SIZES, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 20},
     "qwen3_5-biases": {**QWEN35, "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,
                        "layer_types": [FULL, LINEAR, LINEAR], "linear_conv_kernel_dim": 2, "num_hidden_layers": 3,
                        "rope_parameters": {"rope_theta": 1e3, **YARN_OF_4, "partial_rotary_factor": 0.5}},
@@ -175,6 +177,8 @@ QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads"
              "patch_size": 14, "num_position_embeddings": 4}  # fmt: skip
 UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
 SEEING: dict[str, Raw] = {
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": WHOLE["qwen3_5_moe"],
+                    "vision_config": {**QWEN_EYES, "model_type": "qwen3_5_moe_vision"}},
     "qwen3_5": {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": QWEN35, "vision_config":
                 {**QWEN_EYES, "model_type": "qwen3_5_vision"}},
     "gemma4": {"model_type": "gemma4", "text_config": {**WHOLE["gemma4-small"], "pad_token_id": 0}, "vision_config":

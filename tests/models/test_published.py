@@ -102,5 +102,6 @@ def test_each_family_has_a_published_file() -> None:
         "gemma4_text": "gemma4",
         "ministral3": "mistral3",
         "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe_text": "qwen3_5_moe",
     }  # which are published inside of others
     assert {text.get(name, name) for name in model_types()} == {raw["model_type"] for raw in PUBLISHED.values()}
