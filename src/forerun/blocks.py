@@ -135,8 +135,8 @@ class Recurrence:
     gated_delta: q, k and v are projections behind a causal convolution of `conv` inputs and silu, q and k of length 1.
     The state S of a value head is key_dim x value_dim. A token multiplies it by exp(g), adds k times
     beta (v - k S), and reads q S / sqrt(key_dim), which leaves behind `norm` and times silu(z) (Yang et al. 2024,
-    eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections, too. Value
-    heads in a row share a key head.
+    eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections, too.
+    grouped: value heads in a row share a key head; else value head i reads key head i % key_heads (llama.cpp's files).
     short_conv: [B, C, x] are projections, and what leaves is C times a causal convolution of B x (LFM2).
     decay: what is stored of g, A_log or -exp(A_log). biases: of a short convolution and its projections.
     """
@@ -150,6 +150,7 @@ class Recurrence:
     norm: Norm | None = None
     decay: Literal["log", "negative"] = "log"
     biases: bool = False
+    grouped: bool = True
 
     def __post_init__(self) -> None:
         if not 1 < self.conv <= STATE_TOKENS:

@@ -19,6 +19,8 @@ from saved import published
 
 Raw = dict[str, Any]
 WriteCheckpoint = Callable[..., Path]
+# Weights of states, and of the choice of experts, which show only where they are large.
+OF_STATES = ("A_log.weight", "dt_bias.weight", "conv1d.weight", "conv.conv.weight", "choice_bias.weight")
 
 
 def random_weights(raw: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -29,6 +31,8 @@ def random_weights(raw: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Ten
         noise = torch.randn(shape, generator=generator)
         is_factor = "norm" in name or "_scal" in name
         weights[name] = 1 + 0.3 * noise if is_factor else noise * (0.3 if name.endswith(".bias") else 0.15)
+        if name.endswith(OF_STATES):
+            weights[name] = noise
     return weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
-from forerun.blocks import Plain, Rope, Spec, weight_shapes
+from forerun.blocks import Plain, Recurrence, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
 from forerun.models.naming import Place, places
 from forerun.models.source import STACKED
 from forerun.ops.rotary import attention_factor, inverse_frequencies
+from models.conftest import OF_STATES
 from saved import published
 
 DENSE = ("F32", "F16", "BF16")
@@ -54,8 +56,10 @@ MIXED = {
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-                 "gpt_oss": "gpt-oss"}  # fmt: skip
+                 "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
 SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # whose files have the text model, a qwen2, qwen3 or qwen3_moe
+TILED = ("qwen35", "qwen35moe")  # whose value heads are in another order than in folders
+SHIFTED = ("gemma2", "gemma3", *TILED, "qwen3next")  # which have 1 added to the weights of norms
 TURNED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -119,18 +123,55 @@ def by_head(weight: Array, num_heads: int) -> Array:
     return weight.reshape(3, num_heads, -1, *weight.shape[1:]).swapaxes(0, 1).reshape(weight.shape)
 
 
+def in_file(spec: Spec) -> Spec:
+    """What a model is in a file: decays are stored as they are computed, and value heads may be in another order."""
+    arch = ARCHITECTURES.get(spec.model_type, spec.model_type)
+
+    def stored(r: Recurrence) -> Recurrence:
+        return replace(r, decay="negative", grouped=arch not in TILED or r.value_heads == r.key_heads)
+
+    blocks = [
+        replace(block, recurrence=stored(r)) if (r := block.recurrence) and r.kind == "gated_delta" else block
+        for block in spec.blocks
+    ]
+    return replace(spec, blocks=tuple(blocks))
+
+
+def recurrence_of(spec: Spec) -> Recurrence | None:
+    """What its layers with a state have."""
+    return next((block.recurrence for block in spec.blocks if block.recurrence is not None), None)
+
+
+def value_rows(spec: Spec, arch: str, name: str) -> tuple[list[int], int] | None:
+    """The order in which a file has the rows or columns of a tensor with value heads, and which; None = the usual.
+
+    As convert_hf_to_gguf.py has it (_LinearAttentionVReorderBase): the first head of each group, then each second.
+    """
+    r, part = recurrence_of(spec), name.partition(".linear_attn.")[2].partition(".")[0]
+    if r is None or arch not in TILED or part in ("", "norm"):
+        return None
+    size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else r.value_dim
+    before = 2 * r.key_heads * r.key_dim if part in ("in_proj_qkv", "conv1d") else 0
+    each = r.value_heads // r.key_heads
+    heads = [group * each + i for i in range(each) for group in range(r.key_heads)]
+    rows = [before + head * size + row for head in heads for row in range(size)]
+    return [*range(before), *rows], int(part == "out_proj")
+
+
 def write_model(
     path: Path,
     config: Spec,
     weights: Mapping[str, torch.Tensor],
     quantise: Callable[[str], str] = lambda name: "F32",
     arch: str | None = None,
+    more: Mapping[str, Array] | None = None,
     **metadata: Any,
 ) -> dict[str, torch.Tensor]:
     """Write a model as llama.cpp's converter does; returns the weights that the file has, dequantised.
 
-    quantise: the type of each matrix, by its name in checkpoints. arch: None = that of the model's family. metadata:
-    keys with . as __, on top of the usual ones; None leaves one out.
+    quantise: the type of each matrix, by its name in checkpoints. arch: None = that of the model's family. more:
+    further tensors, by their names in the file. metadata: keys with . as __, on top of the usual ones; None leaves one
+    out.
     """
     arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -142,10 +183,15 @@ def write_model(
     stored = dict(weights) if names is None else published(names, config, weights)
     for name in [name for name in stored if STACKED.fullmatch(name)]:
         stored |= {f"{name}.{i}": part for i, part in enumerate(stored.pop(name))}
+    attention = next((block.attention for block in config.blocks if block.attention is not None), None)
+    assert attention is not None
     for name, tensor in stored.items():
         weight, heads = tensor.float().numpy(), 0
-        attention = config.blocks[0].attention
-        assert attention is not None
+        whole = weight
+        order = value_rows(config, arch, name)
+        weight = weight[:, 0] if weight.ndim == 3 else weight  # as the converter squeezes weights of convolutions
+        weight = weight if order is None else weight.take(*order)
+        weight = -np.exp(weight) if name.endswith("A_log") else weight
         if arch in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = attention.heads if ".q_proj." in name else attention.kv_heads
             weight = turned(weight, heads)
@@ -153,8 +199,8 @@ def write_model(
         weight = by_part(weight, attention.heads) if is_by_head else weight
         is_turned = arch == "gpt2" and ".c_" in name and weight.ndim == 2  # as the converter turns them
         weight = np.ascontiguousarray(weight.T) if is_turned else weight
-        offset = float(arch in ("gemma2", "gemma3") and "norm" in name)
-        kind = quantise(name) if weight.ndim == 2 else "F32"
+        offset = float(arch in SHIFTED and "norm" in name and "linear_attn" not in name)
+        kind = quantise(name) if weight.ndim == 2 and ".conv" not in name else "F32"
         weight = weight[0] if "shared_expert_gate" in name else weight  # as the converter squeezes it
         data = stored_as(kind, weight + np.float32(offset))
         if STACKED.fullmatch(name.rpartition(".")[0]):  # of all experts one tensor, as in the folder
@@ -162,6 +208,8 @@ def write_model(
         elif "router." in name and name.endswith("scale"):
             scaled = name.replace("router.scale", "router.proj").replace("router.per_expert_scale", "experts.down_proj")
             writer.add_tensor(f"{theirs.get_name(scaled)}.scale", data)
+        elif name.endswith("dt_bias"):
+            writer.add_tensor(theirs.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), data)
         elif name.endswith("layer_scalar"):
             writer.add_tensor(f"{theirs.get_name(name)}.weight", data)
         elif ".experts." in name:
@@ -173,9 +221,13 @@ def write_model(
         numbers = turned_back(numbers, heads) if heads else numbers
         numbers = by_head(numbers, attention.heads) if is_by_head else numbers
         numbers = numbers[None] if "shared_expert_gate" in name else numbers
+        numbers = numbers if order is None else numbers.take(np.argsort(order[0]), order[1])
+        numbers = whole if name.endswith("A_log") or whole.ndim == 3 else numbers
         kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
     for (name, kind), parts in stacked.items():
         writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), np.stack(parts), raw_dtype=Type[kind])
+    for name, data in (more or {}).items():
+        writer.add_tensor(name, data)
     rope = attention.rope
     if rope is not None and rope.kind == "llama3":
         plain = inverse_frequencies(Rope(rope.theta), attention.head_dim)
@@ -194,7 +246,7 @@ def write_model(
 
 
 def _held(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    tensor = tensor.T if place.transposed else tensor
+    tensor = tensor.T if place.transposed else tensor[:, 0] if place.squeezed else tensor
     return (tensor if place.rows is None else tensor[place.rows]).contiguous()
 
 
@@ -264,6 +316,12 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
         own |= {"use_parallel_residual": spec.blocks[0].parallel}
     if arch == "gemma4":
         own |= _by_layer(spec)
+    if (r := recurrence_of(spec)) is not None and r.kind == "gated_delta":
+        own |= {"ssm.conv_kernel": r.conv, "ssm.state_size": r.key_dim, "ssm.group_count": r.key_heads}
+        own |= {"ssm.time_step_rank": r.value_heads, "ssm.inner_size": r.value_heads * r.value_dim}
+        own["full_attention_interval"] = 1 + next(i for i, b in enumerate(spec.blocks) if b.attention is not None)
+        pairs = int(own["rope.dimension_count"]) // 2
+        own |= {"rope.dimension_sections": [pairs - 2, 1, 1, 0]} if arch in TILED else {}
     if a.position_scale is not None:
         own |= {"attention.temperature_scale": a.position_scale[0]}
     caps = {"attn_logit_softcapping": a.softcap, "final_logit_softcapping": spec.logit_softcap}
@@ -378,4 +436,5 @@ def random_weights(config: Spec, seed: int = 0) -> dict[str, torch.Tensor]:
     for name, shape in weight_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         made[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
+        made[name] = noise if name.endswith(OF_STATES) else made[name]
     return made

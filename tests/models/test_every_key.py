@@ -112,6 +112,8 @@ def changed(raw: Raw) -> Iterator[tuple[Raw, str]]:
 def test_every_key(tmp_path: Path, case: str) -> None:
     base = BASES[case]
     plain, spec = by_transformers(base)[1], read_config(base)
+    # Sums over all tokens before: steps and chunks of transformers differ from each other by as much.
+    tolerance = 3e-4 if any(block.recurrence is not None for block in spec.blocks) else 1e-4
     wrong = []
     for raw, what in changed(base):
         try:
@@ -125,6 +127,8 @@ def test_every_key(tmp_path: Path, case: str) -> None:
         if found == spec and torch.equal(expected, plain):
             continue
         ours = logits_of(raw, module, tmp_path)
-        if ours.shape != expected.shape or float((ours - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
+        if ours.shape != expected.shape or float((ours - expected).abs().max()) > tolerance * float(
+            expected.abs().max()
+        ):
             wrong.append(what)
     assert not wrong

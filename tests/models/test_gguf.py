@@ -34,6 +34,7 @@ from models.gguf_files import (
     MIXED,
     SEEING,
     byte_vocabulary,
+    in_file,
     numbers_of,
     random_blocks,
     random_weights,
@@ -271,6 +272,10 @@ GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim
           "num_key_value_heads": 3, "vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 0,
           "num_hidden_layers": 3}  # fmt: skip
 LOCAL, FULL = "sliding_attention", "full_attention"
+# Two value heads of 16 to a key head of 8.
+QWEN35 = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+          "partial_rotary_factor": 0.5, "rope_theta": 5e3}  # fmt: skip
 RAW: dict[str, dict[str, Any]] = {
     "gemma4": {**GEMMA4, "layer_types": [LOCAL, LOCAL, FULL], "attention_k_eq_v": True, "num_global_key_value_heads": 2,
                "final_logit_softcapping": 3.0},
@@ -300,13 +305,17 @@ RAW: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, **MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32},
     "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"},
                  "layer_norm_eps": EPS},
+    "qwen3_5": {**QWEN35, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {**QWEN35, **MOE, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32},
+    "qwen3_5-even": {**QWEN35, "model_type": "qwen3_5_text", "linear_num_key_heads": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
 WIDE = resized(CONFIG, hidden_size=256, ffn_size=256, num_heads=8, num_kv_heads=4, head_dim=32, tied=True)
 MODELS["mixed"] = WIDE
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4",
              "gpt_oss-quarter": "MXFP4",
-             "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0"}  # fmt: skip
+             "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0", "qwen3_5-q8_0": "Q8_0",
+             "qwen3_5_moe-q4_0": "Q4_0"}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED, *SEEING])
@@ -326,7 +335,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
     rounded = config if of_text.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
-    assert read_config(open_source(path).config) == rounded
+    assert read_config(open_source(path).config) == in_file(rounded)
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for ops in ("reference", "auto") if case in MODELS else ("auto",):
@@ -447,6 +456,60 @@ def test_sections_of_positions_that_are_not_half_of_a_head(tmp_path: Path, arch:
     write_model(tmp_path / "a.gguf", config, random_weights(config), arch=arch, **more)
     with pytest.raises(UnsupportedModel, match=r"mrope_section=.*three sizes that add to 8, the pairs of a head"):
         read_config(open_source(tmp_path / "a.gguf").config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("block_count", 1 << 31, "no possible number of layers"),
+        ("nextn_predict_layers", 4, "no possible number of layers"),
+        ("ssm__time_step_rank", 0, "no possible number of value heads"),
+        ("ssm__inner_size", 63, "no possible number of value heads"),
+        ("ssm__group_count", 3, "linear_num_value_heads=4, .* a multiple of 3"),
+        ("ssm__conv_kernel", 17, r"linear_conv_kernel_dim=17, .* an integer in 2 \.\. 16"),
+        ("rope__dimension_sections", [1, 1, 1], "parts of positions .* not the 8 turned dimensions"),
+        ("rope__dimension_sections", "xyz", "parts of positions"),
+        ("attention__recurrent_layers", [True] * 4, "other layers with a state than it says"),
+        ("attention__recurrent_layers", 3, "other layers with a state than it says"),
+        ("attention__head_count_kv", [0, 0, 2, 2], "other numbers of heads in some layer"),
+        ("full_attention_interval", 2, "layer_types=.* as full_attention_interval=2 says"),
+    ],
+)
+def test_what_a_file_of_qwen_3_5_says_of_states_is_checked(tmp_path: Path, key: str, value: Any, words: str) -> None:
+    config = OTHERS["qwen3_5"]
+    write_model(tmp_path / "a.gguf", config, random_weights(config), **{f"qwen35__{key}": value})
+    with pytest.raises(UnsupportedModel, match=words):
+        read_config(open_source(tmp_path / "a.gguf").config)
+
+
+def test_blocks_that_guess_further_tokens_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """They are the last ones, and count as blocks; heads of keys may be said by layer."""
+    config = OTHERS["qwen3_5"]
+    further = {"nextn.eh_proj.weight": (96, 192), "attn_q.weight": (192, 96), "ffn_up.weight": (64, 96)}
+    more = {f"blk.4.{name}": np.ones(shape, np.float32) for name, shape in further.items()}
+    said = {"block_count": 5, "nextn_predict_layers": 1, "attention__head_count_kv": [0, 0, 0, 2, 2],
+            "attention__recurrent_layers": [True, True, True, False, False]}  # fmt: skip
+    weights = random_weights(config)
+    write_model(tmp_path / "a.gguf", config, weights)
+    write_model(tmp_path / "b.gguf", config, weights, more=more, **{f"qwen35__{k}": v for k, v in said.items()})
+    a, b = (OpenedCheckpoint.of(tmp_path / name, config_only=True) for name in ("a.gguf", "b.gguf"))
+    assert a.spec == b.spec == in_file(config)
+    assert a.weights.tensors.keys() == b.weights.tensors.keys()
+    assert {*load_checkpoint(tmp_path / "b.gguf").model.weights} == {*weights}
+    write_model(tmp_path / "c.gguf", config, weights, more=more, qwen35__block_count=5)
+    with pytest.raises(
+        UnsupportedModel, match=r"holds the tensor 'blk\.4\.nextn\.eh_proj\.weight', which no qwen3_5_text"
+    ):
+        load_checkpoint(tmp_path / "c.gguf")
+
+
+def test_states_as_in_a_file_are_not_saved_as_a_folder(tmp_path: Path) -> None:
+    """Which other programs would read as if decays and heads were stored as published."""
+    config = in_file(OTHERS["qwen3_5"])
+    with pytest.raises(
+        UnsupportedModel, match="cannot say that its states are stored as in a GGUF file: name the fold"
+    ):
+        save_checkpoint(tmp_path / "folder", config, random_weights(config))
 
 
 def test_one_list_of_factors_is_not_enough(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
-from models.gguf_files import MIXED, random_weights, split, write_model
-from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
+from models.gguf_files import ARCHITECTURES, MIXED, random_weights, split, write_model
+from models.test_gguf import CONFIG, OTHERS as FAMILIES, cache  # noqa: F401  (a fixture for every test)
 
 HUGE = (1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 MOST_BYTES, MOST_S = 300 << 20, 5.0
@@ -125,6 +125,31 @@ def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
         if what != b"split.tensors.count" or which == 0:  # which the first piece says for all
             check_sentence(sentence, (pieces[which].name, what))
         pieces[which].write_bytes(good[which])
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
+    """Each count, length, dimension and value of the architecture in turn: it is understood, or refused."""
+    path, config = tmp_path / "broken.gguf", FAMILIES[case]
+    write_model(path, config, random_weights(config))
+    good, chance, num_refused = path.read_bytes(), random.Random(3), 0
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
+    fields = gguf.GGUFReader(path).fields.values()
+    values = [(sum(part.nbytes for part in field.parts[:i]) + field.offset, "I", field.name)
+              for field in fields if field.name.startswith(f"{arch}.")
+              for i in field.data if field.parts[i].nbytes == 4 * field.parts[i].size == 4]  # fmt: skip
+    assert len(values) > 15
+    places = [place for place in numbers(path) if place[2].startswith((f"{arch}.", "blk."))]
+    for at, kind, what in [*values * 3, *chance.sample(places, 60)]:
+        broken = bytearray(good)
+        new = chance.choice([0, 1, 7, 513, *HUGE[:2]]) if kind == "I" else chance.choice(HUGE)
+        struct.pack_into("<" + kind, broken, at, new)
+        path.write_bytes(broken)
+        sentence = refused(path)
+        num_refused += sentence is not None
+        if sentence is not None:
+            check_sentence(sentence, (what, new))
+    assert num_refused > 60
 
 
 def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:

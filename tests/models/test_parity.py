@@ -17,8 +17,9 @@ from forerun import LLM, SamplingParams, native
 from forerun.errors import BadOption, PromptTooLong
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
+from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
-from forerun.ops import make as make_ops
+from forerun.ops import backend as backend_of, make as make_ops
 from forerun.ops.torch import TorchModel
 
 Raw = dict[str, Any]
@@ -88,7 +89,13 @@ GEMMA4 = {"model_type": "gemma4_text", "vocab_size": 97, "vocab_size_per_layer_i
           "final_logit_softcapping": 3.0}  # fmt: skip
 UNIFIED = {**{key: value for key, value in GEMMA4.items() if "per_layer_input" not in key}, "global_head_dim": 16,
            "model_type": "gemma4_unified_text"}  # fmt: skip
-LOCAL, FULL = "sliding_attention", "full_attention"
+LOCAL, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+          "linear_conv_kernel_dim": 4}  # fmt: skip
+QWEN35 = {**SIZES, **STATES, "num_hidden_layers": 4, "model_type": "qwen3_5_text", "partial_rotary_factor": 0.5,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5,
+          "mrope_section": [1, 1, 0], "mrope_interleaved": True}}  # fmt: skip
+MOE_SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WHOLE: dict[str, Raw] = {
     "gemma4": {**GEMMA4, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": True,
                "global_head_dim": 16, "num_global_key_value_heads": 2},
@@ -162,6 +169,11 @@ WHOLE: dict[str, Raw] = {
     "gpt_neox-in-turn": {**NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
                          "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e3, "rope_type": "linear",
                          "factor": 2.0, "partial_rotary_factor": 1.0}},
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": {**QWEN35, **MOE_SIZES, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 20},
+    "qwen3_5-biases": {**QWEN35, "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,
+                       "layer_types": [FULL, LINEAR, LINEAR], "linear_conv_kernel_dim": 2, "num_hidden_layers": 3,
+                       "rope_parameters": {"rope_theta": 1e3, **YARN_OF_4, "partial_rotary_factor": 0.5}},
 }  # fmt: skip
 
 # What holds more than a text model, which is compared beside it.
@@ -173,8 +185,14 @@ NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 QWEN2_VL = {**PLAIN_SIZES, **NO_ENDS, "rms_norm_eps": 1e-5, "rope_theta": 1e3}
 QWEN3_VL = {**SIZES, **NO_ENDS, "rope_theta": 1e3, "rope_scaling": {
             "rope_type": "default", "mrope_section": [1, 2, 1], "mrope_interleaved": True}}  # fmt: skip
+QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 60,
+             "patch_size": 14, "num_position_embeddings": 4}  # fmt: skip
 UNCAPPED = {key: value for key, value in GEMMA.items() if key != "final_logit_softcapping"}
 SEEING: dict[str, Raw] = {
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": WHOLE["qwen3_5_moe"],
+                    "vision_config": {**QWEN_EYES, "model_type": "qwen3_5_moe_vision"}},
+    "qwen3_5": {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": QWEN35, "vision_config":
+                {**QWEN_EYES, "model_type": "qwen3_5_vision"}},
     "gemma4": {"model_type": "gemma4", "text_config": {**WHOLE["gemma4-small"], "pad_token_id": 0}, "vision_config":
                {**EYES, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8,
                "position_embedding_size": 16}, "audio_config": None},
@@ -222,6 +240,9 @@ class Pair:
         self.model: TorchModel = load_checkpoint(folder).model
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.oracle = oracle.eval()
+        # Sums over all tokens before: steps and chunks of transformers differ from each other by as much.
+        has_states = any(block.recurrence is not None for block in self.model.config.blocks)
+        self.tolerance = 5e-5 if has_states else 1e-5
 
     def expect(self, tokens: list[int]) -> Tensor:
         with torch.inference_mode():
@@ -253,9 +274,9 @@ def tokens_of(num: int, seed: int) -> list[int]:
     return torch.randint(97, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-6
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max() + 1e-6
 
 
 def test_prefill_chunks_and_ragged_mixtures_agree(pair: Pair) -> None:
@@ -274,7 +295,7 @@ def test_prefill_chunks_and_ragged_mixtures_agree(pair: Pair) -> None:
             runs = {slot: texts[slot][cache.length(slot) :][:n] for slot, n in counts.items()}
             for (slot, run), logits in zip(runs.items(), pair.run(cache, runs), strict=True):
                 start = cache.length(slot)
-                assert_close(logits, expected[slot][start : start + len(run)])
+                assert_close(logits, expected[slot][start : start + len(run)], pair.tolerance)
                 cache.keep({slot: range(len(run))})
         assert pair.run(cache, {}) == []  # a step may have nothing to run
         cache.check_integrity()
@@ -290,8 +311,8 @@ def test_taps_are_the_hidden_states_of_transformers(pair: Pair) -> None:
     cache.open(0)
     scores = Runner(pair.model, cache, taps=range(num_layers + 1)).forward([Run(0, tokens, "none")])
     for k in range(num_layers):
-        assert_close(scores.taps[k], expected[k][0])
-    assert_close(pair.model.norm(scores.taps[num_layers]), expected[num_layers][0])
+        assert_close(scores.taps[k], expected[k][0], pair.tolerance)
+    assert_close(pair.model.norm(scores.taps[num_layers]), expected[num_layers][0], pair.tolerance)
 
 
 def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
@@ -304,16 +325,16 @@ def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
         cache.keep({slot: range(len(context))})
     plain = tokens_of(3, 6)
     found, chain = pair.run(cache, {1: tree, 2: plain}, [parents, None])
-    assert_close(chain, pair.expect(context + plain)[-3:])
+    assert_close(chain, pair.expect(context + plain)[-3:], pair.tolerance)
     for node in range(len(tree)):
         path = path_to(node, parents)
         expected = pair.expect(context + [tree[i] for i in path])
-        assert_close(found[path], expected[len(context) :])
+        assert_close(found[path], expected[len(context) :], pair.tolerance)
     kept = path_to(6, parents)
     cache.keep({1: kept})
     text = context + [tree[i] for i in kept]
     (after,) = pair.run(cache, {1: [42, 43]})
-    assert_close(after, pair.expect([*text, 42, 43])[-2:])
+    assert_close(after, pair.expect([*text, 42, 43])[-2:], pair.tolerance)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
@@ -334,10 +355,12 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
         for name, weight in oracle.named_parameters():
             weight.copy_(torch.randn(weight.shape) * 0.15 + ("norm" in name and case != "gemma3"))
     oracle.save_pretrained(tmp_path / "now")
-    tokens = tokens_of(30, 1)
+    tokens, tolerance = tokens_of(30, 1), 5e-5 if case.startswith("qwen") else 1e-5
     with torch.inference_mode():
         expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
     found = load_file(tmp_path / "now" / "model.safetensors")
+    if case.startswith("qwen3_5"):  # published files have what transformers leaves out, of further tokens
+        found |= {"mtp.fc.weight": torch.ones(60, 120), "mtp.layers.0.mlp.gate.weight": torch.ones(5, 60)}
     assert any(part in name for name in found for part in ("vision_tower", "visual", "vision_embedder"))
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "config.json").write_text(json.dumps(SEEING[case]))
@@ -346,7 +369,7 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
         model = load_checkpoint(tmp_path / folder).model
         runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64))
         runner.cache.open(0)
-        assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), expected)
+        assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), expected, tolerance)
         assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
         prompts = [tokens_of(3 + 4 * seed, seed) for seed in range(3)]
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -360,7 +383,7 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
 
 def _otherwise(weights: dict[str, Tensor], case: str) -> dict[str, Tensor]:
     """The same weights as the other generation of transformers writes them."""
-    if not case.startswith("qwen"):
+    if "_vl" not in case:
         return {_other_name(name): weight for name, weight in weights.items()}
     names = {"model.language_model.": "model.", "model.visual.": "visual."}
     if not case.startswith("qwen3"):
@@ -470,6 +493,8 @@ def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str
     They are drafted for too, which changes nothing.
     """
     folder = write_checkpoint(WHOLE[case])
+    if ops == "native" and (reason := backend_of("native").supports(read_config(WHOLE[case]))) is not None:
+        pytest.skip(reason)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = [tokens_of(3 + seed, seed) for seed in range(20)]
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)

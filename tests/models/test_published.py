@@ -24,7 +24,10 @@ from forerun.models.opened import read_config
 Raw = dict[str, Any]
 PUBLISHED: dict[str, Raw] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 # Older versions of transformers do not have them.
-ONLY_NEW = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "ministral3"}
+ONLY_NEW = {
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "ministral3"),
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+}
 FLAT = {"qwen2_vl", "qwen2_5_vl"}  # whose keys of the text model they write beside the others
 PARTS = ("text_config", "encoder", "decoder")  # of which a file holds a config.json each
 
@@ -98,5 +101,11 @@ def shortened(raw: Raw) -> Iterator[tuple[Raw, str]]:
 
 def test_each_family_has_a_published_file() -> None:
     # Which are published inside of others.
-    text = {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified", "ministral3": "mistral3"}
+    text = {
+        "gemma4_text": "gemma4",
+        "gemma4_unified_text": "gemma4_unified",
+        "ministral3": "mistral3",
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe_text": "qwen3_5_moe",
+    }
     assert {text.get(name, name) for name in model_types()} == {raw["model_type"] for raw in PUBLISHED.values()}

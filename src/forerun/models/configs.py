@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from forerun.blocks import Act, Plain, Rope, Spec
+from forerun.blocks import STATE_TOKENS, Act, Plain, Rope, Spec
 from forerun.errors import UnsupportedModel, shown
 
 Raw = Mapping[str, Any]
@@ -116,6 +116,8 @@ LARGEST = {
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12,
+    "linear_conv_kernel_dim": STATE_TOKENS,
+    **{f"linear_{of}": 1 << 12 for of in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
     "n_embd": 1 << 17,
     "n_inner": 1 << 20,
     "n_layer": 1 << 10,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,9 @@ class Fused:
     """What one published tensor holds: these of our matrices, one below the other.
 
     transposed: it is stored as inputs x outputs. either_way: or as outputs x inputs, where it has that shape. by_head:
-    the rows of the first head of each part come first. in_turn: the first row of each part comes first.
+    the rows of the first head of each part come first. in_turn: the first row of each part comes first. by_key_head:
+    the rows of the first key head of a recurrence come first, and of these its q, its k, and its value heads in each
+    part. squeezed: it has one dimension more, of size 1, in the middle, as the weights of convolutions of torch have.
     """
 
     parts: tuple[str, ...]
@@ -36,6 +39,8 @@ class Fused:
     either_way: bool = False
     by_head: bool = False
     in_turn: bool = False
+    by_key_head: bool = False
+    squeezed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Names:
     ignored: endings of tensors that are no weights; beside: beginnings of those of other parts than the text model.
     ours_at: our blocks, {} being their number, which is that of the published one times step, plus first. more: other
     blocks. exact: whole names, of tensors that may be stored as one row of a matrix. bare: those of `inner` that are
-    names of tensors, and stand for our `.weight`, or for `.bias` where they end so.
+    names of tensors, and stand for our `.weight`, or for `.bias` where they alone end so.
     """
 
     outer: Mapping[str, str]
@@ -81,7 +86,7 @@ class Names:
         match = re.fullmatch(within, name.removeprefix(self.prefix)) if self.bare else None
         key, expert = (None, "") if match is None else _without_expert(match[2], self.bare)
         if key is not None:
-            ending = _ending(key)
+            ending = _ending(key, self.inner[key])
         else:
             match = re.fullmatch(within, module)
             key, expert = (None, "") if match is None else _without_expert(match[2], self.inner.keys() - self.bare)
@@ -108,7 +113,7 @@ class Names:
         for theirs, how in self.inner.items():
             if match is None:
                 break
-            if theirs in self.bare and _ending(theirs) != ending:
+            if theirs in self.bare and _ending(theirs, how) != ending:
                 continue
             number, rest = divmod(int(match[1]) - self.first, self.step)
             part, expert = _without_expert(match[2], how.parts if isinstance(how, Fused) else (how,))
@@ -130,8 +135,9 @@ class Names:
         return f"{self.published(module)}.{ending}"
 
 
-def _ending(bare: str) -> str:
-    return "bias" if bare.removesuffix(".{}").endswith("_bias") else "weight"
+def _ending(bare: str, how: str | Fused) -> str:
+    ours = how.parts[0] if isinstance(how, Fused) else how
+    return "bias" if bare.removesuffix(".{}").endswith("_bias") and not ours.endswith("_bias") else "weight"
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
@@ -146,15 +152,17 @@ def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, st
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies. rows: of the published one's outputs, in order; None = all of them.
+    """Where one of our tensors lies. rows: of the published one's outputs, in our order; None = all of them.
 
-    is_row: it is the only row of a matrix.
+    num_rows: how many the published one must have. is_row: it is the only row of a matrix. squeezed: see Fused.
     """
 
     name: str
     rows: list[int] | None = None
+    num_rows: int = 0
     transposed: bool = False
     is_row: bool = False
+    squeezed: bool = False
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
@@ -180,8 +188,10 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
             found[own] = Place(
                 name,
                 rows if len(ours) > 1 else None,
+                sum(sizes),
                 is_turned and own.endswith(".weight"),
                 names is not None and name in names.exact,
+                how.squeezed and own.endswith(".weight"),
             )
     return found
 
@@ -199,14 +209,36 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
     if how.in_turn:
         yield from (list(range(i, sum(sizes), len(sizes))) for i in range(len(sizes)))
         return
+    if how.by_key_head:
+        yield from _rows_by_key_head(sizes, spec)
+        return
     if not how.by_head:
         yield from (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         return
-    [heads] = {a.kv_heads for block in spec.blocks if (a := block.attention) is not None}
+    [heads] = {a.heads for block in spec.blocks if (a := block.attention) is not None}
     step, each = sum(sizes) // heads, [size // heads for size in sizes]
     for i, size in enumerate(each):
         first = sum(each[:i])
         yield [head * step + first + row for head in range(heads) for row in range(size)]
+
+
+def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
+    """Yield the rows of each part, of which the one with q, k and v has these one below the other."""
+    found = {block.recurrence for block in spec.blocks if block.recurrence is not None}
+    if len(found) != 1:
+        yield from ([] for _ in sizes)  # none of these is asked for
+        return
+    [r] = found
+    joined = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
+    pieces = [joined if size == sum(joined) else [size] for size in sizes]
+    each = [size // r.key_heads for part in pieces for size in part]
+    step, first = sum(each), 0
+    for part in pieces:
+        rows = list[int]()
+        for size in (whole // r.key_heads for whole in part):
+            rows += (head * step + first + row for head in range(r.key_heads) for row in range(size))
+            first += size
+        yield rows
 
 
 class NamedSource:
@@ -240,8 +272,10 @@ class NamedSource:
         place = self._places[name]
         if place.is_row:
             yield HostTensor.joined([block.copy() for block in self.source.blocks(place.name)])[0]
+        elif place.squeezed:
+            yield from (block.reshape(len(block), block.shape[-1]) for block in self.source.blocks(place.name))
         elif not place.transposed:
-            yield from chosen(self.source.blocks(place.name), place.rows)
+            yield from chosen(partial(self.source.blocks, place.name), place.rows)
         else:
             whole = HostTensor.joined([block.copy() for block in self.source.blocks(place.name)]).T
             yield (whole if place.rows is None else whole[place.rows]).contiguous()
@@ -259,25 +293,35 @@ class NamedSource:
 
 
 def placed(stored: Stored, place: Place) -> Stored:
-    """Return what is stored of one of our tensors."""
+    """Return what is stored of one of our tensors; of a tensor with other rows than its parts have, all of it."""
     shape = stored.shape[::-1] if place.transposed else stored.shape
+    if place.rows is not None and shape[:1] != (place.num_rows,):
+        return replace(stored, shape=shape)
     shape = shape[1:] if place.is_row else shape
+    shape = (shape[0], shape[2]) if place.squeezed and len(shape) == 3 and shape[1] == 1 else shape
     return replace(stored, shape=shape if place.rows is None else (len(place.rows), *shape[1:]))
 
 
 def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
     """Return some rows of a quantised matrix."""
     stored = None if matrix.stored is None else matrix.stored.chosen(rows)
-    return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks(), rows), stored)
+    return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks, rows), stored)
 
 
-def chosen(found: Iterator[Rows], rows: list[int] | None) -> Iterator[Rows]:
-    """Yield of blocks of all rows those that are wanted, which ascend; None = all."""
+def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterator[Rows]:
+    """Yield of blocks of all rows those that are wanted; None = all. Each run of rows that ascend is one reading."""
     if rows is None:
-        yield from found
+        yield from read()
         return
+    falls: list[int] = [i for i, (row, following) in enumerate(pairwise(rows), 1) if following <= row]
+    for begin, end in pairwise([0, *falls, len(rows)]):
+        yield from _ascending(read(), rows[begin:end])
+
+
+def _ascending(blocks: Iterator[Rows], rows: list[int]) -> Iterator[Rows]:
+    """Yield of blocks of all rows those that are wanted, which ascend."""
     first = at = 0
-    for block in found:
+    for block in blocks:
         end = first + len(block)
         stop = at
         while stop < len(rows) and rows[stop] < end:
@@ -285,6 +329,8 @@ def chosen(found: Iterator[Rows], rows: list[int] | None) -> Iterator[Rows]:
         if stop > at:
             yield _picked(block, [row - first for row in rows[at:stop]])
         first, at = end, stop
+        if at == len(rows):
+            return
 
 
 def _picked(block: Any, rows: list[int]) -> Any:
@@ -317,6 +363,7 @@ def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> di
             whole = HostTensor.empty((sum(len(part) for part in parts.values()), *some.shape[1:]), some.dtype)
             for own, part in parts.items():
                 whole.values[held[own].rows] = part.values
+        whole = whole[:, None] if first.squeezed else whole
         found[theirs] = whole.T.contiguous() if first.transposed else whole
     return _stacked(found)
 
@@ -415,7 +462,8 @@ class Gguf:
     turned_part: the key of config.json for the part of a head that is turned, where it may be less than all.
     takes_factors: whether `more` gets the factors of rotary frequencies among the metadata, as a list under ROPE_FREQS.
     rounds_yarn: whether YaRN's frequencies are rounded to whole dimensions, of which files say nothing. yarn: keys of
-    the metadata that belong to YaRN's -> of config.json.
+    the metadata that belong to YaRN's -> of config.json. as_stored: beginnings of the names of norms, in their blocks,
+    without what has been added. next_blocks: the key for how many of the last blocks guess further tokens; None = none.
     """
 
     architecture: str
@@ -429,6 +477,8 @@ class Gguf:
     takes_factors: bool = False
     rounds_yarn: bool = True
     yarn: Mapping[str, str] = field(default_factory=dict)
+    as_stored: tuple[str, ...] = ()
+    next_blocks: str | None = None
 
 
 ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Gemma 4's

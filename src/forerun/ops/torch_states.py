@@ -103,9 +103,9 @@ class TorchRecurrence:
                 if self.spec.kind == "short_conv"
                 else self._read(ops, tokens, run, pool)
             )
-        out = torch.cat(outs) if outs else inputs[:0]
         if self.spec.kind == "short_conv":
-            return self.o.apply(ops, c * out)[0]
+            return self.o.apply(ops, c * (torch.cat(outs) if outs else inputs))[0]
+        out = torch.cat(outs) if outs else gates.new_empty(0, self.spec.value_heads, self.spec.value_dim)
         heads = out.to(y.dtype) if self.norm is None else self.norm.apply(ops, out.to(y.dtype))
         opened = ops.activated("silu", z.float()).view(heads.shape)
         return self.o.apply(ops, (heads * opened).to(y.dtype).flatten(1))[0]
@@ -175,10 +175,8 @@ class TorchRecurrence:
         sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
         q, k, v = torch.split_with_sizes(acted, sizes, -1)
         times = r.value_heads // r.key_heads
-        q, k = (
-            ops.of_length_one(x.view(len(x), r.key_heads, r.key_dim), LENGTH_EPS).repeat_interleave(times, 1)
-            for x in (q, k)
-        )
+        q, k = (ops.of_length_one(x.view(len(x), r.key_heads, r.key_dim), LENGTH_EPS) for x in (q, k))
+        q, k = (x.repeat_interleave(times, 1) if r.grouped else x.repeat(1, times, 1) for x in (q, k))
         q, v = q / r.key_dim**0.5, v.view(len(v), r.value_heads, r.value_dim)
         betas, decays = ops.gates_of(tokens.gates, self.dt_bias, self.decay)
         return map(_Step, q, k, v, betas, decays)

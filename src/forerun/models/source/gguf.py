@@ -26,7 +26,7 @@ from forerun.host_tensor import HELD_AS, Array, HostTensor
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
-from forerun.models.naming import Names
+from forerun.models.naming import Gguf, Names
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
@@ -35,6 +35,7 @@ LOG = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 VERSION = 3  # of the files that are written: another one for every change of what is in them
+MOST_NEXT_BLOCKS = 64  # that guess further tokens
 COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is unpacked
 
 
@@ -52,8 +53,9 @@ class GgufFile:
         self._rope_factors = self._read_rope_factors()
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
         self._gguf = family_of(self._header, path)[2]
+        self._beside = _next_blocks(self.config, self._header, self._gguf)
         for name in self._header.tensors:
-            if name not in ROPE_TENSORS and self._gguf.names.ours(name) is None:
+            if name not in ROPE_TENSORS and not self._is_beside(name) and self._gguf.names.ours(name) is None:
                 raise UnsupportedModel(
                     f"{path} holds the tensor {name!r:.80}, which no {self.config['model_type']} has: use another file"
                 )
@@ -87,11 +89,20 @@ class GgufFile:
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`."""
         entries = self._header.tensors
-        return {name: self._stored(entry) for name, entry in entries.items() if name not in ROPE_TENSORS}
+        return {
+            name: self._stored(entry)
+            for name, entry in entries.items()
+            if name not in ROPE_TENSORS and not self._is_beside(name)
+        }
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether a tensor is of a block that guesses further tokens, which is no part of the model."""
+        return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
-        offset = self._gguf.stored_offset if "norm" in name else 0.0
+        inner = name.split(".", 2)[-1]
+        offset = self._gguf.stored_offset if "norm" in name and not inner.startswith(self._gguf.as_stored) else 0.0
         for rows in self._whole(name):
             yield HostTensor.of(rows.float32() - np.float32(offset)).to(rows.dtype) if offset else rows
 
@@ -214,6 +225,15 @@ def _each_expert(header: Header) -> Header:
                 entry, shape=entry.shape[1:], start=entry.start + i * each, num_bytes=each
             )
     return replace(header, tensors=tensors)
+
+
+def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple[str, ...]:
+    """Return how the names of tensors begin that are of blocks behind the model's own."""
+    num = 0 if gguf.next_blocks is None else header.metadata.get(f"{gguf.architecture}.{gguf.next_blocks}", 0)
+    first = config.get("num_hidden_layers")
+    if type(num) is not int or type(first) is not int or not 0 <= num <= MOST_NEXT_BLOCKS:
+        return ()
+    return tuple(f"blk.{i}." for i in range(first, first + num))
 
 
 def _turned_back(rows: Array, turned: int) -> Array:

@@ -1,0 +1,20 @@
+"""Qwen 3.5 with experts as published, which sees images: the text model in it alone."""
+
+from __future__ import annotations
+
+from forerun.blocks import Spec
+from forerun.models import qwen3_5_moe_text, qwen3_5_text
+from forerun.models.configs import Raw
+from forerun.models.qwen3_5 import KEYS as KEYS, read_text
+
+NAMES = qwen3_5_text.nested_names(qwen3_5_moe_text.MORE, qwen3_5_moe_text.STACKED)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    return read_text(raw, "qwen3_5_moe_text", qwen3_5_moe_text.read)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json of the text model by itself."""
+    return qwen3_5_moe_text.write(spec)

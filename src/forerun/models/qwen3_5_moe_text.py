@@ -1,0 +1,93 @@
+"""Qwen 3.5 of text with experts (Qwen3.5-35B-A3B): in place of each feed-forward part many small ones and a shared one.
+
+A row takes the experts of the largest softmax, whose shares add to 1. Published files have one tensor of all experts,
+those that transformers writes have one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from forerun.blocks import Block, Experts, Mlp, Spec
+from forerun.models import configs
+from forerun.models.configs import Filled, Raw, size
+from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
+from forerun.models.qwen2_moe import SHARED
+from forerun.models.qwen3_5_text import (
+    BY_MORE,
+    GGUF_BARE,
+    GGUF_INNER,
+    GGUF_KEYS,
+    LINEAR_DEFAULTS,
+    LINEAR_KEYS,
+    hybrid,
+    hybrid_config,
+    linear_keys,
+    names_at,
+    understood,
+)
+from forerun.models.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
+
+OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | {SHARED, "decoder_sparse_step"}
+DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+            "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            SHARED: 512, "norm_topk_prob": True}  # fmt: skip
+GATE_UP = Fused(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"))
+STACKED: Mapping[str, str | Fused] = {
+    "mlp.experts.gate_up_proj.{}": GATE_UP,
+    "mlp.experts.down_proj.{}": "mlp.experts.{}.down_proj",
+}
+MORE = {**STACKED, **{name: name for name in (*EXPERTS.values(), *SHARED_EXPERT.values())}}
+NAMES = replace(names_at("model.", MORE, STACKED), more=(names_at("model.language_model.", MORE, STACKED),))
+GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up_exps.{}": GATE_UP}
+GGUF_SIZES = {name: key for name, key in {**GGUF_KEYS, **EXPERT_SIZES}.items() if key != "num_key_value_heads"}
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return linear_keys("qwen35moe", own, tensors, "tiled")
+
+
+GGUF = Gguf(
+    "qwen35moe",
+    keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
+    more=_more,
+    by_more=BY_MORE,
+    names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE}, bare=GGUF_BARE),
+    stored_offset=1.0,
+    as_stored=("ssm_norm",),
+    turned_part="partial_rotary_factor",
+    next_blocks="nextn_predict_layers",
+)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    c = understood(raw, OWN_KEYS, DEFAULTS)
+    configs.require(c["norm_topk_prob"] is True, c, "norm_topk_prob", "true")
+    configs.require(c.get("decoder_sparse_step", 1) == 1, c, "decoder_sparse_step", "1")
+    experts = experts_of(c)
+    return hybrid(c, "qwen3_5_moe_text", lambda i: Block(experts=experts))
+
+
+def experts_of(c: Filled) -> Experts:
+    """Return the experts of a layer, a shared one among them."""
+    each, shared = Mlp(size(c, "moe_intermediate_size")), Mlp(size(c, SHARED))
+    return Experts(*numbers_of(c), each, shared, shared_gate=True, normalise=configs.flag(c, "norm_topk_prob"))
+
+
+def expert_sizes(spec: Spec) -> dict[str, Any]:
+    """Return the keys that `experts_of` reads, but for norm_topk_prob."""
+    experts = without_experts(spec)[1]
+    return {
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.mlp.size,
+        SHARED: experts.mlp.size if experts.shared is None else experts.shared.size,
+    }
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    return {**hybrid_config(spec, "Qwen3_5MoeForCausalLM"), **expert_sizes(spec)}
