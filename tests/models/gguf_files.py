@@ -309,6 +309,11 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
         own |= {"use_parallel_residual": spec.blocks[0].parallel}
     if arch == "gemma4":
         own |= _by_layer(spec)
+    if arch.startswith("lfm2"):  # which say only by layer what depends on it, and nothing of whole heads
+        own = {key: value for key, value in own.items() if not key.endswith(("_length", "dimension_count"))} | {
+            key: own[key] for key in ("context_length", "embedding_length", "feed_forward_length")}  # fmt: skip
+        own["attention.head_count_kv"] = [0 if b.attention is None else b.attention.kv_heads for b in spec.blocks]
+        own["shortconv.l_cache"] = r.conv if (r := recurrence_of(spec)) else 0
     if (r := recurrence_of(spec)) is not None and r.kind == "gated_delta":
         own |= {"ssm.conv_kernel": r.conv, "ssm.state_size": r.key_dim, "ssm.group_count": r.key_heads}
         own |= {"ssm.time_step_rank": r.value_heads, "ssm.inner_size": r.value_heads * r.value_dim}
