@@ -160,6 +160,7 @@ RANGES = {
     "logits_scaling": (1e-6, 1e6),
     "llama_4_scaling_beta": (0, 1e3),
     "norm_eps": (1e-20, 1),
+    "routed_scaling_factor": (1e-6, 1e6),
     "block_ffn_dim_multiplier": (1e-3, 1e3),
 }
 
