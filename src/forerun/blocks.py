@@ -225,7 +225,8 @@ class Experts:
 
     shared: one more that every row takes, weighed by a sigmoid where shared_gate. reads_stream: the router reads rows
     before the norm that is in front of the experts. router_norm: of what the router reads. score_scale: of the router's
-    outputs. score: of these; normalise: the chosen scores sum to 1; scale: of their sum. scaled: whether each expert's
+    outputs. score: of these; normalise: the chosen scores are divided by their sum and sum_eps; scale: of their sum.
+    choice_bias: whether a stored number is added to each score for the choice alone. scaled: whether each expert's
     share is multiplied by a stored number as well.
     """
 
@@ -242,6 +243,8 @@ class Experts:
     reads_stream: bool = False
     score_scale: float = 1.0
     scaled: bool = False
+    choice_bias: bool = False
+    sum_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -812,6 +815,8 @@ def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:
         yield Weight(f"{at}gate.bias", (e.num,), "vector", f"{at}router")
     if e.scaled:
         yield Weight(f"{at}expert_scale.weight", (e.num,), "vector")
+    if e.choice_bias:
+        yield Weight(f"{at}choice_bias.weight", (e.num,), "vector")
     for i in range(e.num):
         for weight in _mlp(e.mlp, hidden, f"{at}experts.{i}."):
             yield replace(weight, role="experts") if weight.role == "matrix" else weight

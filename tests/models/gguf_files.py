@@ -56,7 +56,8 @@ MIXED = {
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-                 "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                 "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35",
+                 "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
 SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # whose files have the text model, a qwen2, qwen3 or qwen3_moe
 TILED = ("qwen35", "qwen35moe")  # whose value heads are in another order than in folders
 SHIFTED = ("gemma2", "gemma3", *TILED, "qwen3next")  # which have 1 added to the weights of norms
@@ -210,6 +211,8 @@ def write_model(
             writer.add_tensor(f"{theirs.get_name(scaled)}.scale", data)
         elif name.endswith("dt_bias"):
             writer.add_tensor(theirs.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), data)
+        elif name.endswith("expert_bias"):
+            writer.add_tensor(f"{theirs.get_name(name)}.bias", data)
         elif name.endswith("layer_scalar"):
             writer.add_tensor(f"{theirs.get_name(name)}.weight", data)
         elif ".experts." in name:
@@ -225,6 +228,7 @@ def write_model(
         numbers = whole if name.endswith("A_log") or whole.ndim == 3 else numbers
         kept[name] = torch.from_numpy(np.ascontiguousarray(numbers.T if is_turned else numbers))
     for (name, kind), parts in stacked.items():
+        name = name.removeprefix("model.") if arch == "lfm2moe" else name  # as the converter calls them
         writer.add_tensor(theirs.get_name(name, (".weight", ".bias")), np.stack(parts), raw_dtype=Type[kind])
     for name, data in (more or {}).items():
         writer.add_tensor(name, data)
@@ -316,6 +320,15 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
         own |= {"use_parallel_residual": spec.blocks[0].parallel}
     if arch == "gemma4":
         own |= _by_layer(spec)
+    if arch.startswith("lfm2"):  # which say only by layer what depends on it, and nothing of whole heads
+        own = {key: value for key, value in own.items() if not key.endswith(("_length", "dimension_count"))} | {
+            key: value for key, value in own.items() if key.endswith(("context_length", "embedding_length",
+            "feed_forward_length"))}  # fmt: skip
+        if experts is not None:
+            num_dense = sum(block.experts is None for block in spec.blocks)
+            own |= {"leading_dense_block_count": num_dense, "expert_gating_func": 2}
+        own["attention.head_count_kv"] = [0 if b.attention is None else b.attention.kv_heads for b in spec.blocks]
+        own["shortconv.l_cache"] = r.conv if (r := recurrence_of(spec)) else 0
     if (r := recurrence_of(spec)) is not None and r.kind == "gated_delta":
         own |= {"ssm.conv_kernel": r.conv, "ssm.state_size": r.key_dim, "ssm.group_count": r.key_heads}
         own |= {"ssm.time_step_rank": r.value_heads, "ssm.inner_size": r.value_heads * r.value_dim}

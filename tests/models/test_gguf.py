@@ -305,6 +305,10 @@ RAW: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, **MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32},
     "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"},
                  "layer_norm_eps": EPS},
+    "lfm2": {**PLAIN_SIZES, "model_type": "lfm2", "layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3,
+             "norm_eps": EPS, "rope_theta": 5e3, "block_multiple_of": 32},
+    "lfm2_moe": {**PLAIN_SIZES, **MOE, "model_type": "lfm2_moe", "layer_types": ["conv", FULL, "conv"], "norm_eps": EPS,
+                 "num_hidden_layers": 3, "num_dense_layers": 1, "rope_theta": 5e3},
     "qwen3_5": {**QWEN35, "model_type": "qwen3_5_text"},
     "qwen3_5_moe": {**QWEN35, **MOE, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32},
     "qwen3_5-even": {**QWEN35, "model_type": "qwen3_5_text", "linear_num_key_heads": 4, "tie_word_embeddings": True},
@@ -315,6 +319,7 @@ MODELS["mixed"] = WIDE
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4",
              "gpt_oss-quarter": "MXFP4",
              "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0", "qwen3_5-q8_0": "Q8_0",
+             "lfm2-q4_0": "Q4_0", "lfm2_moe-q8_0": "Q8_0",
              "qwen3_5_moe-q4_0": "Q4_0"}  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
         pieces[which].write_bytes(good[which])
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"])
 def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
     """Each count, length, dimension and value of the architecture in turn: it is understood, or refused."""
     path, config = tmp_path / "broken.gguf", FAMILIES[case]
@@ -138,7 +138,7 @@ def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
     values = [(sum(part.nbytes for part in field.parts[:i]) + field.offset, "I", field.name)
               for field in fields if field.name.startswith(f"{arch}.")
               for i in field.data if field.parts[i].nbytes == 4 * field.parts[i].size == 4]  # fmt: skip
-    assert len(values) > 15
+    assert len(values) > 10
     places = [place for place in numbers(path) if place[2].startswith((f"{arch}.", "blk."))]
     for at, kind, what in [*values * 3, *chance.sample(places, 60)]:
         broken = bytearray(good)
@@ -149,7 +149,7 @@ def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
         num_refused += sentence is not None
         if sentence is not None:
             check_sentence(sentence, (what, new))
-    assert num_refused > 60
+    assert num_refused > 50
 
 
 def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
         if sentence is not None:
             num_refused += 1
             check_sentence(sentence, path)
-    assert num_refused > 60
+    assert num_refused > 50
 
 
 @pytest.mark.skipif(native.isa() == "reference", reason="torch computes here")

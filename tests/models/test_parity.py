@@ -89,13 +89,17 @@ GEMMA4 = {"model_type": "gemma4_text", "vocab_size": 97, "vocab_size_per_layer_i
           "final_logit_softcapping": 3.0}  # fmt: skip
 UNIFIED = {**{key: value for key, value in GEMMA4.items() if "per_layer_input" not in key}, "global_head_dim": 16,
            "model_type": "gemma4_unified_text"}  # fmt: skip
-LOCAL, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+LOCAL, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
+LFM2 = {**{key: value for key, value in SIZES.items() if key != "rms_norm_eps"}, "model_type": "lfm2",
+        "num_hidden_layers": 3, "norm_eps": 1e-5, "block_multiple_of": 8}  # fmt: skip
 STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
           "linear_conv_kernel_dim": 4}  # fmt: skip
 QWEN35 = {**SIZES, **STATES, "num_hidden_layers": 4, "model_type": "qwen3_5_text", "partial_rotary_factor": 0.5,
           "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5,
           "mrope_section": [1, 1, 0], "mrope_interleaved": True}}  # fmt: skip
 MOE_SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LFM2_MOE = {**{key: value for key, value in LFM2.items() if not key.startswith("block_")}, **MOE_SIZES,
+            "model_type": "lfm2_moe"}  # fmt: skip
 WHOLE: dict[str, Raw] = {
     "gemma4": {**GEMMA4, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": True,
                "global_head_dim": 16, "num_global_key_value_heads": 2},
@@ -169,6 +173,12 @@ WHOLE: dict[str, Raw] = {
     "gpt_neox-in-turn": {**NEOX, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
                          "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e3, "rope_type": "linear",
                          "factor": 2.0, "partial_rotary_factor": 1.0}},
+    "lfm2": {**LFM2, "layer_types": [CONV, FULL, CONV]},
+    "lfm2-biases": {**LFM2, "full_attn_idxs": [0, 3], "num_hidden_layers": 4, "conv_L_cache": 4, "conv_bias": True,
+                    "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 16, "tie_word_embeddings": False},
+    "lfm2_moe": {**LFM2_MOE, "layer_types": [CONV, FULL, CONV], "num_dense_layers": 1, "norm_topk_prob": True},
+    "lfm2_moe-all": {**LFM2_MOE, "layer_types": [FULL, CONV, CONV], "num_dense_layers": 0, "use_expert_bias": False,
+                     "norm_topk_prob": False, "routed_scaling_factor": 1.7, "num_experts_per_tok": 3},
     "qwen3_5": QWEN35,
     "qwen3_5_moe": {**QWEN35, **MOE_SIZES, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 20},
     "qwen3_5-biases": {**QWEN35, "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,

@@ -65,6 +65,7 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     ("changes", "words"),
     [
         ({"recurrence": Recurrence("short_conv", 3)}, "blocks that keep a state"),
+        ({"mlp": None, "experts": Experts(4, 2, Mlp(8), choice_bias=True)}, "for the choice of experts alone"),
         ({"attention": Attention(2, 1, 1024)}, "heads of 1024, but up to 512"),
     ],
 )

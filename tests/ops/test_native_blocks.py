@@ -283,6 +283,7 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "norm of both": (replace(PLAIN, pre_experts=RMS), "pre_experts but of experts beside a feed-forward part"),
     "act of inputs": (replace(PLAIN, per_layer_input=LayerInput(8, "clamped_silu")), "activation clamped_silu"),
     "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
+    "choice": (Block(RMS, pre_mlp=RMS, experts=Experts(4, 2, Mlp(8), choice_bias=True)), "Experts.choice_bias=True"),
     "turned source": (replace(PLAIN, attention=Attention(2, 1, 16, rope=Rope(), sees="encoder")), "rope of an encoder"),
     "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="encoder")), "window of an encoder"),
     "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),

@@ -118,6 +118,9 @@ LARGEST = {
     "head_dim": 1 << 12,
     "linear_conv_kernel_dim": STATE_TOKENS,
     **{f"linear_{of}": 1 << 12 for of in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
+    "conv_L_cache": STATE_TOKENS,
+    "block_ff_dim": 1 << 20,
+    "block_multiple_of": 1 << 20,
     "n_embd": 1 << 17,
     "n_inner": 1 << 20,
     "n_layer": 1 << 10,
@@ -156,6 +159,9 @@ RANGES = {
     "residual_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
     "llama_4_scaling_beta": (0, 1e3),
+    "norm_eps": (1e-20, 1),
+    "routed_scaling_factor": (1e-6, 1e6),
+    "block_ffn_dim_multiplier": (1e-3, 1e3),
 }
 
 

@@ -348,6 +348,7 @@ class TorchExperts:
         self.router = parts.product(f"{at}gate")
         self.router_norm = Normed.of(parts, f"{at}router_norm", e.router_norm)
         self.scales = parts.vector(f"{at}expert_scale.weight") if e.scaled else None
+        self.choice_bias = parts.weights[f"{at}choice_bias.weight"].float() if e.choice_bias else None
         self.experts = [TorchMlp(e.mlp, parts, f"{at}experts.{i}.") for i in range(e.num)]
         self.shared = None if e.shared is None else TorchMlp(e.shared, parts, f"{at}shared_expert.")
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
@@ -383,12 +384,14 @@ class TorchExperts:
             scores = scores.softmax(-1)
         elif e.score == "sigmoid":
             scores = scores.sigmoid()
-        shares, found = scores.topk(e.chosen, -1)
-        ops.routed(scores, found)
+        ranks = scores if self.choice_bias is None else scores + self.choice_bias
+        found = ranks.topk(e.chosen, -1)[1]
+        shares = scores.gather(-1, found)
+        ops.routed(ranks, found)
         if e.score == "softmax_of_chosen":
             shares = shares.softmax(-1)
         elif e.normalise:
-            shares = shares / shares.sum(-1, keepdim=True)
+            shares = shares / (shares.sum(-1, keepdim=True) + e.sum_eps)
         return found, shares * e.scale if self.scales is None else shares * e.scale * self.scales[found].float()
 
 

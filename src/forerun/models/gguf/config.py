@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.blocks import Rope
+from forerun.blocks import FINAL_NORM, Rope
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number, share
 from forerun.models.families import gguf_families
@@ -49,7 +49,7 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
     """
     kind, model_type, gguf = family_of(header, path)
     own = {key.removeprefix(f"{kind}."): _plain(v) for key, v in header.metadata.items() if key.startswith(f"{kind}.")}
-    raw: dict[str, Any] = {"model_type": model_type, "vocab_size": _rows(header, path)}
+    raw: dict[str, Any] = {"model_type": model_type, "vocab_size": _rows(header, gguf, path)}
     raw |= {name: _one_for_all(own[key]) for key, name in gguf.keys.items() if key in own}
     for key in ("embedding_length", "attention.head_count"):
         name = gguf.keys[key]
@@ -127,10 +127,11 @@ def _one_for_all(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
-def _rows(header: Header, path: Path) -> int:
-    for name in ("token_embd.weight", "output_norm.weight"):
-        if name not in header.tensors:
-            raise UnsupportedModel(f"{path} has no tensor {name}: fetch it again, whole and with weights")
+def _rows(header: Header, gguf: Gguf, path: Path) -> int:
+    norms = [f"{theirs}.weight" for theirs, ours in gguf.names.outer.items() if f"{ours}.weight" == FINAL_NORM]
+    for names in (["token_embd.weight"], norms):
+        if not header.tensors.keys() & set(names):
+            raise UnsupportedModel(f"{path} has no tensor {names[0]}: fetch it again, whole and with weights")
     return header.tensors["token_embd.weight"].shape[0]
 
 

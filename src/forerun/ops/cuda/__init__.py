@@ -72,6 +72,8 @@ def supports(spec: Spec) -> str | None:
         return reason
     if any(block.recurrence is not None for block in spec.blocks):
         return "blocks that keep a state have no CUDA kernels yet"
+    if any(e.choice_bias or e.sum_eps for block in spec.blocks if (e := block.experts) is not None):
+        return "numbers that count for the choice of experts alone have no CUDA kernels yet"
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     if (largest := max((a.head_dim for a in attentions), default=0)) > LARGEST_HEAD:
         return f"the CUDA kernels were not tried with heads of {largest}, but up to {LARGEST_HEAD}"
