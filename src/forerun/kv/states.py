@@ -56,6 +56,11 @@ class StateRun(NamedTuple):
     saves: Seq[tuple[int, int]]
 
 
+def runs_alone(batch: RaggedBatch) -> list[StateRun]:
+    """Return what the runs of a pass without a cache read and write: each begins with no token, and leaves nothing."""
+    return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
+
+
 @dataclass(slots=True)
 class _Line:
     """One sequence. start: the tokens in its state. sure: the tokens that are known to stay, in whole blocks.
