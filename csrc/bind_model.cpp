@@ -341,13 +341,23 @@ void remember(Model& m, const Ids& positions, const Rotations& rotations, int nu
     m.remember(pass, rows);
 }
 
+// Throws WrongNumbers unless a run that is fed one by one behind its first rows leaves its states within these, and keeps the
+// inputs of what is behind its last state.
+void check_fed(const StateRun& run, int count) {
+    size_t done = 0;
+    for (const StateSave& save : run.saves) done = std::max(done, static_cast<size_t>(save.num_tokens));
+    require(done <= run.behind.size() + static_cast<size_t>(count), "a run that goes on leaves states of its first rows alone");
+    for (size_t i = 0; i < run.rows.size(); ++i)
+        require(run.rows[i] >= 0 || run.behind.size() + i < done, "a run that goes on keeps the inputs behind its states");
+}
+
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
                                const std::vector<int>& lengths, const Rotations& rotations, const std::vector<Numbers>& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                const std::vector<Stop>& stops, const Addresses& layer_rows, const Numbers& source_numbers,
-                               const std::vector<Draw>& draws) {
+                               const std::vector<Draw>& draws, const Numbers& state_numbers) {
     const bool is_head = m.parts().features.has_value();
     if ((input != 0) + !layer_rows.empty() != is_head)
         throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
@@ -362,6 +372,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
     check_layers(m, layers, pools);
     std::vector<Runs> runs = runs_of(m, numbers, static_cast<int>(counts.size()), layers, pools);
+    std::vector<StateRun> states = state_runs_of(m, state_numbers, runs[0].runs, layers, pools);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
         for (Runs& own : runs) {
@@ -370,13 +381,14 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
                 throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
             run.first_row = first_row, run.num_rows = counts[i];
         }
+        if (!states.empty()) check_fed(states[i], counts[i]);
         first_row += counts[i];
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
     const Runs sources = sources_of(m, source_numbers, static_cast<int>(counts.size()), layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
-    pass.input = at<const float>(input);
+    pass.input = at<const float>(input), pass.states = std::move(states);
     std::vector<const float*> rows;
     for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
     std::vector<Continued> found;
@@ -457,12 +469,12 @@ void bind_model(nb::module_& m) {
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
              "layers"_a, "num_ids"_a, "input"_a = 0, "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
-             "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(),
+             "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(), "states"_a = Numbers(),
              "Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the "
              "distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None "
              "where a logit is NaN.\n\ndraws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens "
              "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 "
-             "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.");
+             "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape. states: as for `forward`, of all tokens that are fed.");
     m.def("make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
           "target"_a.none() = nb::none(), "ids"_a = Ids(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 7>(),
           "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "

@@ -185,14 +185,13 @@ class DeltaItem {
     void run() {
         for (int s = 0; s < run_.num_stretches; ++s) {
             const Stretch& stretch = run_.stretches[s];
+            for (int i = 0; i < num_heads_ && stretch.from >= 0; ++i) advance(stretch, i);
+            make_keys(stretch);
             for (int i = 0; i < num_heads_; ++i) {
                 if (stretch.from < 0) begin(stretch, i);
-                else advance(stretch, i);
                 if (stretch.save >= 0) save(stretch, i);
+                if (stretch.count > 0) go_through(stretch, i);
             }
-            if (stretch.count == 0) continue;
-            make_keys(stretch);
-            for (int i = 0; i < num_heads_; ++i) go_through(stretch, i);
         }
     }
 
@@ -207,6 +206,9 @@ class DeltaItem {
     int token(const Stretch& stretch, int k) const { return run_.order[stretch.first + k]; }
     int depth(int token) const { return run_.depths[token]; }
     int head(int i) const { return h_.value_head(item_.key_head, item_.first + i); }
+    int query_column() const { return item_.key_head * h_.key_dim; }
+    int key_column() const { return (h_.key_heads + item_.key_head) * h_.key_dim; }
+    int value_column(int i) const { return 2 * h_.key_heads * h_.key_dim + head(i) * h_.value_dim; }
     float* place(int index, int i) const {
         const size_t all = static_cast<size_t>(h_.key_dim) * static_cast<size_t>(h_.value_dim);
         return in_.pool.states + (static_cast<size_t>(index) * static_cast<size_t>(h_.value_heads) + static_cast<size_t>(head(i))) * all;
@@ -226,6 +228,23 @@ class DeltaItem {
         const float* from = place(run_.first, i);
         for (int row = 0; row < h_.key_dim; ++row, from += h_.value_dim, to += value_width_)
             for (int c = 0; c < h_.value_dim; c += LANES) store(to + c, load_first(from + c, h_.value_dim - c));
+    }
+
+    // Asks for a share of the state that the run begins with, and for a token's inputs, while keys are made: it takes as long
+    // to read these as to compute with them.
+    void fetch(const Stretch& stretch, int k) const {
+        constexpr int LINE = 64 / sizeof(float);
+        const size_t all = static_cast<size_t>(h_.key_dim) * static_cast<size_t>(h_.value_dim), count = static_cast<size_t>(stretch.count);
+        const size_t first = all * static_cast<size_t>(k) / count, last = all * static_cast<size_t>(k + 1) / count;
+        for (int i = 0; i < num_heads_; ++i) {
+            const T* const inputs = static_cast<const T*>(in_.of(run_, token(stretch, k))) + value_column(i);
+            for (int c = 0; c < h_.value_dim; c += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(inputs + c, 0, 2);
+            for (size_t at = first; at < last && stretch.from < 0 && run_.first >= 0; at += LINE) __builtin_prefetch(place(run_.first, i) + at, 0, 2);
+        }
+        if (k + 1 == stretch.count) return;
+        const T* const next = static_cast<const T*>(in_.of(run_, token(stretch, k + 1)));
+        for (int column : {query_column(), key_column()})
+            for (int c = 0; c < h_.key_dim; c += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(next + column + c, 0, 3);
     }
 
     void save(const Stretch& stretch, int i) const {
@@ -283,20 +302,21 @@ class DeltaItem {
 
     // Keys of all tokens of a stretch and queries of its own rows, and their products along each path.
     void make_keys(const Stretch& stretch) const {
-        const int own = first_own(stretch), key_columns = h_.key_heads * h_.key_dim;
+        const int own = first_own(stretch);
         const float length = 1.0f / __builtin_sqrtf(static_cast<float>(h_.key_dim));
         for (int k = 0; k < stretch.count; ++k) {
             const int t = token(stretch, k), num = depth(t);
             const int* const path = run_.path(t);
+            fetch(stretch, k);
             const T* inputs[STATE_TOKENS];
             window(t, inputs);
             float* const key = keys(stretch.slot + k);
-            convolve(inputs, key_columns + item_.key_head * h_.key_dim, h_.key_dim, key_width_, key);
+            convolve(inputs, key_column(), h_.key_dim, key_width_, key);
             to_length(key, 1.0f);
             for (int j = 0; j < num; ++j) of_keys_[k * STATE_TOKENS + j] = dot(key, keys(path[j]), key_width_);
             if (k < own) continue;
             float* const query = queries_ + static_cast<size_t>(k) * static_cast<size_t>(key_width_);
-            convolve(inputs, item_.key_head * h_.key_dim, h_.key_dim, key_width_, query);
+            convolve(inputs, query_column(), h_.key_dim, key_width_, query);
             to_length(query, length);
             for (int j = 0; j <= num; ++j) of_queries_[k * STATE_TOKENS + j] = dot(query, keys(path[j]), key_width_);
         }
@@ -357,13 +377,13 @@ class DeltaItem {
 
     // What the tokens of a stretch add to the state of a head, and what its own rows read.
     void go_through(const Stretch& stretch, int i) const {
-        const int own = first_own(stretch), value_columns = 2 * h_.key_heads * h_.key_dim;
+        const int own = first_own(stretch);
         const size_t width = static_cast<size_t>(value_width_), key_width = static_cast<size_t>(key_width_);
         make_gates(stretch, i);
         for (int k = 0; k < stretch.count; ++k) {
             const T* inputs[STATE_TOKENS];
             window(token(stretch, k), inputs);
-            convolve(inputs, value_columns + head(i) * h_.value_dim, h_.value_dim, value_width_,
+            convolve(inputs, value_column(i), h_.value_dim, value_width_,
                      added(i) + static_cast<size_t>(stretch.slot + k) * width);
         }
         const float* const before = state(stretch.level, i);

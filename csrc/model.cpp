@@ -826,6 +826,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
         const Run& run = first.runs[0][i];
         going[i] = i;
         rows.push_back(row_of[i] = run.first_row + run.num_rows - 1);
+        if (!first.states.empty()) pass.states[i] = first.states[i].part(0, run.num_rows, run.first_row);
     }
     for (int depth = 1;; ++depth) {
         forward(pass);
@@ -845,7 +846,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             stopped[i] = !goes_on(stops[i], own.ids.size() - 1, next[k].chance, survival[i]);
         }
         for (auto& runs : pass.runs) runs.clear();
-        pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        pass.sources.clear(), pass.states.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
             if (lengths[i] <= depth || stopped[i]) continue;
             const Run& run = first.runs[0][i];
@@ -859,6 +860,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             for (size_t kind = 0; kind < pass.runs.size(); ++kind)
                 pass.runs[kind].push_back({rows.back(), 1, at, 0, first.runs[kind][i].rows, nullptr});
             if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
+            if (!first.states.empty()) pass.states.push_back(first.states[i].part(run.num_rows + depth - 1, 1, rows.back()));
             const int64_t id = found[i].ids.back();
             tokens.push_back(is_head ? lent_.ids[static_cast<size_t>(id)] : id);
             positions.push_back(at);

@@ -112,7 +112,8 @@ class Model {
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
                 float* probs = nullptr);
     // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
-    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
+    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last, and so
+    // must its states.
     // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. A head is
     // given the features of the tokens as input, or `layer_rows`, of which it makes them (see `features`); behind a found id the
     // row before stands for them. stops: of each run, or none at all; then the probability of every id is told.

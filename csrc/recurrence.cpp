@@ -65,6 +65,23 @@ void StateRun::arrange() {
     }
 }
 
+StateRun StateRun::part(int from, int count, int row) const {
+    StateRun own{};
+    own.first_row = row, own.num_rows = count, own.first = first, own.start = start;
+    int done = 0;  // tokens in the state
+    for (const StateSave& save : saves)
+        if (from > 0 && save.num_tokens > done) own.first = save.state, done = save.num_tokens;
+    own.start += done;
+    own.behind = behind;
+    own.behind.insert(own.behind.end(), rows.begin(), rows.begin() + from);
+    own.behind.erase(own.behind.begin(), own.behind.begin() + done);
+    own.rows.assign(rows.begin() + from, rows.begin() + from + count);
+    for (int i = 0; i < own.num_tokens(); ++i) own.parents.push_back(i - 1);
+    if (from == 0) own.saves = saves;
+    own.arrange();
+    return own;
+}
+
 size_t delta_scratch(const StateHeads& h, int num_heads, int num_slots, int num_levels, int most_tokens) {
     const auto padded = [](int n) { return (static_cast<size_t>(n) + 15) / 16 * 16; };
     const size_t keys = padded(h.key_dim), values = padded(h.value_dim), heads = static_cast<size_t>(num_heads);

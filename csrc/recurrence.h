@@ -76,6 +76,8 @@ struct StateRun {
 
     // Cuts the tokens into stretches.
     void arrange();
+    // Own rows [from, from + count) of a chain, where those before have been run: behind the last state that they have left.
+    StateRun part(int from, int count, int first_row) const;
 };
 
 // Where the inputs of tokens are: in a state's history, in the pool, and of a run's own rows in the pass.

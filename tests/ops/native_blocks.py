@@ -272,6 +272,13 @@ class Table:
         return cls(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float().contiguous())
 
 
+def _state_pool(r: Recurrence, spec: Spec, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """One state, and inputs of tokens, that are NaN until they are written."""
+    sizes = state_sizes(r.state(spec.hidden_size), StateRoom(1, num_rows))
+    kinds = (FLOAT32, dtype, dtype, FLOAT32)
+    return [torch.full(size, NAN, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
+
+
 class Native:
     """A model on the extension, with pools for some slots of NUM_POSITIONS rows, which lie in shuffled order."""
 
@@ -318,29 +325,13 @@ class Native:
         sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
         num_rows = [num_slots * NUM_POSITIONS]
         self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype_name(dtype)))
-        self.state_pools = [
-            (
-                i,
-                *(
-                    torch.full(size, NAN, dtype=kind)
-                    for size, kind in zip(
-                        state_sizes(block.recurrence.state(spec.hidden_size), StateRoom(1, num_rows[0])),
-                        (FLOAT32, dtype, dtype, FLOAT32),
-                        strict=True,
-                    )
-                ),
-            )
-            for i, block in enumerate(spec.blocks)
-            if block.recurrence is not None
+        recurrences = {i: block.recurrence for i, block in enumerate(spec.blocks) if block.recurrence is not None}
+        self.state_pools = {i: _state_pool(r, spec, num_rows[0], dtype) for i, r in recurrences.items()}
+        places = [
+            (i, [part.data_ptr() for part in pool], [part[0].nbytes for part in pool])
+            for i, pool in self.state_pools.items()
         ]
-        self.native_pools.keep_states(
-            1,
-            num_rows[0],
-            [
-                (i, [part.data_ptr() for part in parts], [part[0].nbytes for part in parts])
-                for i, *parts in self.state_pools
-            ],
-        )
+        self.native_pools.keep_states(1, num_rows[0], places)
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []

@@ -22,6 +22,7 @@ from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
+from forerun.ops.cpu.memory import NativeSizes
 from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_tensors import tensor_of
@@ -58,14 +59,14 @@ def weights_of(spec: Spec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @cache
 def model_of(name: str, dtype: torch.dtype, isa: str, num_threads: int = 1, *, rounds: bool = False) -> CpuModel:
-    model = load_model(SPECS[name], weights_of(SPECS[name], dtype), ops_of(isa, num_threads))
+    model: CpuModel = load_model(SPECS[name], weights_of(SPECS[name], dtype), ops_of(isa, num_threads))
     return model.rounded(Quantization(4, 32)) if rounds else model
 
 
-def new_runner(model: Any, kept: str | None = None, *, backend: str = "paged") -> Runner:
+def new_runner(model: Any, kept: str | None = None) -> Runner:
     """A runner whose states, and rows of inputs, are NaN until they are written."""
     options: dict[str, Any] = {} if kept is None else {"dtype": kept}
-    cache = BlockCache.of(model, backend, max_batch_size=4, max_seq_len=256, **options)
+    cache = BlockCache.of(model, "paged", max_batch_size=4, max_seq_len=256, **options)
     for pool in cache.pools.states.values():
         for part in (pool.states, pool.history, pool.inputs, pool.gates):
             numbers = part if isinstance(part, torch.Tensor) else tensor_of(part)
@@ -146,11 +147,10 @@ class Composer:
         self.length += len(path)
 
 
-def states_of(runner: Runner, slot: int) -> Iterator[bytes]:
+def states_of(cache: Any, slot: int) -> Iterator[bytes]:
     """The state that a slot stands on, and the inputs before it, of each recurrent layer."""
-    states = runner.cache.states
-    assert states is not None
-    for pool in runner.cache.pools.states.values():
+    states = cache.states
+    for pool in cache.pools.states.values():
         yield from (part.values[states._lines[slot].state].tobytes() for part in (pool.states, pool.history))
 
 
@@ -166,7 +166,7 @@ def check(model: CpuModel, expected: np.ndarray[Any, Any], kept: str | None = No
         cache = composer.runner.cache
         composer.runner.forward([Run(1, [1], "none")])  # the last whole block is written by the pass behind it
         cache.keep({1: [0]})
-        states.add(tuple(states_of(composer.runner, 1)))
+        states.add(tuple(states_of(cache, 1)))
         cache.release(1)
         begun = cache.open(3, TEXT)
         assert begun == NUM_TOKENS // STATE_TOKENS * STATE_TOKENS
@@ -245,3 +245,55 @@ def test_places_that_are_not_there_are_refused(wrong: str) -> None:
 
 def test_blocks_of_states_are_the_same_in_both_languages() -> None:
     assert native.extension().STATE_TOKENS == STATE_TOKENS
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_spec
+def test_a_run_goes_on_as_one_pass_for_each_token_would(name: str, dtype: torch.dtype, isa: str) -> None:
+    """Behind catching up with few tokens and many, two sequences at once, of which not all that was fed is kept."""
+    model = model_of(name, dtype, isa, 2)
+    runner, plain = new_runner(model), new_runner(model)
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    for slot in texts:
+        runner.cache.open(slot)
+    for step, (own, other, num) in enumerate([(5, 1, 6), (3, 40, 9), (20, 2, 20), (140, 1, 3), (1, 1, 17), (2, 16, 1)]):
+        fed = {0: TEXT[:own], 1: TEXT[step : step + other]}
+        ahead = runner.run_ahead([Run(slot, tokens) for slot, tokens in fed.items()], [num, num + 2])
+        for (slot, tokens), ids in zip(fed.items(), ahead.ids, strict=True):
+            texts[slot] += tokens
+            plain.cache.open(9)
+            logits = np.asarray(plain.forward([Run(9, texts[slot] + ids[:-1])]).logits[0])
+            plain.cache.release(9)
+            assert [int(row.argmax()) for row in logits[len(texts[slot]) - 1 :]] == ids, (step, slot)
+            num_kept = min(len(ids) - 1, step)
+            runner.cache.keep({slot: range(len(tokens) + num_kept)})
+            texts[slot] += ids[:num_kept]
+        runner.cache.check_integrity()
+    for slot, text in texts.items():
+        plain.cache.open(9)
+        expected = np.asarray(plain.forward([Run(9, [*text, 1])]).logits[0])[-1]
+        plain.cache.release(9)
+        assert np.asarray(runner.forward([Run(slot, [1])]).logits[0])[0].tobytes() == expected.tobytes()
+
+
+def test_weights_take_what_is_planned() -> None:
+    """Beside what is stored: the weights of convolutions by input, decays, and the inputs of no token."""
+    spec = SPECS["delta"]
+    model = model_of("delta", FLOAT32, ISAS[0])
+    matrices = sum(matrix.nbytes for matrix in model.matrices.values())
+    vectors = sum(vector.nbytes for vector in model._vectors.values())
+    (part,) = NativeSizes("float32", 256, 2).weights({"target": spec})
+    width = DELTA.width(spec.hidden_size)
+    assert part.bytes == matrices + vectors + 4 * (2 * width * DELTA.conv + DELTA.value_heads + width)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 300])
+def test_buffers_of_a_pass_are_counted(num_rows: int) -> None:
+    """Heads of large states, whose buffers are most of what a pass takes."""
+    large = Recurrence("gated_delta", 4, 1, 2, 256, 512, RMS)
+    counted = [
+        int(native.extension().pass_bytes(native.isa(), spec, False, False, num_rows, 256, 2))
+        for spec in (spec_of([with_state(large), GATED]), spec_of([with_state(replace(large, value_dim=16)), GATED]))
+    ]
+    assert counted[0] - counted[1] > 2 * 2 * 4 * 256 * 496 + 4 * num_rows * 2 * 2 * 496  # states of threads, and rows

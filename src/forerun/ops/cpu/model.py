@@ -264,13 +264,16 @@ class CpuModel:
         pools = self.ops.extension.Pools(nowhere, nowhere, 1, [(0, 0)], [batch.run_starts[-1]], kept)
         return [run_numbers(batch, tables)], pools
 
-    def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> list[int]:
-        """What the recurrent blocks read and write of each run in numbers; nothing where there are none."""
+    def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
+        """What the recurrent blocks read and write of each run in numbers; nothing where there are none.
+
+        counts: see `StateTables.plan`.
+        """
         if all(block.recurrence is None for block in self.config.blocks):
             return []
         if cache is None or cache.states is None:
             return state_numbers(runs_alone(batch))
-        return state_numbers(cache.states.plan(batch))
+        return state_numbers(cache.states.plan(batch, counts))
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Floats]) -> None:
         """Keep what its blocks see of these tokens, as TorchModel.remember."""
@@ -372,6 +375,7 @@ class CpuModel:
         rows = [np.ascontiguousarray(layer, np.float32) for layer in layer_rows]
         given = list(map(address, rows))
         own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
+        states = self._states(fed, cache, counts)
         found = self._native.run_ahead(
             *batch.ids(),
             counts,
@@ -389,6 +393,7 @@ class CpuModel:
                 self.ops.extension.Draw(*draw.filters, draw.shares_noise, draw.seed, draw.position, draw.round)
                 for draw in draws
             ],
+            states,
         )
         if found is None:
             return None
