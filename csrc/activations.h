@@ -38,6 +38,7 @@ inline F16 erf(F16 x) {
     return less_than(size, f16(1.0f), x * polynomial(NEAR, x * x), far);
 }
 
+inline F16 sigmoid(F16 x) { return f16(1.0f) / (f16(1.0f) + exp(negative(x))); }
 inline F16 silu(F16 x) { return x / (f16(1.0f) + exp(negative(x))); }
 
 // 0.5 x (1 + erf(x / sqrt 2)) (Hendrycks and Gimpel 2016).

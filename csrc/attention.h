@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "linear.h"
+#include "pieces.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -122,7 +123,8 @@ void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* s
     }
 }
 
-// Writes what a query has seen, divided by the sum of all weights. A sink's weight comes in last, behind those of all keys.
+// Writes what a query has seen, divided by the sum of all weights, and times its gate. A sink's weight comes in last, behind
+// those of all keys.
 inline void write_out(const Attention& a, int row, int head, const State& state) {
     const bool has_values = state.sum != 0.0f;  // else all scores are -inf, and nothing was written there
     F16 inverse = f16(1.0f / state.sum);
@@ -134,11 +136,11 @@ inline void write_out(const Attention& a, int row, int head, const State& state)
     }
     for (int d = 0; d < a.head_dim; d += LANES) {
         const int n = a.head_dim - d < LANES ? a.head_dim - d : LANES;
-        const F16 values = has_values ? load(state.values + d) * inverse : f16(a.sinks ? 0.0f : __builtin_nanf(""));
-        if (a.out)
-            store_first(a.out + static_cast<size_t>(row) * a.out_stride + head * a.head_dim + d, values, n, false);
-        else
-            put(a.next, row, head * a.head_dim + d, values, n);
+        const int at = head * a.head_dim + d;
+        F16 values = has_values ? load(state.values + d) * inverse : f16(a.sinks ? 0.0f : __builtin_nanf(""));
+        if (a.gates) values = values * sigmoid(load_first(a.gates + static_cast<size_t>(row) * a.q_stride + at, n));
+        if (a.out) store_first(a.out + static_cast<size_t>(row) * a.out_stride + at, values, n, false);
+        else put(a.next, row, at, values, n);
     }
 }
 
@@ -208,16 +210,6 @@ inline void fold(State& total, const State& part, int padded_dim) {
 }
 
 constexpr int FEW_ROWS = 4;
-
-// Memory that a caller lends, cut into pieces.
-struct Floats {
-    float* next;
-    float* take(size_t count) {
-        float* taken = next;
-        next += (count + 15) / 16 * 16;
-        return taken;
-    }
-};
 
 // Computes the rows [first, last) of a run for all query heads that share the key heads of `heads`: range by range, folded
 // in order, or one range alone, whose states the caller keeps. Few rows walk all heads of a block before the next block,

@@ -48,6 +48,12 @@ struct Pools {
     std::vector<int64_t> num_rows;  // by pool
     std::vector<int> kinds;         // by pool: which runs of a pass have its rows
 
+    // Of recurrent layers: of each pool, null where a layer has none, with the bytes of a state, of the inputs before it, of
+    // those of a token and of its gates; and how many states and rows all of them have.
+    std::vector<StatePool> states;
+    std::vector<std::array<size_t, 4>> state_bytes;
+    int64_t num_states = 0, num_state_rows = 0;
+
     Type type;
     bool refined;                   // whether keys in bytes have second codes
 
@@ -64,6 +70,17 @@ struct Pools {
             throw std::invalid_argument("every pool of keys needs one of values, the bytes of a row, a number of rows, and a kind");
         if (block_tokens < 1 || std::any_of(kinds.begin(), kinds.end(), [](int kind) { return kind < 0; }))
             throw std::invalid_argument("blocks have tokens, and kinds are counted from 0");
+        states.resize(keys.size()), state_bytes.resize(keys.size());
+    }
+
+    void keep_states(int64_t states_each, int64_t rows_each, const std::vector<std::tuple<size_t, std::array<Address, 4>, std::array<size_t, 4>>>& layers) {
+        if (states_each < 0 || rows_each < 0) throw std::invalid_argument("there are no less than no states");
+        num_states = states_each, num_state_rows = rows_each;
+        for (const auto& [layer, places, bytes] : layers) {
+            if (layer >= states.size()) throw std::invalid_argument("states are those of a layer");
+            states[layer] = {at<float>(places[0]), at<void>(places[1]), at<void>(places[2]), at<float>(places[3])};
+            state_bytes[layer] = bytes;
+        }
     }
 
     // Rows that all pools have.
@@ -167,6 +184,55 @@ std::vector<Runs> runs_of(const Model& m, const std::vector<Numbers>& numbers, i
     return runs;
 }
 
+// What recurrent layers read and write of each run. numbers: of each the state that it begins with, -1 = zeros; the rows of kept
+// tokens behind that state, and of pending ones of a tree; the states that it leaves; then those rows, the rows of its own
+// inputs, -1 = they are not kept, and of each state the tokens in it and where it goes. Throws WrongNumbers for what no pool has.
+std::vector<StateRun> state_runs_of(const Model& m, const Numbers& numbers, const std::vector<Run>& runs, const std::vector<int>& layers, const Pools& pools) {
+    int64_t num_states = pools.num_states, num_rows = pools.num_state_rows;
+    bool has_states = false;
+    for (int layer : layers) {
+        const auto& r = m.parts().blocks[static_cast<size_t>(layer)].recurrence;
+        if (!r) continue;
+        has_states = true;
+        const size_t i = static_cast<size_t>(layer);
+        if (!pools.states[i].inputs) num_states = num_rows = 0;
+        else require(pools.state_bytes[i] == r->kept_bytes(pools.type == Type::float32 ? Type::float32 : Type::bfloat16), "a pool has the states of another block");
+    }
+    std::vector<StateRun> found;
+    if (!has_states) return found;
+    size_t next = 0;
+    const auto take = [&](int64_t least, int64_t end) {
+        require(next < numbers.size() && numbers[next] >= least && numbers[next] < end, "a run has a state or a row that recurrent layers have not");
+        return numbers[next++];
+    };
+    const int64_t most = static_cast<int64_t>(numbers.size());
+    for (const Run& run : runs) {
+        StateRun own{};
+        own.first_row = run.first_row, own.num_rows = run.num_rows;
+        own.first = take(-1, num_states);
+        const int num_before = take(0, most), num_pending = take(0, most), num_saves = take(0, most);
+        require(num_pending == (run.parents ? run.pending : 0), "pending rows of recurrent layers are those of a tree");
+        own.start = run.cached + (run.parents ? 0 : run.pending) - num_before;
+        require(own.start >= 0, "a run has more tokens behind a state than it has");
+        for (int i = 0; i < num_before + num_pending; ++i) own.behind.push_back(take(0, num_rows));
+        for (int i = 0; i < run.num_rows; ++i) own.rows.push_back(take(-1, num_rows));
+        for (int i = 0; i < num_saves; ++i) {
+            const int num_tokens = take(1, int64_t{num_before} + (run.parents ? 0 : run.num_rows) + 1);
+            require((own.start + num_tokens) % STATE_TOKENS == 0, "a state is written where a block of tokens is whole");
+            own.saves.push_back({num_tokens, take(0, num_states)});
+        }
+        for (int i = 0; i < own.num_tokens(); ++i) {
+            const int node = i - num_before;
+            const int parent = node < 0 || !run.parents ? i - 1 : run.parents[node] < 0 ? num_before - 1 : num_before + run.parents[node];
+            own.parents.push_back(parent);
+        }
+        own.arrange();
+        found.push_back(std::move(own));
+    }
+    require(next == numbers.size(), "recurrent layers have numbers of other runs");
+    return found;
+}
+
 // sources: of each run how many rows its blocks see of a source, in the form of runs that are all cached; none without sources.
 Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rotations, const std::vector<Runs>& runs, const Runs& sources,
                const Pools& pools, const std::vector<int>& layers) {
@@ -179,7 +245,7 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rot
     for (size_t i = 0; i < pass.sources.size(); ++i)
         pass.sources[i].first_row = pass.runs[0][i].first_row, pass.sources[i].num_rows = pass.runs[0][i].num_rows;
     pass.keys = pools.keys.data(), pass.values = pools.values.data(), pass.kinds = pools.kinds.data();
-    pass.row_bytes = pools.row_bytes.data();
+    pass.row_bytes = pools.row_bytes.data(), pass.state_pools = pools.states.data();
     pass.kept = pools.type, pass.refined = pools.refined;
     pass.layers = layers;
     pass.is_normed = true;
@@ -189,7 +255,8 @@ Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rot
 // input: 0 = embeddings of the tokens. taps: see Pass.
 std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, const Rotations& rotations, int num_runs,
              const std::vector<Numbers>& numbers, const Pools& pools, const std::vector<int>& layers, Address input,
-             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, const Numbers& source_numbers) {
+             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, const Numbers& source_numbers,
+             const Numbers& state_numbers) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
     check_layers(m, layers, pools);
     const std::vector<Runs> runs = runs_of(m, numbers, num_runs, layers, pools);
@@ -198,6 +265,7 @@ std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, cons
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input);
     pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
+    pass.states = state_runs_of(m, state_numbers, runs[0].runs, layers, pools);
     const int num_blocks = static_cast<int>(m.parts().blocks.size());
     for (const auto& [k, address] : taps) {
         require(k >= 0 && k <= num_blocks && (pass.taps.empty() || pass.taps.back().first < k), "taps must ascend from 0 to the blocks of a model");
@@ -273,13 +341,23 @@ void remember(Model& m, const Ids& positions, const Rotations& rotations, int nu
     m.remember(pass, rows);
 }
 
+// Throws WrongNumbers unless a run that is fed one by one behind its first rows leaves its states within these, and keeps the
+// inputs of what is behind its last state.
+void check_fed(const StateRun& run, int count) {
+    size_t done = 0;
+    for (const StateSave& save : run.saves) done = std::max(done, static_cast<size_t>(save.num_tokens));
+    require(done <= run.behind.size() + static_cast<size_t>(count), "a run that goes on leaves states of its first rows alone");
+    for (size_t i = 0; i < run.rows.size(); ++i)
+        require(run.rows[i] >= 0 || run.behind.size() + i < done, "a run that goes on keeps the inputs behind its states");
+}
+
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
                                const std::vector<int>& lengths, const Rotations& rotations, const std::vector<Numbers>& numbers,
                                const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
                                const std::vector<Stop>& stops, const Addresses& layer_rows, const Numbers& source_numbers,
-                               const std::vector<Draw>& draws) {
+                               const std::vector<Draw>& draws, const Numbers& state_numbers) {
     const bool is_head = m.parts().features.has_value();
     if ((input != 0) + !layer_rows.empty() != is_head)
         throw std::invalid_argument("a head, and only a head, has an input or rows of layers");
@@ -294,6 +372,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
         if (stop.shares.size() != stop.edges.size() + 1) throw std::invalid_argument("a stop has a share more than edges");
     check_layers(m, layers, pools);
     std::vector<Runs> runs = runs_of(m, numbers, static_cast<int>(counts.size()), layers, pools);
+    std::vector<StateRun> states = state_runs_of(m, state_numbers, runs[0].runs, layers, pools);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
         for (Runs& own : runs) {
@@ -302,13 +381,14 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
                 throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
             run.first_row = first_row, run.num_rows = counts[i];
         }
+        if (!states.empty()) check_fed(states[i], counts[i]);
         first_row += counts[i];
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
     const Runs sources = sources_of(m, source_numbers, static_cast<int>(counts.size()), layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
-    pass.input = at<const float>(input);
+    pass.input = at<const float>(input), pass.states = std::move(states);
     std::vector<const float*> rows;
     for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
     std::vector<Continued> found;
@@ -324,6 +404,7 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
 }  // namespace
 
 void bind_model(nb::module_& m) {
+    m.attr("STATE_TOKENS") = STATE_TOKENS;
     m.def("refusal", &refusal, "spec"_a,
           "Says why these kernels do not compute a forerun.blocks.Spec, in a sentence without an end; None where they do.");
     m.def("pass_bytes", &bytes_of_pass, "isa"_a, "spec"_a, "bfloat16"_a, "quantised"_a, "num_rows"_a, "context"_a, "num_threads"_a,
@@ -350,6 +431,9 @@ void bind_model(nb::module_& m) {
              "block"_a, "bytes"_a, "num_bytes"_a, "Writes the rows of a block, keys then values of each pool, to an address.")
         .def("load", [](const Pools& self, int64_t block, Address bytes, size_t num_bytes) { self.move<true>(block, at<char>(bytes), num_bytes); }, Free(),
              "block"_a, "bytes"_a, "num_bytes"_a, "Reads the rows of a block from where `save` wrote them.")
+        .def("keep_states", &Pools::keep_states, "num_states"_a, "num_rows"_a, "layers"_a,
+             "Says where recurrent layers have their states, and the inputs of tokens behind them.\n\nlayers: of each its number; the addresses "
+             "of states, of the inputs before each, of inputs of tokens and of their gates; and the bytes of one of each.")
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
              "Copies row sources[i] to row targets[i] in every block, one after the other.");
     nb::class_<Model>(m, "Model", "A whole model; one call for each pass. Arguments that are integers where a tensor is meant are "
@@ -357,13 +441,14 @@ void bind_model(nb::module_& m) {
         .def_prop_ro("rotations", [](const Model& self) { return self.parts().rotations; },
                      "Of each table of cos and sin that a pass takes, the first block that it is of.")
         .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
-             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "sources"_a = Numbers(),
+             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "sources"_a = Numbers(), "states"_a = Numbers(),
              "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
              "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. "
              "numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
              "of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block "
              "k. is_normed: whether the final norm is applied. "
-             "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. "
+             "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. states: what recurrent "
+             "blocks read and write of each run, as forerun.ops.cpu.packed.state_numbers makes it. "
              "Returns how many experts some row chose, of each of these blocks that has experts. "
              "Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError "
              "for numbers that do not hold together: of runs, blocks, sources, layers and taps.")
@@ -384,12 +469,12 @@ void bind_model(nb::module_& m) {
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
              "layers"_a, "num_ids"_a, "input"_a = 0, "stops"_a = std::vector<Stop>(), "layer_rows"_a = Addresses(),
-             "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(),
+             "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(), "states"_a = Numbers(),
              "Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the "
              "distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None "
              "where a logit is NaN.\n\ndraws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens "
              "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 "
-             "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.");
+             "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape. states: as for `forward`, of all tokens that are fed.");
     m.def("make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
           "target"_a.none() = nb::none(), "ids"_a = Ids(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 7>(),
           "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "

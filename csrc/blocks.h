@@ -1,10 +1,12 @@
 // What a model is: a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from Python.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
 #include "backend.h"
+#include "recurrence.h"
 
 namespace forerun {
 
@@ -21,6 +23,7 @@ struct AttentionPart {
     int turned;     // dimensions of a head that are rotated
     int keys_of;    // the block whose keys and values are read, -1 = this one's own
     bool k_is_v;    // whether values are what the keys are before their norm
+    bool gated;     // whether the output is multiplied by the sigmoid of a projection, which is behind the queries
     bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
     Sees sees;
     Biases biases;
@@ -31,7 +34,29 @@ struct AttentionPart {
     int q_size() const { return heads * head_dim; }
     int kv_size() const { return kv_heads * head_dim; }
     bool makes_keys() const { return sees != Sees::source && keys_of < 0; }
-    int qkv_size() const { return q_size() + (makes_keys() ? 2 * kv_size() : 0); }
+    int keys_at() const { return gated ? 2 * q_size() : q_size(); }  // where keys are in what is projected
+    int qkv_size() const { return keys_at() + (makes_keys() ? 2 * kv_size() : 0); }
+};
+
+// What a block keeps a state for: a gated delta rule, or a short convolution, whose state is its last inputs.
+struct RecurrencePart {
+    bool is_short;                   // [B, C, x] are projected; what leaves is C times a convolution of B x
+    StateHeads heads;                // of a short convolution there are none
+    int conv, width;                 // inputs that a convolution reads, and of how many numbers
+    const Matrix *input, *gates, *o;  // input: with z behind it, or C and x; gates: null of a short convolution
+    const float *taps, *bias;        // [conv, width], and [width] or null
+    const float *dt_bias, *decay;
+    std::optional<Norm> norm;
+
+    int input_size() const { return is_short ? 3 * width : width + inner(); }
+    int inner() const { return is_short ? width : heads.value_heads * heads.value_dim; }  // inputs of `o`
+    int num_gates() const { return is_short ? 0 : 2 * heads.value_heads; }
+    // The bytes of a state, of the inputs before it, of a token's inputs and of its gates, as a cache has them.
+    std::array<size_t, 4> kept_bytes(Type inputs) const {
+        const size_t row = static_cast<size_t>(width) * bytes_of(inputs), head = static_cast<size_t>(heads.key_dim) * static_cast<size_t>(heads.value_dim);
+        return {static_cast<size_t>(heads.value_heads) * head * sizeof(float), static_cast<size_t>(conv - 1) * row, row,
+                static_cast<size_t>(num_gates()) * sizeof(float)};
+    }
 };
 
 struct MlpPart {
@@ -72,6 +97,7 @@ struct LayerInputPart {
 struct Block {
     std::optional<Norm> pre_attention, post_attention, pre_mlp, post_mlp;
     std::optional<AttentionPart> attention;
+    std::optional<RecurrencePart> recurrence;  // in place of it
     std::optional<MlpPart> mlp;
     std::optional<ExpertsPart> experts;  // in place of it, or beside it, where each has norms of its own
     std::optional<Norm> post_dense, pre_experts, post_experts;

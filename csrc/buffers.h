@@ -33,6 +33,8 @@ struct Model::Buffers {
     float *experts_in, *scores, *experts_out, *shared_out;  // rows behind their norm, their scores, and what experts give
     float* layer_inputs;                                    // of all blocks, of each row side by side
     uint32_t *experts_words, *experts_inner;                // inputs of the experts' products
+    float *state_gates, *state;                             // of recurrent blocks; the latter of each thread
+    size_t state_stride;
 
     Inputs inputs_of(const Matrix& w, uint32_t* words) const { return {words, w.type, num_rows, w.num_steps}; }
     float* row(float* rows, int i) const { return rows + static_cast<size_t>(i) * static_cast<size_t>(width); }

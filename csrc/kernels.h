@@ -333,6 +333,7 @@ struct Attention {
     Sees sees = Sees::past;
     Biases biases = {};       // of scores, behind softcap
     const float* sinks = nullptr;  // [num_heads], of each a further score whose value is nothing; null = there are none
+    const float* gates = nullptr;  // [rows, q_stride]: the output is multiplied by their sigmoid; null = it is not
 };
 
 // A unit of a row that is rounded to scale * codes. sum, halves: of all codes, of the first half and of the second. The
@@ -354,6 +355,9 @@ struct RoundedGroup {
     uint16_t* scale;
     uint8_t* zero;
 };
+
+struct DeltaRule;  // recurrence.h
+struct StateItem;
 
 struct Kernels {
     // Product of every row with the panels [first, last). sums: sum_floats, aligned to 64.
@@ -386,6 +390,11 @@ struct Kernels {
     void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts, float* scratch);
     // One row and query head from its parts, which are `stride` floats apart. scratch: part_floats.
     void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch);
+    // One item of a gated delta rule. scratch: delta_scratch floats.
+    void (*delta_rule)(const DeltaRule&, const StateItem&, float* scratch);
+    // A causal convolution of one row: the sum over the inputs of its window [conv][width], the oldest first, times taps [conv,
+    // width]. bias: or null.
+    void (*convolve)(Type, const void* const* window, const float* taps, const float* bias, int width, int conv, float* out);
     // `group` weights, a multiple of 16, to 4 or 8 bits.
     void (*round_group)(const float* x, int group, int bits, const RoundedGroup& to);
     SamplingKernels sampling;

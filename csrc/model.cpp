@@ -9,6 +9,7 @@
 #include "buffers.h"
 #include "door.h"
 #include "philox.h"
+#include "recurrent.h"
 
 namespace forerun {
 
@@ -24,13 +25,13 @@ HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head
 
 // ------------------------------------------------------------------------------------------------------------ buffers
 
-BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats) {
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats, size_t state_floats) {
     const auto steps = [&](int n) {  // at most
         return static_cast<size_t>(steps_of(weights_are_quantised ? Type::int8 : model.type, n));
     };
     const size_t rows = static_cast<size_t>(num_rows), hidden = static_cast<size_t>(model.hidden_size);
     size_t qkv = 0, widest = steps(model.hidden_size), read = model.hidden_size, ffn = 0, attention = 0;
-    size_t scores = 0, chosen = 0, inner = 0, groups = 0;
+    size_t scores = 0, chosen = 0, inner = 0, groups = 0, gates = 0;
     bool has_branch = false, has_experts = false, has_shared = false;
     for (const Block& block : model.blocks) {
         has_branch |= (block.post_attention || block.post_mlp) && !block.norms_sum;
@@ -50,6 +51,12 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
             const int size = block.layer_input->size;
             qkv = std::max(qkv, static_cast<size_t>(size)), ffn = std::max(ffn, steps(size));
             has_branch = true;
+        }
+        if (block.recurrence) {
+            const RecurrencePart& r = *block.recurrence;
+            qkv = std::max(qkv, static_cast<size_t>(r.input_size()));
+            widest = std::max(widest, steps(r.inner()));
+            gates = std::max(gates, static_cast<size_t>(r.num_gates()));
         }
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
@@ -74,18 +81,20 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);  // a gate's inputs are float32
     sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * of_own, 32);
     sizes.each_attention = up_to(attention, 64);
+    sizes.state_gates = rows * gates, sizes.each_state = up_to(state_floats, 64);
     return sizes;
 }
 
 size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
                   int num_threads) {
     const size_t threads = static_cast<size_t>(num_threads);
-    size_t parts = 0;
+    size_t parts = 0, states = 0;
     int widest = model.hidden_size;
     for (const Block& block : model.blocks) {
         if (block.mlp) widest = std::max(widest, block.mlp->size);
         if (block.experts) widest = std::max(widest, block.experts->parts[0].size);
         if (block.experts && block.experts->shared) widest = std::max(widest, block.experts->shared->size);
+        if (block.recurrence) widest = std::max(widest, block.recurrence->inner()), states = std::max(states, most_state_floats(*block.recurrence, num_rows));
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
         widest = std::max({widest, a.q_size(), a.reads});
@@ -93,12 +102,12 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     }
     // Each thread has its own copy of few rows' inputs after a pass of few rows, which may have come before this one.
     const int few_rows = FEW_BLOCKS * (MAX_BLOCK_ROWS - 2);
-    const BufferSizes s = buffer_sizes(model, weights_are_quantised, num_rows, parts);
-    const size_t own = buffer_sizes(model, weights_are_quantised, std::min(num_rows, few_rows), 0).each_own;
+    const BufferSizes s = buffer_sizes(model, weights_are_quantised, num_rows, parts, states);
+    const size_t own = buffer_sizes(model, weights_are_quantised, std::min(num_rows, few_rows), 0, 0).each_own;
     size_t bytes = 0;
     for (size_t count : {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
                          threads * s.each_attention, s.experts_in, s.scores, s.experts_out, s.shared_out, s.experts_words,
-                         s.experts_inner, s.groups, s.layer_inputs})
+                         s.experts_inner, s.groups, s.layer_inputs, s.state_gates, threads * s.each_state})
         bytes += count > 0 ? allocated_bytes(4 * count) : 0;
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
     const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
@@ -144,7 +153,11 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
         b.work.push_back(attention_work(runs, shape, num_threads));
         part_floats = std::max(part_floats, b.work.back().num_floats);
     }
-    const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats);
+    size_t state_floats = 0;
+    for (int i : pass.layers)
+        if (const auto& r = parts_.blocks[static_cast<size_t>(i)].recurrence)
+            state_floats = std::max(state_floats, forerun::state_floats(*r, pass.states, num_threads));
+    const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats, state_floats);
     const size_t threads = static_cast<size_t>(num_threads);
     b.num_rows = pass.num_rows, b.width = parts_.hidden_size;
     b.residual = room.residual.floats(sizes.residual);
@@ -158,6 +171,8 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     b.experts_words = room.experts_words.words(sizes.experts_words);
     b.experts_inner = room.experts_inner.words(sizes.experts_inner);
     b.layer_inputs = room.layer_inputs.floats(sizes.layer_inputs);
+    b.state_gates = room.state_gates.floats(sizes.state_gates);
+    b.state_stride = sizes.each_state, b.state = room.state.floats(threads * sizes.each_state);
     b.groups.resize(parts_.blocks.size());
     for (int i : pass.layers) {
         const Block& block = parts_.blocks[static_cast<size_t>(i)];
@@ -189,7 +204,7 @@ static std::vector<uint16_t> key_order(const AttentionPart& a) {
     std::vector<uint16_t> order;
     for (int head = 0; head < a.kv_heads; ++head) {
         const auto square = [&](int i) {
-            const float b = biases ? biases[a.q_size() + head * a.head_dim + i] : 0.0f;
+            const float b = biases ? biases[a.keys_at() + head * a.head_dim + i] : 0.0f;
             return b * b;
         };
         std::vector<uint16_t> own(static_cast<size_t>(a.head_dim));
@@ -228,6 +243,12 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
             const HeadShape wanted = shape_of(*block.attention);
             shape = static_cast<size_t>(std::find(shapes_.begin(), shapes_.end(), wanted) - shapes_.begin());
             if (shape == shapes_.size()) shapes_.push_back(wanted);
+        }
+        if (block.recurrence) {
+            const RecurrencePart& r = *block.recurrence;
+            count(r.input), count(r.o);
+            if (r.gates) count(r.gates);
+            zeros_.resize(std::max(zeros_.size(), static_cast<size_t>(r.width)));
         }
         if (block.mlp) count(block.mlp->up);
         if (block.mlp && block.mlp->has_down) count(block.mlp->down);
@@ -426,6 +447,7 @@ void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     const bool is_fed = block.mlp && block.mlp->has_down;
     if (block.parallel && is_fed) feed(thread, block, b);
     if (block.attention) run_attention(thread, index, pass, b);
+    if (block.recurrence) run_recurrence(thread, index, pass, b);
     if (!block.parallel && is_fed) feed(thread, block, b);
     if (block.mlp && !is_fed) add_activated(thread, block, b);
     const bool is_beside = is_fed && block.experts;  // the experts add what both give
@@ -514,7 +536,7 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     const int from = keys_of(index);
     const Attention attention{pass.kept,   b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
                               a.head_dim,  order_of(from, pass), a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
-                              a.sees,      a.biases, a.sinks};
+                              a.sees,      a.biases, a.sinks, a.gated ? b.qkv + a.q_size() : nullptr};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
     float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
     backend_.team.tiles(thread, static_cast<int>(work.items.size()), [&](int i) {
@@ -591,7 +613,7 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     const Kernels& k = backend_.kernels;
     const int dim = a.head_dim;
     float* const q = b.qkv + static_cast<size_t>(row) * static_cast<size_t>(a.qkv_size());
-    float *const key = q + a.q_size(), *const value = key + a.kv_size();
+    float *const key = q + a.keys_at(), *const value = key + a.kv_size();
     const float *cos = nullptr, *sin = nullptr;
     if (a.rotation >= 0) {
         cos = pass.rotations[static_cast<size_t>(a.rotation)].first + static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
@@ -804,6 +826,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
         const Run& run = first.runs[0][i];
         going[i] = i;
         rows.push_back(row_of[i] = run.first_row + run.num_rows - 1);
+        if (!first.states.empty()) pass.states[i] = first.states[i].part(0, run.num_rows, run.first_row);
     }
     for (int depth = 1;; ++depth) {
         forward(pass);
@@ -823,7 +846,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             stopped[i] = !goes_on(stops[i], own.ids.size() - 1, next[k].chance, survival[i]);
         }
         for (auto& runs : pass.runs) runs.clear();
-        pass.sources.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        pass.sources.clear(), pass.states.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
         for (size_t i = 0; i < num_runs; ++i) {
             if (lengths[i] <= depth || stopped[i]) continue;
             const Run& run = first.runs[0][i];
@@ -837,6 +860,7 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             for (size_t kind = 0; kind < pass.runs.size(); ++kind)
                 pass.runs[kind].push_back({rows.back(), 1, at, 0, first.runs[kind][i].rows, nullptr});
             if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
+            if (!first.states.empty()) pass.states.push_back(first.states[i].part(run.num_rows + depth - 1, 1, rows.back()));
             const int64_t id = found[i].ids.back();
             tokens.push_back(is_head ? lent_.ids[static_cast<size_t>(id)] : id);
             positions.push_back(at);

@@ -19,7 +19,8 @@ namespace forerun {
 // One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; sources: for each run the rows that its
 // blocks see of a source, as cached ones; rotations: for each kind of the
 // model, cos and sin by position, [.., 2, turned dimensions], and how many positions those have; keys, values: one pool for
-// each block, and the bytes of their rows; kinds: of each pool, which runs have its rows; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
+// each block, and the bytes of their rows; kinds: of each pool, which runs have its rows; states, state_pools: of recurrent
+// blocks, of each run and by block; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
 // hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
 // stream before block k). All rows are float32 [num_rows, hidden_size], but those of `read`, which are as wide as it reads.
 struct Pass {
@@ -32,8 +33,11 @@ struct Pass {
     void* const* values;
     const std::array<size_t, 2>* row_bytes;
     const int* kinds;
+    std::vector<StateRun> states;
+    const StatePool* state_pools;
     Type kept;     // of keys and values
     bool refined;  // whether keys in bytes have second codes
+    Type inputs() const { return kept == Type::float32 ? Type::float32 : Type::bfloat16; }  // of recurrent blocks
     std::vector<int> layers;
     const float *input, *read;
     std::vector<std::pair<int, float*>> taps;
@@ -44,12 +48,12 @@ struct Pass {
 // Floats and words of the buffers of a pass, by name; `each` = of every thread.
 struct BufferSizes {
     size_t residual, branch, qkv, inputs, ffn, parts;
-    size_t experts_in, scores, experts_out, shared_out, experts_words, experts_inner, groups, layer_inputs;
-    size_t each_normed, each_own, each_attention;
+    size_t experts_in, scores, experts_out, shared_out, experts_words, experts_inner, groups, layer_inputs, state_gates;
+    size_t each_normed, each_own, each_attention, each_state;
 };
 
-// weights_are_quantised: whether a matrix is, whose inputs take more.
-BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats);
+// weights_are_quantised: whether a matrix is, whose inputs take more. state_floats: of each thread, for recurrent blocks.
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats, size_t state_floats);
 
 // The bytes of the buffers of a model after a pass of so many rows behind a context, an upper bound.
 size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
@@ -108,7 +112,8 @@ class Model {
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
                 float* probs = nullptr);
     // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
-    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
+    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last, and so
+    // must its states.
     // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. A head is
     // given the features of the tokens as input, or `layer_rows`, of which it makes them (see `features`); behind a found id the
     // row before stands for them. stops: of each run, or none at all; then the probability of every id is told.
@@ -131,6 +136,7 @@ class Model {
         std::mutex turn;
         Scratch residual, branch, qkv, inputs, own, ffn, normed, attention, parts;
         Scratch experts_in, scores, experts_out, shared_out, experts_words, experts_inner, layer_inputs;
+        Scratch state_gates, state;
     };
     const Matrix& head() const;
     void check(const Pass& pass) const;
@@ -145,6 +151,11 @@ class Model {
     void enter(const Pass& pass, int row, float* x) const;
     void run_block(int thread, int index, const Pass& pass, Buffers& b);
     void run_attention(int thread, int index, const Pass& pass, Buffers& b);
+    void run_recurrence(int thread, int index, const Pass& pass, Buffers& b);
+    void keep_inputs(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const;
+    void run_delta_rule(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const;
+    void run_short_conv(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const;
+    void keep_history(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const;
     void feed(int thread, const Block& block, Buffers& b);
     void make_layer_inputs(int thread, const Pass& pass, Buffers& b);
     void add_layer_input(int thread, int index, const Block& block, Buffers& b);
@@ -171,6 +182,7 @@ class Model {
     std::vector<HeadShape> shapes_;    // of attention, each once
     std::vector<size_t> shape_of_;     // by block
     std::vector<std::vector<uint16_t>> orders_;  // of keys, by block; of what has none they are empty
+    std::vector<float> zeros_;         // the inputs of no token
     size_t bytes_ = 0;                 // weights that a pass reads
     bool is_any_quantised_ = false;
     PerProcess<Room> room_;

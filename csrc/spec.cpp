@@ -28,13 +28,15 @@ const std::map<string, std::set<string>> READ = {
               "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
               "truncate", "far"}},
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of"}},
+                   "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of",
+                   "gate"}},
+    {"Recurrence", {"kind", "conv", "key_heads", "value_heads", "key_dim", "value_dim", "norm", "decay", "biases"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias", "down"}},
     {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
                  "reads_stream", "score_scale", "scaled"}},
     {"LayerInput", {"size", "act", "norm"}},
-    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
+    {"Block", {"pre_attention", "attention", "recurrence", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
                "branch_scale", "out_scale", "per_layer_input", "post_dense", "pre_experts", "post_experts"}},
     {"Positions", {"num", "offset", "kind"}},
     {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
@@ -46,8 +48,6 @@ const std::map<string, std::set<string>> READ = {
 
 // What a field stands for, for people.
 const std::map<string, string> WORDS = {
-    {"Attention.gate", "gates of attention"},
-    {"Block.recurrence", "blocks that keep a state"},
     {"Spec.next_tokens", "blocks that guess further tokens"},
 };
 
@@ -82,6 +82,14 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     } else if (type == "Block") {
         for (const char* name : {"post_dense", "pre_experts", "post_experts"})
             if (!object.attr(name).is_none()) return no(string(name) + " but of experts beside a feed-forward part");
+    }
+    if (type == "Block" && !object.attr("attention").is_none() && !object.attr("recurrence").is_none())
+        return no("block with attention and a state");
+    if (type == "Recurrence") {
+        const nb::object norm = object.attr("norm");
+        if (!norm.is_none() && (nb::cast<string>(norm.attr("kind")) != "rms" || nb::cast<bool>(norm.attr("bias"))))
+            return no("norm but RMS, without a bias, of what is read of a state");
+        if (number("value_dim") % 2 != 0) return no("states with an odd value_dim, as " + std::to_string(number("value_dim")));
     }
     if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
         return no("experts beside attention");
@@ -198,6 +206,7 @@ class Reader {
         found.parallel = yes(b, "parallel");
         found.branch_scale = real(b, "branch_scale");
         if (!b.attr("attention").is_none()) found.attention = attention(b.attr("attention"), at);
+        if (!b.attr("recurrence").is_none()) found.recurrence = recurrence(b.attr("recurrence"), at);
         if (!b.attr("mlp").is_none()) found.mlp = mlp(b.attr("mlp"), at + "mlp.");
         if (!b.attr("experts").is_none()) found.experts = experts(b.attr("experts"), at + "mlp.");
         found.post_dense = norm(b.attr("post_dense"), at + "post_feedforward_layernorm_1", hidden_);
@@ -251,7 +260,7 @@ class Reader {
             found.position_step = nb::cast<int64_t>(by_position[nb::int_(1)]);
         }
         found.q_norm = head_norm(a.attr("q_norm"), own + "q_norm", found.heads, found.head_dim);
-        found.keys_of = whole(a, "shares_kv_of", -1), found.k_is_v = yes(a, "k_is_v");
+        found.keys_of = whole(a, "shares_kv_of", -1), found.k_is_v = yes(a, "k_is_v"), found.gated = yes(a, "gate");
         if (found.makes_keys()) {
             found.k_norm = head_norm(a.attr("k_norm"), own + "k_norm", found.kv_heads, found.head_dim);
             found.v_norm = head_norm(a.attr("v_norm"), own + "v_norm", found.kv_heads, found.head_dim);
@@ -265,6 +274,40 @@ class Reader {
         found.biases = biases(a.attr("bias"), own);
         found.sinks = yes(a, "sinks") && places_ ? vector(own + "sinks.weight") : nullptr;
         return found;
+    }
+
+    RecurrencePart recurrence(nb::handle r, const string& at) {
+        RecurrencePart found{};
+        found.is_short = text(r, "kind") == "short_conv";
+        found.conv = whole(r, "conv"), found.width = nb::cast<int>(r.attr("width")(hidden_));
+        found.heads = {whole(r, "key_heads"), whole(r, "value_heads"), whole(r, "key_dim"), whole(r, "value_dim"), 1};
+        const string own = at + (found.is_short ? "conv." : "linear_attn.");
+        found.input = matrix(at + "state_in"), found.o = matrix(at + "o");
+        found.norm = norm(r.attr("norm"), own + "norm", found.heads.value_dim);
+        if (!found.is_short) found.gates = matrix(at + "state_gates");
+        if (!places_) return found;
+        found.taps = turned(own + (found.is_short ? "conv.weight" : "conv1d.weight"), found.width, found.conv);
+        if (found.is_short && yes(r, "biases")) found.bias = vector(own + "conv.bias");
+        if (found.is_short) return found;
+        found.dt_bias = vector(own + "dt_bias.weight");
+        found.decay = vector(own + "A_log.weight");
+        if (text(r, "decay") == "log") {
+            std::vector<float> decay(static_cast<size_t>(found.heads.value_heads));
+            for (size_t i = 0; i < decay.size(); ++i) decay[i] = static_cast<float>(-std::exp(static_cast<double>(found.decay[i])));
+            vectors.push_back(std::move(decay));
+            found.decay = vectors.back().data();
+        }
+        return found;
+    }
+
+    // A weight [rows, columns] as [columns, rows].
+    const float* turned(const string& name, int num_rows, int num_columns) {
+        const float* const stored = vector(name);
+        std::vector<float> found;
+        for (int column = 0; column < num_columns; ++column)
+            for (int row = 0; row < num_rows; ++row) found.push_back(stored[row * num_columns + column]);
+        vectors.push_back(std::move(found));
+        return vectors.back().data();
     }
 
     // bias: buckets, the block whose biases are shared, or none.

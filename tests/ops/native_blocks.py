@@ -16,12 +16,28 @@ import torch
 from torch import Tensor
 
 from forerun import blocks
-from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.blocks import (
+    Attention,
+    Block,
+    Experts,
+    LayerInput,
+    Mlp,
+    Norm,
+    Positions,
+    Recurrence,
+    Rope,
+    Spec,
+    products,
+    recurrence_name,
+    weights,
+)
 from forerun.host_tensor import dtype_name
-from forerun.kv.pool import type_number
+from forerun.kv.pool import StateRoom, state_sizes, type_number
+from forerun.kv.states import StateRun
+from forerun.ops.cpu.packed import state_numbers
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
-from ops.native_cases import NAN, ops_of, seeded
+from ops.native_cases import FLOAT32, NAN, ops_of, seeded
 
 NUM_POSITIONS = 96
 RMS, PLUS_ONE, LAYER = Norm(eps=1e-5), Norm(eps=1e-6, offset=1.0), Norm("layer", eps=1e-5, bias=True)
@@ -196,6 +212,29 @@ def gpt_oss(window: int | None) -> Block:
 
 
 SPECS["gpt_oss, experts"] = spec_of([gpt_oss(5), gpt_oss(None)], tied=False)
+
+
+def with_state(recurrence: Recurrence, **changes: Any) -> Block:
+    return Block(RMS, recurrence=recurrence, pre_mlp=RMS, mlp=Mlp(33), **changes)
+
+
+GATED = replace(PLAIN, attention=Attention(4, 2, 16, rope=Rope(dims=8), q_norm=of_heads(PLUS_ONE), gate=True))
+DELTA = Recurrence("gated_delta", 4, 2, 6, 12, 20, RMS)  # key_heads, value_heads, key_dim, value_dim
+SHORT = Recurrence("short_conv", 3)
+SPECS |= {
+    "gated": spec_of(
+        [
+            GATED,
+            replace(GATED, attention=Attention(2, 1, 40, qkv_bias=True, gate=True, window=6)),
+            replace(GATED, attention=Attention(4, 2, 16, rope=Rope(), gate=True, shares_kv_of=0)),
+        ]
+    ),
+    "delta": spec_of([with_state(DELTA), with_state(replace(DELTA, decay="negative", conv=2, norm=None)), GATED]),
+    "delta alone": spec_of(
+        [with_state(Recurrence("gated_delta", 4, 3, 3, 16, 70, RMS), post_attention=RMS), with_state(DELTA)]
+    ),
+    "short": spec_of([with_state(SHORT), PLAIN, with_state(replace(SHORT, conv=4, biases=True), branch_scale=0.5)]),
+}
 MATRICES = ("matrix", "experts")
 
 
@@ -231,6 +270,13 @@ class Table:
         angles = torch.arange(NUM_POSITIONS).double()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float().contiguous())
+
+
+def _state_pool(r: Recurrence, spec: Spec, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """One state, and inputs of tokens, that are NaN until they are written."""
+    sizes = state_sizes(r.state(spec.hidden_size), StateRoom(1, num_rows))
+    kinds = (FLOAT32, dtype, dtype, FLOAT32)
+    return [torch.full(size, NAN, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
 
 
 class Native:
@@ -279,6 +325,13 @@ class Native:
         sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
         num_rows = [num_slots * NUM_POSITIONS]
         self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype_name(dtype)))
+        recurrences = {i: block.recurrence for i, block in enumerate(spec.blocks) if block.recurrence is not None}
+        self.state_pools = {i: _state_pool(r, spec, num_rows[0], dtype) for i, r in recurrences.items()}
+        places = [
+            (i, [part.data_ptr() for part in pool], [part[0].nbytes for part in pool])
+            for i, pool in self.state_pools.items()
+        ]
+        self.native_pools.keep_states(1, num_rows[0], places)
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []
@@ -328,8 +381,17 @@ class Native:
             given.get("taps", []),
             given.get("is_normed", True),
             hidden.data_ptr(),
+            states=given.get("states", self.state_numbers(cached, {slot: len(run) for slot, run in runs.items()})),
         )
         return torch.cat((hidden, self.logits(hidden)), 1)
+
+    def state_numbers(self, cached: Mapping[int, int], counts: Mapping[int, int]) -> list[int]:
+        """No state is ever written: every pass goes through all that is cached again."""
+        found = []
+        for slot, count in counts.items():
+            rows = self.rows[slot]
+            found.append(StateRun(-1, rows[: cached[slot]], (), rows[cached[slot] : cached[slot] + count], (), ()))
+        return state_numbers(found)
 
     @property
     def addresses(self) -> list[tuple[int, int]]:
@@ -398,6 +460,10 @@ class Reference:
             if block.attention is not None:
                 y = self.norm(x, block.pre_attention, at + "input_layernorm")
                 y = self.attention(y, block.attention, at + "self_attn.", i)
+                x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
+            if block.recurrence is not None:
+                y = self.norm(x, block.pre_attention, at + "input_layernorm")
+                y = self.recurrence(y, block.recurrence, at + recurrence_name(block.recurrence))
                 x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
             if block.mlp is not None and block.experts is not None:
                 y = self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block))
@@ -485,7 +551,40 @@ class Reference:
         if a.sinks:  # a further key, whose value is nothing
             scores = torch.cat((scores, self.w(at + "sinks.weight")[:, None, None].expand(-1, len(y), 1)), -1)
         weights = scores.softmax(-1)[..., : len(y)]
-        return self.product(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), at + "o_proj")
+        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        if a.gate:
+            out = out * self.product(y, at + "gate_proj").sigmoid()
+        return self.product(out, at + "o_proj")
+
+    def convolved(self, x: Tensor, r: Recurrence, name: str) -> Tensor:
+        weight, padded = self.w(name + ".weight"), torch.cat((torch.zeros(r.conv - 1, x.shape[1]).double(), x))
+        return sum((padded[j : j + len(x)] * weight[:, j] for j in range(r.conv)), torch.zeros(()))
+
+    def recurrence(self, y: Tensor, r: Recurrence, at: str) -> Tensor:
+        """One token after the other, as blocks.Recurrence says it."""
+        if r.kind == "short_conv":
+            b, c, x = self.product(y, at + "in_proj").chunk(3, -1)
+            bias = self.w(at + "conv.bias") if r.biases else 0
+            return self.product(c * (self.convolved(b * x, r, at + "conv") + bias), at + "out_proj")
+        inputs = torch.nn.functional.silu(self.convolved(self.product(y, at + "in_proj_qkv"), r, at + "conv1d"))
+        keys, num = r.key_heads * r.key_dim, len(y)
+        q, k, v = inputs.split([keys, keys, r.value_heads * r.value_dim], -1)
+        q, k = (x.view(num, r.key_heads, r.key_dim) for x in (q, k))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(r.value_heads // r.key_heads, 1) for x in (q / math.sqrt(r.key_dim), k))
+        v, stored = v.view(num, r.value_heads, r.value_dim), self.w(at + "A_log.weight")
+        beta = self.product(y, at + "in_proj_b").sigmoid()
+        a = torch.nn.functional.softplus(self.product(y, at + "in_proj_a") + self.w(at + "dt_bias.weight"))
+        decay = (a * (stored if r.decay == "negative" else -stored.exp())).exp()
+        state, outs = torch.zeros(r.value_heads, r.key_dim, r.value_dim).double(), []
+        for t in range(num):
+            state = state * decay[t, :, None, None]
+            added = (v[t] - torch.einsum("hk,hkv->hv", k[t], state)) * beta[t, :, None]
+            state = state + torch.einsum("hk,hv->hkv", k[t], added)
+            outs.append(torch.einsum("hk,hkv->hv", q[t], state))
+        out = self.norm(torch.stack(outs), r.norm, at + "norm")
+        z = torch.nn.functional.silu(self.product(y, at + "in_proj_z"))
+        return self.product(out.flatten(1) * z, at + "out_proj")
 
     def turned(self, x: Tensor, a: Attention) -> Tensor:
         if a.rope is None:

@@ -39,11 +39,11 @@ def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
         EngineConfig(ops="nativ")
 
 
-def with_gates() -> Spec:
-    def gated(block: Block) -> Block:
-        return replace(block, attention=block.attention and replace(block.attention, gate=True))
+def with_odd_heads() -> Spec:
+    def odd(block: Block) -> Block:
+        return replace(block, attention=block.attention and replace(block.attention, head_dim=15))
 
-    return replace(PLAIN, blocks=tuple(map(gated, PLAIN.blocks)))
+    return replace(PLAIN, blocks=tuple(map(odd, PLAIN.blocks)))
 
 
 @needs_native
@@ -51,12 +51,12 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     assert ops.resolve("auto", "cpu", PLAIN) == "native"
     assert list(ops.faster("native", "cpu", PLAIN)) == []
     assert ops.resolve("auto", "cpu", with_experts()) == "native"
-    assert ops.resolve("auto", "cpu", with_gates()) == "reference"
-    assert list(ops.faster("reference", "cpu", with_gates())) == [
-        ("native", "the native kernels compute no gates of attention")
+    assert ops.resolve("auto", "cpu", with_odd_heads()) == "reference"
+    assert list(ops.faster("reference", "cpu", with_odd_heads())) == [
+        ("native", "the native kernels compute no pairs of dimensions where head_dim is odd, as 15")
     ]
-    with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no gates"):
-        ops.resolve("native", "cpu", with_gates())
+    with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no pairs"):
+        ops.resolve("native", "cpu", with_odd_heads())
     with pytest.raises(BadOption, match="ops='native' computes on the CPU and contradicts"):
         ops.resolve("native", "cuda")
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Rope, Spec
 from forerun.ops.reference import ReferenceOps
 from ops.native_blocks import (
+    DELTA,
     NUM_POSITIONS,
     PLAIN,
     RMS,
+    SHORT,
     SPECS,
     Native,
     Reference,
@@ -56,8 +58,14 @@ def roundable(spec: Spec) -> Spec:
         def wide(mlp: Mlp | None) -> Mlp | None:
             return mlp and replace(mlp, size=-(-mlp.size // 32) * 32)
 
+        r = b.recurrence
+        if r is not None and r.kind == "gated_delta":
+            r = replace(r, key_dim=16, value_dim=32)
+
         e = b.experts and replace(b.experts, mlp=wide(b.experts.mlp), shared=wide(b.experts.shared))
-        return replace(b, attention=a, mlp=wide(mlp), experts=e, per_layer_input=own and replace(own, size=16))
+        return replace(
+            b, attention=a, recurrence=r, mlp=wide(mlp), experts=e, per_layer_input=own and replace(own, size=16)
+        )
 
     return replace(spec, hidden_size=48, blocks=tuple(map(block, spec.blocks)))
 
@@ -120,8 +128,10 @@ def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
         exact, plain = expected[tuple(text)]
         assert same_bits(row, plain), len(text)
         far += float((row.double() - exact).norm()) > tolerance * float(exact.norm())
-    # Rows that are rounded choose other experts where two scores are nearly equal.
-    assert far <= (0.25 * len(found) if "experts" in name and tolerance > 1e-3 else 0)
+    # Rounded rows choose other experts where two scores are nearly equal, and what is read of a state is normed
+    # even where query and key nearly cancel.
+    few = 0.25 if "experts" in name else 0.1 if "delta" in name else 0
+    assert far <= (few * len(found) if tolerance > 1e-3 else 0)
 
 
 @every_isa
@@ -264,7 +274,8 @@ def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
 def test_the_model_of_this_backend_computes_what_that_of_torch_does(name: str, isa: str) -> None:
     """Both as the engine has them, with its cache. A head of fewer ids has scale, cap and bias, too."""
     spec, found = SPECS[name], []
-    stored, weight = random_weights(spec, FLOAT32), "model.layers.0.self_attn.o_proj.weight"
+    stored = random_weights(spec, FLOAT32)
+    weight = next(name for name in stored if name.endswith(("o_proj.weight", "out_proj.weight")))
     for operators in (ops_of(isa), ReferenceOps()):
         model = load_model(spec, dict(stored), operators)
         session = Session(model, max_seq_len=NUM_POSITIONS)
@@ -282,8 +293,10 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "both": (replace(PLAIN, experts=Experts(4, 2, Mlp(8), Mlp(8))), "shared expert beside a feed-forward part"),
     "norm of both": (replace(PLAIN, pre_experts=RMS), "pre_experts but of experts beside a feed-forward part"),
     "act of inputs": (replace(PLAIN, per_layer_input=LayerInput(8, "clamped_silu")), "activation clamped_silu"),
-    "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
     "choice": (Block(RMS, pre_mlp=RMS, experts=Experts(4, 2, Mlp(8), choice_bias=True)), "Experts.choice_bias=True"),
+    "both of them": (replace(PLAIN, recurrence=SHORT), "block with attention and a state"),
+    "odd state": (Block(RMS, recurrence=replace(DELTA, value_dim=15)), "odd value_dim, as 15"),
+    "state's norm": (Block(RMS, recurrence=replace(DELTA, norm=Norm("layer"))), "norm but RMS"),
     "turned source": (replace(PLAIN, attention=Attention(2, 1, 16, rope=Rope(), sees="encoder")), "rope of an encoder"),
     "window": (replace(PLAIN, attention=Attention(2, 1, 16, window=4, sees="encoder")), "window of an encoder"),
     "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),

@@ -206,7 +206,9 @@ class HostPools(LayerPools):
         self._dtype = dtype
         kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
         self.native = self._for_native(self.by_layer, kinds)
-        self._moved = [self._for_native(pools) for pools in self.of_kind]
+        if self.native is not None and room is not None:
+            self.native.keep_states(*room, [(layer, *_places(pool)) for layer, pool in self.states.items()])
+        self._moved = [self._for_native(pools) if pools else None for pools in self.of_kind]
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
         """See `Pools`."""
@@ -255,10 +257,18 @@ class HostPools(LayerPools):
         keys = [address(pool.keys.values) for pool in pools]
         values = [address(pool.values.values) for pool in pools]
         row_bytes, num_rows = [pool.row_bytes for pool in pools], [pool.keys.shape[0] for pool in pools]
+        if not pools:  # no layer keeps rows of keys and values
+            keys, values, row_bytes, num_rows = [0] * len(kinds), [0] * len(kinds), [(0, 0)], [0]
         kinds, refined = list(kinds) or [0] * len(keys), self.shape.refined_keys
         return extension.Pools(
             keys, values, self.block_tokens, row_bytes, num_rows, type_number(self._dtype), refined, kinds
         )
+
+
+def _places(pool: StatePool) -> tuple[list[int], list[int]]:
+    """Return the addresses of a pool's parts, and the bytes of one state, one history, one input and its gates."""
+    parts = [part.values for part in (pool.states, pool.history, pool.inputs, pool.gates)]
+    return list(map(address, parts)), [part.itemsize * math.prod(part.shape[1:]) for part in parts]
 
 
 def pool_sizes(

@@ -60,6 +60,11 @@ class StateRun(NamedTuple):
     saves: Seq[tuple[int, int]]
 
 
+def runs_alone(batch: RaggedBatch) -> list[StateRun]:
+    """Return what the runs of a pass without a cache read and write: each begins with no token, and leaves nothing."""
+    return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
+
+
 @dataclass(slots=True)
 class _Line:
     """One sequence. start: the tokens in its state. sure: the tokens that are known to stay, in whole blocks.
@@ -233,24 +238,27 @@ class StateTables:
 
     # ------------------------------------------------------------------------------------------------------ one pass
 
-    def plan(self, batch: RaggedBatch) -> list[StateRun]:
+    def plan(self, batch: RaggedBatch, counts: Seq[int] | None = None) -> list[StateRun]:
         """Return what each run reads and writes. Raises CapacityError where rows or states are not there.
 
-        What an earlier run of the same slot wrote, and nobody kept, is forgotten.
+        What an earlier run of the same slot wrote, and nobody kept, is forgotten. counts: of runs that go on by
+        themselves how many rows they begin with, which stay; of those behind them the first ones may.
         """
         for slot in batch.slots:
             self._forget_run(self._line(slot))
-        return [self._planned(batch, b) for b in range(len(batch.slots))]
+        return [self._planned(batch, b, None if counts is None else counts[b]) for b in range(len(batch.slots))]
 
-    def _planned(self, batch: RaggedBatch, b: int) -> StateRun:
+    def _planned(self, batch: RaggedBatch, b: int, count: int | None) -> StateRun:
         line, num, is_tree = self._line(batch.slots[b]), len(batch.run(b)), batch.is_tree(b)
         length = line.length
         if batch.cached[b] + batch.num_pending(b) != length + len(line.pending):
             raise InternalError(
                 f"slot {batch.slots[b]} holds {length} tokens in recurrent layers, the batch says {batch.cached[b]}"
             )
-        is_whole = not line.pending and not is_tree and (b in batch.silent or num > MOST_JUDGED)
-        end = length + num if is_whole else min(line.sure, length)
+        is_whole = count is not None or b in batch.silent or num > MOST_JUDGED
+        end = min(line.sure, length)
+        if is_whole and not line.pending and not is_tree:
+            end = length + (num if count is None else count)
         end -= end % STATE_TOKENS
         line.run = self._take_rows(num if end <= length else length + num - end)
         if end > length:
@@ -298,9 +306,10 @@ class StateTables:
             all_rows, before = [*line.pending, *line.run], line.length
             chosen = [all_rows[row] for row in rows]
             others = [all_rows[row] for row in held[slot].rows] if at else []
-            if NOWHERE in line.run and list(rows) != list(range(len(line.run))):
+            if NOWHERE in line.run and (list(rows) != list(range(len(rows))) or NOWHERE in line.run[len(rows) :]):
                 raise InternalError(
-                    f"slot {slot} cannot keep {len(rows)} rows of a run of {len(line.run)}: all or none"
+                    f"slot {slot} cannot keep {len(rows)} rows of a run of {len(line.run)}: those in no row "
+                    "but a state belong together"
                 )
             stay = {*chosen, *others}
             self._free_rows += [row for row in all_rows if row != NOWHERE and row not in stay]

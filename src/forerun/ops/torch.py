@@ -39,7 +39,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.host_tensor import Floats, HostTensor, dtype_name
 from forerun.kv.cache import BlockCache
-from forerun.kv.states import StateRun
+from forerun.kv.states import StateRun, runs_alone
 from forerun.ops.memory import Sizes, Wanted, no_room
 from forerun.ops.passes import Lent, Passed, batch_of_sources, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
@@ -48,7 +48,7 @@ from forerun.ops.rotary import sinusoids
 from forerun.ops.torch_memory import ReferenceSizes
 from forerun.ops.torch_pools import pools_on
 from forerun.ops.torch_rotations import TorchRotations
-from forerun.ops.torch_states import TorchRecurrence, runs_alone
+from forerun.ops.torch_states import TorchRecurrence
 from forerun.ops.torch_tensors import TorchRows, as_tensors, dtype_of, host_of, tensor_of, torch_dtype
 from forerun.types import CacheView, RaggedBatch
 

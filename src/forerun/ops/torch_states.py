@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 LENGTH_EPS = 1e-6  # below the lengths of q and k, as published code has it
 
 
-def runs_alone(batch: RaggedBatch) -> list[StateRun]:
-    """Return what the runs of a pass without a cache read and write: each begins with no token, and leaves nothing."""
-    return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
-
-
 @dataclass(frozen=True)
 class _Tokens:
     """The tokens that one run goes through: those behind the state that it begins with, pending ones, and its own.

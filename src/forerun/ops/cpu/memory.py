@@ -10,12 +10,23 @@ take 2 bytes more for each scale and minimum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from forerun import native
-from forerun.blocks import EMBEDDING, LAYER_EMBEDDING, LAYER_PRODUCTS, Buckets, Spec, itemsize, products, weights
+from forerun.blocks import (
+    EMBEDDING,
+    LAYER_EMBEDDING,
+    LAYER_PRODUCTS,
+    Buckets,
+    Spec,
+    itemsize,
+    products,
+    recurrence_name,
+    weights,
+)
 from forerun.ops.cpu.packed import Format, distances_of, packs, section_numbers, sections_of
 from forerun.ops.memory import (
     FLOAT_BYTES,
@@ -207,11 +218,17 @@ def _vector_bytes(c: Spec) -> int:
     """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
 
     A norm with an offset is kept a second time, with its offset, and so are the biases of relative positions, by
-    distance.
+    distance, and the weights of convolutions, by input.
     """
     found, panel = weights(c), native.extension().PANEL
-    norms = [weight.shape[0] for weight in found if weight.role == "vector" and not weight.product]
+    recurrences = [block.recurrence for block in c.blocks if block.recurrence is not None]
+    parts = tuple({f".{recurrence_name(r)}" for r in recurrences})
+    vectors = [weight for weight in found if weight.role == "vector" and not weight.product]
+    norms = [math.prod(w.shape) for w in vectors if not any(part in w.name for part in parts)]
     num = sum(norms) * (2 if c.final_norm is not None and c.final_norm.offset else 1)
+    num += sum(math.prod(w.shape) for w in vectors) - sum(norms)
+    num += sum(r.width(c.hidden_size) * r.conv + r.value_heads * (r.decay == "log") for r in recurrences)
+    num += max((r.width(c.hidden_size) for r in recurrences), default=0)  # the inputs of no token
     biased = {weight.product for weight in found if weight.name.endswith(".bias") and weight.product}
     for name, group in products(found).items():
         if name in biased:

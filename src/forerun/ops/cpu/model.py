@@ -27,7 +27,8 @@ from forerun.errors import BadOption, InternalError
 from forerun.host_tensor import Floats, HostTensor, address
 from forerun.kv.cache import BlockCache
 from forerun.kv.pool import HostPools, type_number
-from forerun.ops.cpu.packed import PackedMatrix, distances_of, run_numbers, source_numbers
+from forerun.kv.states import runs_alone
+from forerun.ops.cpu.packed import PackedMatrix, distances_of, run_numbers, source_numbers, state_numbers
 from forerun.ops.operators import HostRows
 from forerun.ops.passes import (
     Lent,
@@ -232,6 +233,7 @@ class CpuModel:
         if cache is None and any(block.attention is not None for block in self.config.blocks):
             raise InternalError("native models keep keys and values in a cache and were given none")
         tokens, positions = batch.ids()
+        states = self._states(batch, cache)
         hidden = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
         size = (len(tokens), self.config.hidden_size)
         out, inner, num_experts = np.empty(size, np.float32), {k: np.empty(size, np.float32) for k in taps}, list[int]()
@@ -248,6 +250,7 @@ class CpuModel:
                 is_normed,
                 address(out),
                 sources=[] if cache is None else self._sources(batch, cache),
+                states=states,
             )
         return Passed(out, inner, num_experts)
 
@@ -257,8 +260,20 @@ class CpuModel:
             return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
         tables = [list(batch.run(b)) for b in range(len(batch.slots))]
         nowhere = [0] * self.config.num_layers
-        pools = self.ops.extension.Pools(nowhere, nowhere, 1, [(0, 0)], [batch.run_starts[-1]], 0)
+        kept = type_number(self.cache_dtype)  # what recurrent blocks convolve is rounded as if it were kept
+        pools = self.ops.extension.Pools(nowhere, nowhere, 1, [(0, 0)], [batch.run_starts[-1]], kept)
         return [run_numbers(batch, tables)], pools
+
+    def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
+        """What the recurrent blocks read and write of each run in numbers; nothing where there are none.
+
+        counts: see `StateTables.plan`.
+        """
+        if all(block.recurrence is None for block in self.config.blocks):
+            return []
+        if cache is None or cache.states is None:
+            return state_numbers(runs_alone(batch))
+        return state_numbers(cache.states.plan(batch, counts))
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Floats]) -> None:
         """Keep what its blocks see of these tokens, as TorchModel.remember."""
@@ -360,6 +375,7 @@ class CpuModel:
         rows = [np.ascontiguousarray(layer, np.float32) for layer in layer_rows]
         given = list(map(address, rows))
         own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
+        states = self._states(fed, cache, counts)
         found = self._native.run_ahead(
             *batch.ids(),
             counts,
@@ -377,6 +393,7 @@ class CpuModel:
                 self.ops.extension.Draw(*draw.filters, draw.shares_noise, draw.seed, draw.position, draw.round)
                 for draw in draws
             ],
+            states,
         )
         if found is None:
             return None

@@ -13,6 +13,7 @@ import numpy as np
 from forerun import native
 from forerun.blocks import Buckets
 from forerun.host_tensor import Array, Floats, HostTensor, address
+from forerun.kv.states import StateRun
 from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.types import RaggedBatch
 
@@ -153,6 +154,15 @@ def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
         numbers += table
+    return numbers
+
+
+def state_numbers(runs: Seq[StateRun]) -> list[int]:
+    """Return what recurrent layers read and write of each run as csrc/bind_model.cpp takes it."""
+    numbers = list[int]()
+    for run in runs:
+        numbers += (run.first, len(run.before), len(run.pending), len(run.saves), *run.before, *run.pending, *run.rows)
+        numbers += itertools.chain.from_iterable(run.saves)
     return numbers
 
 
