@@ -174,7 +174,9 @@ class DeltaItem {
         sums_ = memory.take(heads * slots_);
         shares_ = memory.take(heads * slots_ * STATE_TOKENS);
         decays_ = memory.take(heads * slots_);
-        states_ = memory.take(static_cast<size_t>(run_.num_levels) * heads * state_floats());
+        const size_t num_states = static_cast<size_t>(run_.num_levels) * heads;
+        states_ = memory.take(num_states * state_floats());
+        places_ = reinterpret_cast<const float**>(memory.take(num_states * sizeof(float*) / sizeof(float)));
         queries_ = memory.take(most * keys);
         of_keys_ = memory.take(most * STATE_TOKENS), of_queries_ = memory.take(most * STATE_TOKENS);
         known_ = memory.take(most * values), read_ = memory.take(most * values);
@@ -197,7 +199,8 @@ class DeltaItem {
 
   private:
     size_t state_floats() const { return static_cast<size_t>(h_.key_dim) * static_cast<size_t>(value_width_); }
-    float* state(int level, int i) const { return states_ + static_cast<size_t>(level * num_heads_ + i) * state_floats(); }
+    float* room(int level, int i) const { return states_ + static_cast<size_t>(level * num_heads_ + i) * state_floats(); }
+    const float*& state(int level, int i) const { return places_[level * num_heads_ + i]; }
     float* keys(int slot) const { return keys_ + static_cast<size_t>(slot) * static_cast<size_t>(key_width_); }
     float* added(int i) const { return added_ + static_cast<size_t>(i) * slots_ * static_cast<size_t>(value_width_); }
     float* shares(int i, int slot) const { return shares_ + (static_cast<size_t>(i) * slots_ + static_cast<size_t>(slot)) * STATE_TOKENS; }
@@ -221,30 +224,27 @@ class DeltaItem {
         return k;
     }
 
-    // Reads the state that the run begins with.
+    // The state that the run begins with: where it is kept, or a copy whose rows end with whole vectors.
     void begin(const Stretch& stretch, int i) const {
-        float* to = state(stretch.level, i);
+        float* to = room(stretch.level, i);
+        state(stretch.level, i) = to;
+        if (run_.first >= 0 && h_.value_dim == value_width_) return void(state(stretch.level, i) = place(run_.first, i));
         if (run_.first < 0) return void(std::memset(to, 0, state_floats() * sizeof(float)));
         const float* from = place(run_.first, i);
         for (int row = 0; row < h_.key_dim; ++row, from += h_.value_dim, to += value_width_)
             for (int c = 0; c < h_.value_dim; c += LANES) store(to + c, load_first(from + c, h_.value_dim - c));
     }
 
-    // Asks for a share of the state that the run begins with, and for a token's inputs, while keys are made: it takes as long
-    // to read these as to compute with them.
+    // Asks for what a token's values are made of, and for what the next one's keys are, while its own keys are made.
     void fetch(const Stretch& stretch, int k) const {
-        constexpr int LINE = 64 / sizeof(float);
-        const size_t all = static_cast<size_t>(h_.key_dim) * static_cast<size_t>(h_.value_dim), count = static_cast<size_t>(stretch.count);
-        const size_t first = all * static_cast<size_t>(k) / count, last = all * static_cast<size_t>(k + 1) / count;
-        for (int i = 0; i < num_heads_; ++i) {
-            const T* const inputs = static_cast<const T*>(in_.of(run_, token(stretch, k))) + value_column(i);
-            for (int c = 0; c < h_.value_dim; c += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(inputs + c, 0, 2);
-            for (size_t at = first; at < last && stretch.from < 0 && run_.first >= 0; at += LINE) __builtin_prefetch(place(run_.first, i) + at, 0, 2);
-        }
+        constexpr int LINE = 64 / sizeof(T);
+        const T* const inputs = static_cast<const T*>(in_.of(run_, token(stretch, k)));
+        for (int i = 0; i < num_heads_; ++i)
+            for (int c = 0; c < h_.value_dim; c += LINE) __builtin_prefetch(inputs + value_column(i) + c, 0, 2);
         if (k + 1 == stretch.count) return;
         const T* const next = static_cast<const T*>(in_.of(run_, token(stretch, k + 1)));
         for (int column : {query_column(), key_column()})
-            for (int c = 0; c < h_.key_dim; c += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(next + column + c, 0, 3);
+            for (int c = 0; c < h_.key_dim; c += LINE) __builtin_prefetch(next + column + c, 0, 3);
     }
 
     void save(const Stretch& stretch, int i) const {
@@ -263,7 +263,8 @@ class DeltaItem {
             for (int k = 0; k < key_width_; k += LANES)
                 store(weighed_ + j * key_width_ + k, load(keys(path[j]) + k) * f16(share[j]));
         const float* const from = state(run_.stretches[stretch.from].level, i);
-        float* const to = state(stretch.level, i);
+        float* const to = room(stretch.level, i);
+        state(stretch.level, i) = to;
         const float decay = decays(i)[slot];
         constexpr int ROWS = 4;
         int row = 0;
@@ -417,7 +418,8 @@ class DeltaItem {
     const size_t slots_;
     // By slot: keys; by head and slot what is added to a state, sums of g along the path, shares of the path, and e^sum.
     float *keys_, *added_, *sums_, *shares_, *decays_;
-    float* states_;  // by level and head
+    float* states_;         // room for those that are made, by level and head
+    const float** places_;  // where each is
     // Of the tokens of a stretch.
     float *queries_, *of_keys_, *of_queries_, *known_, *read_, *betas_, *steps_;
     float* weighed_;  // keys times shares

@@ -87,8 +87,8 @@ size_t delta_scratch(const StateHeads& h, int num_heads, int num_slots, int num_
     const size_t keys = padded(h.key_dim), values = padded(h.value_dim), heads = static_cast<size_t>(num_heads);
     const size_t slots = static_cast<size_t>(num_slots), most = static_cast<size_t>(most_tokens);
     const size_t by_slot = slots * (keys + heads * (values + STATE_TOKENS + 2));
-    const size_t states = static_cast<size_t>(num_levels) * heads * static_cast<size_t>(h.key_dim) * values;
-    return by_slot + states + most * (keys + 2 * STATE_TOKENS + 2 * values + 2) + STATE_TOKENS * keys + 16 * 16;
+    const size_t states = static_cast<size_t>(num_levels) * heads * (static_cast<size_t>(h.key_dim) * values + 2);
+    return by_slot + states + most * (keys + 2 * STATE_TOKENS + 2 * values + 2) + STATE_TOKENS * keys + 17 * 16;
 }
 
 }  // namespace forerun
