@@ -18,6 +18,7 @@ from forerun import LLM
 from forerun.blocks import Plain
 from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.host_tensor import HostTensor
+from forerun.models import safetensors_file
 from forerun.models.named import DATA
 from forerun.train import datastore
 from tiny import numbers
@@ -91,6 +92,36 @@ def random_pass(target: Target, folder: Path) -> Mapping[str, Any]:
     return _saved(target, folder, "pass", weights, {"num_look_ahead": 2, "hidden_size": width}, has_ids=False)
 
 
+def random_mtp(target: Target, folder: Path) -> Mapping[str, Any]:
+    """A block of random weights beside a model of the target's width, of which nothing else is stored."""
+    config, width = target.model.config, target.model.config.hidden_size
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "layer_types": ["full_attention"]}
+    raw = {
+        "model_type": "qwen3_5_text",
+        **sizes,
+        **heads,
+        "max_position_embeddings": config.max_positions,
+        "partial_rotary_factor": 0.5,
+    }
+    block = {"self_attn.q_proj": (16, width), "self_attn.k_proj": (4, width), "self_attn.v_proj": (4, width),
+             "self_attn.o_proj": (width, 8), "self_attn.q_norm": (4,), "self_attn.k_norm": (4,),
+             "mlp.gate_proj": (8, width), "mlp.up_proj": (8, width), "mlp.down_proj": (width, 8),
+             "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
+    shapes = {f"mtp.layers.0.{name}.weight": shape for name, shape in block.items()}
+    outer = {
+        "fc": (width, 2 * width),
+        "pre_fc_norm_embedding": (width,),
+        "pre_fc_norm_hidden": (width,),
+        "norm": (width,),
+    }
+    shapes |= {f"mtp.{name}.weight": shape for name, shape in outer.items()}
+    (folder / "mtp").mkdir()
+    (folder / "mtp" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    safetensors_file.write(folder / "mtp" / "model.safetensors", _random(shapes, width), {"format": "pt"})
+    return {"path": str(folder / "mtp")}
+
+
 PARTS = ("weight", "bias")
 
 
@@ -127,6 +158,7 @@ NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
     "eagle": random_eagle,
     "hydra": random_hydra,
     "medusa": random_medusa,
+    "mtp": random_mtp,
     "pass": random_pass,
     # The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
     "early_exit": lambda target, _: {"draft_temperature": 0.5} if _num_layers(target) == 1 else {},

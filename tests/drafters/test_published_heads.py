@@ -412,7 +412,7 @@ REFUSED: dict[str, tuple[Case, type, str]] = {
     "P-EAGLE": (changed(SP, speculators_model_type="peagle"), UnsupportedModel, "of P-EAGLE, which forerun does not"),
     "P-EAGLE by its tensors": (changed(E3, add={"mask_hidden": some(1, 1, 96)}), UnsupportedModel, "head of P-EAGLE"),
     "DSpark": (changed(E3, add={"markov_head.markov_w1.weight": some(257, 4)}), UnsupportedModel, "head of DSpark"),
-    "MTP": (Case({}, {"mtp.fc.weight": some(32, 64)}), UnsupportedModel, "head of MTP"),
+    "MTP": (Case({}, {"mtp.fc.weight": some(32, 64)}), BadOption, "name it as mtp:path=FOLDER"),
     "DFlash": (Case({}, {"hidden_norm.weight": some(32)}), BadOption, "head of DFlash, which eagle does not read"),
     "Medusa": (Case({}, MEDUSA["v2"].weights), BadOption, "Medusa, which eagle does not read: name it as medusa:"),
     "something else": (Case({}, {"a.weight": some(2)}), UnsupportedModel, "'a.weight' and is no head that forerun"),

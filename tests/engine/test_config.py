@@ -78,8 +78,9 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
             (name, "there is no such drafter yet, and forerun drafters lists those there are")
-            for name in ("pard", "mtp", "qwen3_next_mtp", "draft-nextn")
+            for name in ("pard", "mlp_speculator")
         ],
+        *[(name, "is mtp here, and auto where there is one") for name in ("qwen3_next_mtp", "draft-nextn")],
         *[(name, "write dflash:path=FOLDER") for name in ("DFLASH", "draft-dflash", "Hydra")],
         *[(name, "write eagle:path=FOLDER") for name in ("eagle3", "EAGLE", "MEDUSA", "draft-eagle3")],
     ],

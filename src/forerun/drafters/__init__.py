@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from forerun.config import EngineConfig
     from forerun.kv import KVCache
     from forerun.models.loading import Checkpoint
+    from forerun.models.next_tokens import NextTokens
     from forerun.models.opened import OpenedCheckpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Runner, Scores
@@ -289,6 +290,9 @@ class Known(Protocol):
     def max_seq_len(self) -> int: ...
     @property
     def kv_cache_tokens(self) -> int | None: ...
+    @property
+    def next_tokens(self) -> NextTokens | None:
+        """The block in its files that guesses further tokens; None = there is none."""
 
     def resolve(self, spec: str) -> tuple[str, Any]:
         """Return the method and its Options that a drafter's spec means, as `resolve` of this file, but once."""

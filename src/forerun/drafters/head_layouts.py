@@ -43,8 +43,9 @@ SIGNS = {
     EAGLE_1: r"fc\.weight$",
 }
 SPECULATORS = {"eagle3": EAGLE_3, "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
-NOT_COMPUTED = ("P-EAGLE", "DSpark", "MTP")
-DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash"}
+NOT_COMPUTED = ("P-EAGLE", "DSpark")
+DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash",
+            "MTP": "mtp"}  # fmt: skip
 MOST_PADDING = 1024  # rows of a vocabulary without a token
 COMPARED_ROWS = 4096  # of embeddings, at a time
 

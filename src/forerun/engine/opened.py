@@ -19,9 +19,10 @@ from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
-from forerun.models import named
+from forerun.models import named, next_tokens
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.next_tokens import NextTokens
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.outline import Outline
 from forerun.ops.operators import Operators
@@ -93,6 +94,7 @@ class Opened:
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
         files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only)
         config = replace(config, target=target)
+        methods.pop("auto", None)  # which its files may say more of
         return cls(config, files, has_loaded_draft, config_only, {named.place(target): files}, methods)
 
     @classmethod
@@ -154,8 +156,17 @@ class Opened:
 
     @cached_property
     def auto(self) -> str:
-        """The drafter that `auto` stands for."""
-        return auto_draft(self.files.asked, self.has_loaded_draft)
+        """The drafter that `auto` stands for. A block that guesses further tokens comes before a search."""
+        name = auto_draft(self.files.asked, self.has_loaded_draft)
+        return "mtp" if name == drafters.WITHOUT_MODEL and self.next_tokens is not None else name
+
+    @cached_property
+    def next_tokens(self) -> NextTokens | None:
+        """See drafters.Known. A model of the hub is fetched to look for it, where config.json says that it is there."""
+        if self.config_only or (self.files.is_of_hub and not next_tokens.is_said(self.files.raw)):
+            return None
+        self.files.fetch_weights()
+        return next_tokens.find(self.files)
 
     @property
     def shipped_draft(self) -> str | None:

@@ -25,7 +25,7 @@ LINEAR_SIZES = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_va
 DECAY, HEADS = "linear_decay", "linear_value_heads"
 STORED = {DECAY: ("log", "negative"), HEADS: ("grouped", "tiled")}
 # Of the block that guesses further tokens, which is no part of the model.
-MTP_KEYS = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+MTP_KEYS = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types"}
 # What published files say of what is always so.
 FIXED = {"attn_output_gate": (True, "true"), "mamba_ssm_dtype": ("float32", "'float32'"),
          "output_gate_type": ("swish", "'swish'")}  # fmt: skip

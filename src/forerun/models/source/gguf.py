@@ -95,6 +95,11 @@ class GgufFile:
             if name not in ROPE_TENSORS and not self._is_beside(name)
         }
 
+    @cached_property
+    def next_tensors(self) -> Mapping[str, Stored]:
+        """The tensors of the blocks that guess further tokens, as `tensors` has those of the model."""
+        return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
+
     def _is_beside(self, name: str) -> bool:
         """Whether a tensor is of a block that guesses further tokens, which is no part of the model."""
         return name.startswith(self._beside)

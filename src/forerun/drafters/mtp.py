@@ -1,0 +1,173 @@
+"""MTP: the block in the target's own files that guesses further tokens (Gloeckle et al. 2024; DeepSeek-V3, 2.2).
+
+It pairs what the target has computed for a token, its row behind the final norm, with the embedding of the next token,
+and guesses the one behind. For more than one guess it is fed its own rows, as EAGLE's head is, and all but its weights
+is EAGLE's (eagle.py). Embedding and LM head are the target's. The LM head is most of what such a block reads, so that
+only the first ids of a large vocabulary are drafted, as many as the texts at hand use (short_vocab.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+
+from forerun import blocks
+from forerun.blocks import SIDES, Features, Norm, Spec
+from forerun.config import AUTO, Quantization
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.eagle_model import EagleConfig, HeadModel
+from forerun.drafters.model import VOCAB, cache_for, head_rows, rounding
+from forerun.drafters.searching import SEARCH
+from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.errors import BadOption, shown
+from forerun.host_tensor import HostTensor
+from forerun.models import next_tokens
+from forerun.models.loading import packed_schemes
+from forerun.models.next_tokens import NextTokens
+from forerun.models.quantising import QuantisingSource
+from forerun.models.source import Source
+from forerun.models.weights import StoredWeights
+from forerun.ops import load_model
+from forerun.ops.memory import Beside
+from forerun.ops.passes import Lent
+from forerun.ops.quantised import QuantisedMatrix
+from forerun.sampling.arithmetic import Row as Logits
+from forerun.types import Budget, Coins, Draft, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the block lies, how it is kept in memory, and which ids it drafts."""
+
+    path: str | None = field(
+        default=None,
+        metadata={"help": "folder or GGUF file that holds the block, where the target's own do not; none = they do"},
+    )
+    quantization: str = field(
+        default=AUTO, metadata={"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
+    )
+    draft_vocab: str = field(default=AUTO, metadata=VOCAB)
+    search: str = field(default="suffix", metadata=SEARCH)
+
+    def __post_init__(self) -> None:
+        rounding(self.quantization)
+        head_rows("mtp", self.draft_vocab)
+
+
+class MtpDrafter(EagleDrafter):
+    """Runs the target's own block ahead of it.
+
+    short: what chooses how many ids are drafted; None = nothing does.
+    """
+
+    short: ShortVocabulary | None = None
+
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        if self.short is not None:
+            self.short.read(seqs)
+            self.runner.narrow(self.short.best())
+        return super().own_draft(seqs, budget, coins)
+
+    def end(self, seq: Sequence) -> None:
+        if self.short is not None:
+            self.short.forget(seq)
+        super().end(seq)
+
+    def _spread(self, logits: Logits) -> Logits:
+        whole: Logits = np.full(self._num_ids, -np.inf, logits.dtype)
+        whole[: len(logits)] = logits[: self._num_ids]
+        return whole
+
+
+def needs(options: Options, target: Known) -> Needs:
+    """Return the cache of its own, and what its weights take. Refuses a target that has no such block."""
+    block = _block(options, target)
+    quantization = _quantization(options, target)
+    spec = spec_of(block)
+    tensors = _source(block, spec, quantization).tensors
+    own = [tensors[weight.name] for weight in blocks.weights(spec)]
+    matrices = [((s.shape[0], s.shape[1]), s.scheme) for s in own if len(s.shape) == 2]
+    num_floats = sum(stored.shape[0] for stored in own if len(stored.shape) == 1)
+    return Needs(makes=OwnModel(config=block.decoder), weights=Beside(tuple(matrices), 0, num_floats))
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Read the block. Raises BadOption for a target without one."""
+    block, model = _block(options, target.opened), target.model
+    spec = spec_of(block)
+    source = _source(block, spec, _quantization(options, target.opened))
+    stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
+    ids = list(range(spec.vocab_size))
+    made = load_model(spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids))
+    cache = cache_for(made, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
+    config = EagleConfig(block.decoder, (), norm_output=True)
+    drafter = MtpDrafter(cast(HeadModel, made), config, np.arange(spec.vocab_size), cache, target.num_ids)
+    drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
+    if options.draft_vocab == AUTO and target.num_ids > LARGE and isinstance(model.config, Spec):
+        head = target.num_ids * spec.hidden_size
+        whole = head + spec.num_weights
+        tables = 0 if model.config.tied else model.config.vocab_size * spec.hidden_size
+        drafter.short = ShortVocabulary(target.num_ids, head / whole, whole / (model.config.num_weights - tables))
+    drafter.search_by(options.search, "mtp", target)
+    return drafter
+
+
+def spec_of(block: NextTokens) -> Spec:
+    """Return what the block computes, as a head of its target."""
+    norm = block.decoder.final_norm or Norm()
+    features = Features(
+        block.decoder.vocab_size, block.decoder.hidden_size, side_norms=True, feeds="normed", eps=norm.eps
+    )
+    return replace(block.decoder, embed_scale=1.0, features=features)
+
+
+@dataclass(frozen=True)
+class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
+    """The stored weights. offset: what is added to those of the norms before the product, for a head's have none."""
+
+    stored: StoredWeights
+    offset: float
+
+    def __getitem__(self, name: str) -> HostTensor | QuantisedMatrix:
+        weight = self.stored[name]
+        if isinstance(weight, HostTensor) and self.offset and name.removesuffix(".weight") in SIDES:
+            return HostTensor.of(weight.float32() + np.float32(self.offset)).to(weight.dtype)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def _block(options: Options, target: Known) -> NextTokens:
+    block = target.next_tokens if options.path is None else next_tokens.find(target.open(options.path))
+    if block is None and options.path is None:
+        raise BadOption(
+            "mtp needs a block that guesses further tokens in the target's own files, and they have none: leave draft "
+            "out, or name a draft model"
+        )
+    if block is None:
+        raise BadOption(f"mtp:path={shown(options.path)} holds no block that guesses further tokens: leave it out")
+    own, others = (block.decoder.hidden_size, block.decoder.vocab_size), (target.hidden_size, target.vocab_size)
+    if own != others:
+        raise BadOption(
+            f"mtp:path={shown(options.path)} is of a model with rows of {own[0]} and {own[1]} ids, and the target has "
+            f"rows of {others[0]} and {others[1]} ids: name the target's own"
+        )
+    return block
+
+
+def _quantization(options: Options, target: Known) -> Quantization | None:
+    """Return what its matrices are rounded to; None = they are as they are stored."""
+    said = target.config.quantization if options.quantization == AUTO else options.quantization
+    return None if said in (None, "none", AUTO) else Quantization.parse(str(said))
+
+
+def _source(block: NextTokens, spec: Spec, quantization: Quantization | None) -> Source:
+    return block.source if quantization is None else cast(Source, QuantisingSource(block.source, spec, quantization))

@@ -1,0 +1,180 @@
+"""The block that guesses further tokens (MTP), which lies in the files of the model that it belongs to.
+
+It is one more block of its model: published files call it `mtp.layers.0.` where a block of the model is called
+`model.layers.0.`, and GGUF files count it as the last. Before it a product joins the embedding of a token with what the
+model has computed for the token before, each behind a norm, and a norm follows (Gloeckle et al. 2024; DeepSeek-V3,
+arXiv 2412.19437, eq. 21 to 24). So its weights are read by the names of the model's own blocks, as a head of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from forerun.blocks import HEAD, SIDES, Norm, Spec, weights
+from forerun.errors import UserError
+from forerun.host_tensor import HostTensor
+from forerun.models.families import published_names
+from forerun.models.naming import NamedSource, Names
+from forerun.models.opened import OpenedCheckpoint
+from forerun.models.source import QuantisedSource, Source, Stored
+from forerun.ops.quantised import QuantisedMatrix
+
+INPUT, NORM = "input", "model.norm"
+# Modules before and behind the block, as published files call them, and GGUF files behind the block's number.
+FOLDER = {"fc": INPUT, "pre_fc_norm_embedding": SIDES[0], "pre_fc_norm_hidden": SIDES[1], "norm": NORM}
+PREFIXES = ("mtp.", "model.mtp.")
+GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_norm": NORM}
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The block of a checkpoint. decoder: it alone, as a model that ends with its norm. source: by our names."""
+
+    decoder: Spec
+    source: Source
+
+    @property
+    def side_offset(self) -> float:
+        """What is added to the stored weights of the norms before the product, as of the model's other norms."""
+        return (self.decoder.final_norm or Norm()).offset
+
+
+def is_said(raw: Mapping[str, Any]) -> bool:
+    """Return whether config.json says that there is such a block."""
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
+    return any(part.get(key) for part in parts for key in ("mtp_num_hidden_layers", "num_mtp_layers"))
+
+
+def find(opened: OpenedCheckpoint) -> NextTokens | None:
+    """Return the block of a checkpoint; None where its files have none, or one that would be computed otherwise.
+
+    Its files must be there: of the hub's models they are fetched before.
+    """
+    source, spec = opened.source, opened.spec
+    if source is None:
+        return None
+    try:
+        block = next((block for block in reversed(spec.blocks) if block.attention is not None), None)
+        names = source.names or published_names(source.config, spec) or Names({}, "", {})
+        of_block = _Renamed.of(source, spec)
+        if block is None or of_block is None:
+            return None
+        decoder = replace(spec, blocks=(block,), tied=False, head=False, encoder=None, positions=None)
+        named = cast(Source, NamedSource(cast(Source, of_block), names, decoder))
+        return (
+            NextTokens(decoder, cast(Source, of_block.beside(named))) if _is_whole(named, of_block, decoder) else None
+        )
+    except (UserError, OSError):
+        return None
+
+
+def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
+    """Whether each weight is there, in its shape, and no other one."""
+    h = decoder.hidden_size
+    wanted = {weight.name: weight.shape for weight in weights(replace(decoder, own_embedding=False))}
+    wanted.pop("model.embed_tokens.weight", None)
+    wanted |= {f"{INPUT}.weight": (h, 2 * h), **{f"{side}.weight": (h,) for side in SIDES}}
+    there = {**named.tensors, **of_block.joining}
+    return {name: stored.shape for name, stored in there.items() if name != HEAD} == wanted
+
+
+class _Renamed:
+    """The tensors of a block under the names that the model's own blocks have in the same files.
+
+    theirs: of these names the ones in the files. outer: of our names of what is before and behind the block.
+    """
+
+    def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
+        self.source, self._tensors, self._theirs, self._outer = source, tensors, theirs, outer
+
+    @classmethod
+    def of(cls, source: Source, spec: Spec) -> _Renamed | None:
+        """Look through the names of a source; None where it has no such block, or several."""
+        tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
+        theirs, outer = dict[str, str](), dict[str, str]()
+        is_gguf = source.names is not None
+        for name in tensors:
+            if is_gguf:
+                match = re.fullmatch(rf"blk\.{spec.num_layers}\.(nextn\.)?(.+)\.(\w+)", name)
+                known, start = GGUF, "blk.0."
+            else:
+                match = re.fullmatch(rf"(?:{'|'.join(map(re.escape, PREFIXES))})(layers\.0\.)?(.+)\.(\w+)", name)
+                known, start = FOLDER, "model.layers.0."
+            if match is None:
+                continue
+            is_inside = (match[1] is None) if is_gguf else (match[1] is not None)
+            if is_inside:
+                theirs[f"{start}{match[2]}.{match[3]}"] = name
+            elif match[2] in known:
+                outer[f"{known[match[2]]}.{match[3]}"] = name
+            else:
+                return None  # embeddings or a head of its own, or a further block
+        return cls(source, tensors, theirs, outer) if theirs and f"{INPUT}.weight" in outer else None
+
+    @property
+    def folder(self) -> Path:
+        """See `Source.folder`."""
+        return self.source.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `Source.config`."""
+        return self.source.config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `Source.tensors`: those of the block."""
+        return {name: self._tensors[theirs] for name, theirs in self._theirs.items()}
+
+    @cached_property
+    def joining(self) -> Mapping[str, Stored]:
+        """Those before and behind it, by our names."""
+        return {ours: self._tensors[theirs] for ours, theirs in self._outer.items()}
+
+    def blocks(self, name: str) -> Iterator[HostTensor]:
+        """See `Source.blocks`."""
+        return self.source.blocks(self._theirs.get(name) or self._outer[name])
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """See `QuantisedSource.quantised`."""
+        return cast(QuantisedSource, self.source).quantised(self._theirs.get(name) or self._outer[name])
+
+    def beside(self, named: Source) -> _Joined:
+        """Return the block's tensors by our names, and those beside it."""
+        return _Joined(named, self)
+
+
+class _Joined:
+    """A block's tensors and those beside it, all by our names."""
+
+    def __init__(self, named: Source, beside: _Renamed) -> None:
+        self.named, self._beside = named, beside
+
+    @property
+    def folder(self) -> Path:
+        """See `Source.folder`."""
+        return self.named.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `Source.config`."""
+        return self.named.config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `Source.tensors`."""
+        return {**self.named.tensors, **self._beside.joining}
+
+    def blocks(self, name: str) -> Iterator[HostTensor]:
+        """See `Source.blocks`."""
+        return (self._beside if name in self._beside.joining else self.named).blocks(name)
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """See `QuantisedSource.quantised`. Raises UnsupportedModel for what is stored the other way round."""
+        own = self._beside if name in self._beside.joining else self.named
+        return cast(QuantisedSource, own).quantised(name)
