@@ -58,7 +58,7 @@ def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Co
     """
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
-    inner = {**usual, **PARTS, **SPECIAL, **(more or {})}
+    inner = {**(more or {}), **usual, **PARTS, **SPECIAL}  # what is first is written
     return Names(outer, f"{start}layers.{{}}.", inner, beside=MTP, bare=frozenset({*BARE, *bare}))
 
 
