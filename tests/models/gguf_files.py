@@ -57,7 +57,8 @@ Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
                  "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35",
-                 "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe"}  # fmt: skip
+                 "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe",
+                 "qwen3_next": "qwen3next"}  # fmt: skip
 SEEING = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # whose files have the text model, a qwen2, qwen3 or qwen3_moe
 TILED = ("qwen35", "qwen35moe")  # whose value heads are in another order than in folders
 SHIFTED = ("gemma2", "gemma3", *TILED, "qwen3next")  # which have 1 added to the weights of norms
@@ -186,6 +187,15 @@ def write_model(
         stored |= {f"{name}.{i}": part for i, part in enumerate(stored.pop(name))}
     attention = next((block.attention for block in config.blocks if block.attention is not None), None)
     assert attention is not None
+    for name in [name for name in stored if name.endswith("in_proj_qkvz.weight")]:
+        # As the converter parts them, which our reader does not need to know.
+        stored |= {
+            f"{name.removesuffix('qkvz.weight')}{part}.weight": weights[
+                f"{name.removesuffix('qkvz.weight')}{part}.weight"
+            ]
+            for part in ("qkv", "z")
+        }
+        del stored[name]
     for name, tensor in stored.items():
         weight, heads = tensor.float().numpy(), 0
         whole = weight
@@ -209,6 +219,10 @@ def write_model(
         elif "router." in name and name.endswith("scale"):
             scaled = name.replace("router.scale", "router.proj").replace("router.per_expert_scale", "experts.down_proj")
             writer.add_tensor(f"{theirs.get_name(scaled)}.scale", data)
+        elif name.endswith(("in_proj_qkv.weight", "in_proj_z.weight")):
+            part = name.removesuffix(".weight").rpartition("_")[2]
+            module = {"qkv": "attn_qkv", "z": "attn_gate"}[part]
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{module}.weight", data, raw_dtype=Type[kind])
         elif name.endswith("dt_bias"):
             writer.add_tensor(theirs.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), data)
         elif name.endswith("expert_bias"):

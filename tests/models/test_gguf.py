@@ -18,9 +18,10 @@ from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.config import Quantization
 from forerun.errors import BadOption, CapacityError, UnsupportedModel
 from forerun.host_tensor import HostTensor
+from forerun.models import qwen3_next
 from forerun.models.llama import GGUF
 from forerun.models.loading import load_checkpoint
-from forerun.models.naming import part_of
+from forerun.models.naming import part_of, places
 from forerun.models.opened import OpenedCheckpoint, read_config
 from forerun.models.quantising import QuantisingSource, planned, usual_rounding
 from forerun.models.source import Stored, gguf as source_module, open_source
@@ -311,6 +312,7 @@ RAW: dict[str, dict[str, Any]] = {
                  "num_hidden_layers": 3, "num_dense_layers": 1, "rope_theta": 5e3},
     "qwen3_5": {**QWEN35, "model_type": "qwen3_5_text"},
     "qwen3_5_moe": {**QWEN35, **MOE, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32},
+    "qwen3_next": {**QWEN35, **MOE, "model_type": "qwen3_next", "shared_expert_intermediate_size": 32},
     "qwen3_5-even": {**QWEN35, "model_type": "qwen3_5_text", "linear_num_key_heads": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 OTHERS = {name: read_config(raw) for name, raw in ({"gemma3": GEMMA, "gpt2": GPT2} | RAW).items()}
@@ -319,7 +321,7 @@ MODELS["mixed"] = WIDE
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "Q4_0", "qwen3_moe-quarter": "MXFP4",
              "gpt_oss-quarter": "MXFP4",
              "gemma4-small-q8_0": "Q8_0", "gemma4-experts-q4_0": "Q4_0", "qwen3_5-q8_0": "Q8_0",
-             "lfm2-q4_0": "Q4_0", "lfm2_moe-q8_0": "Q8_0",
+             "lfm2-q4_0": "Q4_0", "qwen3_next-q8_0": "Q8_0", "lfm2_moe-q8_0": "Q8_0",
              "qwen3_5_moe-q4_0": "Q4_0"}  # fmt: skip
 
 
@@ -506,6 +508,27 @@ def test_blocks_that_guess_further_tokens_are_no_part_of_the_model(tmp_path: Pat
         UnsupportedModel, match=r"holds the tensor 'blk\.4\.nextn\.eh_proj\.weight', which no qwen3_5_text"
     ):
         load_checkpoint(tmp_path / "c.gguf")
+
+
+def test_the_first_files_of_qwen3_next_join_what_published_ones_join() -> None:
+    spec = OTHERS["qwen3_next"]
+    theirs = places(qwen3_next.GGUF.names, spec, ["blk.0.ssm_in.weight"])
+    ours = places(qwen3_next.NAMES, spec, ["model.layers.0.linear_attn.in_proj_qkvz.weight"])
+    assert theirs.keys() == ours.keys() == {f"model.layers.0.linear_attn.in_proj_{x}.weight" for x in ("qkv", "z")}
+    assert all(theirs[name].rows == ours[name].rows for name in ours)
+    rows = [row for place in ours.values() for row in place.rows or ()]
+    assert sorted(rows) == list(range(2 * 2 * 8 + 2 * 4 * 16))
+    assert rows != sorted(rows)
+
+
+def test_a_matrix_of_several_parts_has_the_rows_of_all_of_them(tmp_path: Path) -> None:
+    """With fewer, some part would be left as it was in memory."""
+    config = OTHERS["qwen3_5"]
+    write_model(tmp_path / "a.gguf", config, random_weights(config), qwen35__attention__head_count=2)
+    with pytest.raises(
+        UnsupportedModel, match=r"q_proj\.weight of shape \[192, 96\], and its metadata asks for \[32, 96\]"
+    ):
+        load_checkpoint(tmp_path / "a.gguf")
 
 
 def test_states_as_in_a_file_are_not_saved_as_a_folder(tmp_path: Path) -> None:

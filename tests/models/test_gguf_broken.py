@@ -127,7 +127,7 @@ def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
         pieces[which].write_bytes(good[which])
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe"])
 def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
     """Each count, length, dimension and value of the architecture in turn: it is understood, or refused."""
     path, config = tmp_path / "broken.gguf", FAMILIES[case]

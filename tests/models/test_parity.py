@@ -100,6 +100,8 @@ QWEN35 = {**SIZES, **STATES, "num_hidden_layers": 4, "model_type": "qwen3_5_text
 MOE_SIZES = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LFM2_MOE = {**{key: value for key, value in LFM2.items() if not key.startswith("block_")}, **MOE_SIZES,
             "model_type": "lfm2_moe"}  # fmt: skip
+NEXT = {**SIZES, **STATES, **MOE_SIZES, "model_type": "qwen3_next", "partial_rotary_factor": 0.5,
+        "shared_expert_intermediate_size": 20}  # fmt: skip
 WHOLE: dict[str, Raw] = {
     "gemma4": {**GEMMA4, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL, LOCAL, FULL], "attention_k_eq_v": True,
                "global_head_dim": 16, "num_global_key_value_heads": 2},
@@ -179,6 +181,9 @@ WHOLE: dict[str, Raw] = {
     "lfm2_moe": {**LFM2_MOE, "layer_types": [CONV, FULL, CONV], "num_dense_layers": 1, "norm_topk_prob": True},
     "lfm2_moe-all": {**LFM2_MOE, "layer_types": [FULL, CONV, CONV], "num_dense_layers": 0, "use_expert_bias": False,
                      "norm_topk_prob": False, "routed_scaling_factor": 1.7, "num_experts_per_tok": 3},
+    "qwen3_next": {**NEXT, "num_hidden_layers": 5, "mlp_only_layers": [1], "decoder_sparse_step": 2, "rope_theta": 1e3,
+                   "norm_topk_prob": False},
+    "qwen3_next-all": {**NEXT, "layer_types": [LINEAR, FULL], "num_hidden_layers": 2, "partial_rotary_factor": 1.0},
     "qwen3_5": QWEN35,
     "qwen3_5_moe": {**QWEN35, **MOE_SIZES, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 20},
     "qwen3_5-biases": {**QWEN35, "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,

@@ -224,11 +224,11 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
     """Yield the rows of each part, of which the one with q, k and v has these one below the other."""
-    found = {block.recurrence for block in spec.blocks if block.recurrence is not None}
-    if len(found) != 1:
+    recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
+    if len(recurrences) != 1:
         yield from ([] for _ in sizes)  # none of these is asked for
         return
-    [r] = found
+    [r] = recurrences
     joined = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
     pieces = [joined if size == sum(joined) else [size] for size in sizes]
     each = [size // r.key_heads for part in pieces for size in part]

@@ -21,7 +21,8 @@ FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = "full_attention_interval"
 LINEAR_SIZES = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
                 "linear_value_head_dim")  # fmt: skip
-# How the parts of a recurrence are stored, which only config.json of a GGUF file says: as there, or as published.
+# How decays and value heads are stored. Published files have the first way, and say nothing of it; what is made of a
+# GGUF file says that it has the other one.
 DECAY, HEADS = "linear_decay", "linear_value_heads"
 STORED = {DECAY: ("log", "negative"), HEADS: ("grouped", "tiled")}
 # Of the block that guesses further tokens, which is no part of the model.
@@ -58,7 +59,7 @@ def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Co
     """
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
-    inner = {**usual, **PARTS, **SPECIAL, **(more or {})}
+    inner = {**(more or {}), **usual, **PARTS, **SPECIAL}  # what is first is written
     return Names(outer, f"{start}layers.{{}}.", inner, beside=MTP, bare=frozenset({*BARE, *bare}))
 
 
@@ -100,7 +101,7 @@ BY_MORE = frozenset(_BY_MORE.split())
 
 
 def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> dict[str, Any]:
-    """Return what a GGUF file says of states, layers and positions. heads: the order of its value heads."""
+    """Return what a GGUF file says of states, layers and positions. heads: how its value heads are stored."""
     whole, further = own.get("block_count"), own.get("nextn_predict_layers", 0)
     if type(whole) is not int or type(further) is not int or not 0 <= further < whole <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -131,15 +132,15 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
 
 
 def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
-    """Return the heads of keys of a layer with attention, of the others a list by layer says 0.
+    """Return how many heads of keys a layer with attention has, from one number or a list by layer.
 
-    Numbers of blocks that guess further tokens may follow.
+    A list says 0 of other layers, and may go on with blocks that guess further tokens.
     """
-    found = own.get("attention.head_count_kv")
-    if not isinstance(found, list):
-        return found
-    number = next((num for num, has in zip(found, has_heads, strict=False) if has), None)
-    if found[: len(has_heads)] not in ([number if has else 0 for has in has_heads], [number] * len(has_heads)):
+    said = own.get("attention.head_count_kv")
+    if not isinstance(said, list):
+        return said
+    number = next((num for num, has in zip(said, has_heads, strict=False) if has), None)
+    if said[: len(has_heads)] not in ([number if has else 0 for has in has_heads], [number] * len(has_heads)):
         raise UnsupportedModel(
             f"a GGUF file of {kind} has other numbers of heads in some layer than in those of its kind, which forerun "
             "does not compute: use another file"
@@ -187,8 +188,8 @@ def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
     return c
 
 
-def _are_sections(found: object) -> bool:
-    return isinstance(found, list) and all(type(part) is int and part >= 0 for part in found)
+def _are_sections(sections: object) -> bool:
+    return isinstance(sections, list) and all(type(part) is int and part >= 0 for part in sections)
 
 
 def rope_of(c: Filled) -> Rope:

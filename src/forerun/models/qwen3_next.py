@@ -1,0 +1,76 @@
+"""Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): layers of both kinds as Qwen 3.5's, with experts.
+
+Files join q, k, v and z of a layer with a state, and its b and a, key head by key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from forerun.blocks import Block, Mlp, Spec
+from forerun.models.configs import Raw, size
+from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
+from forerun.models.qwen2_moe import SHARED
+from forerun.models.qwen3_5_moe_text import GATE_UP, GGUF_SIZES, MORE, STACKED, experts_of
+from forerun.models.qwen3_5_text import (
+    AT,
+    BY_MORE,
+    GGUF_BARE,
+    GGUF_INNER,
+    LINEAR_DEFAULTS,
+    LINEAR_KEYS,
+    hybrid,
+    hybrid_config,
+    linear_keys,
+    names_at,
+    understood,
+)
+from forerun.models.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
+
+OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED}
+DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+            "num_hidden_layers": 48, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, SHARED: 512, "norm_topk_prob": True}  # fmt: skip
+QKVZ = Fused((f"{AT}in_proj_qkv", f"{AT}in_proj_z"), by_key_head=True)
+BA = Fused((f"{AT}in_proj_b", f"{AT}in_proj_a"), by_key_head=True)
+JOINED: Mapping[str, str | Fused] = {f"{AT}in_proj_qkvz": QKVZ, f"{AT}in_proj_ba": BA}
+NAMES = names_at("model.", {**JOINED, **MORE}, STACKED)
+GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up_exps.{}": GATE_UP}
+
+
+def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    return {"norm_topk_prob": True, **linear_keys("qwen3next", own, tensors, "grouped")}
+
+
+GGUF = Gguf(
+    "qwen3next",
+    keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
+    more=_more,
+    by_more=BY_MORE,
+    # The first files joined q, k, v and z as published ones do (ssm_in).
+    names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE, "ssm_in": QKVZ, "ssm_ba": BA}, bare=GGUF_BARE),
+    stored_offset=1.0,
+    as_stored=("ssm_norm",),
+    turned_part="partial_rotary_factor",
+    next_blocks="nextn_predict_layers",
+)
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    c = understood(raw, OWN_KEYS, DEFAULTS)
+    mlp = Mlp(size(c, "intermediate_size"))
+    return mixed(hybrid(c, "qwen3_next", lambda i: Block(mlp=mlp)), c, experts_of(c))
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    dense, experts = without_experts(spec)
+    mlp = dense.blocks[0].mlp
+    return {
+        **hybrid_config(spec, "Qwen3NextForCausalLM"),
+        **expert_keys(spec, experts),
+        "intermediate_size": experts.mlp.size if mlp is None else mlp.size,
+        SHARED: experts.mlp.size if experts.shared is None else experts.shared.size,
+    }
