@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_timing import DEVICE, IS_REHEARSED, SHAPES, captured, seconds
-from forerun.ops.torch import Projections, empty_weights
+from forerun.ops.torch import empty_weights
+from forerun.ops.torch_parts import Projections
 
 NUM_BEHIND = 16 if IS_REHEARSED else 512
 NUM_TOKENS = 2 if IS_REHEARSED else 64

@@ -83,6 +83,8 @@ struct ExpertsPart {
     bool normalises;  // whether the chosen scores are divided by their sum
     float scale;      // of the chosen scores
     const float* scales;  // of each expert's share, null = none
+    const float* choice_bias;  // what is added to each score for the choice alone, null = nothing
+    float sum_eps;             // what is added to the sum of the chosen scores
 };
 
 // What a block adds of the inputs that it has beside the residual stream: norm(up(act(gate(x)) * inputs)).

@@ -14,6 +14,32 @@ namespace {
 // e^x for x <= 0, with the bits of every instruction set.
 void exp_below_zero(const Kernels& kernels, float* x, int n) { kernels.sampling.exp(x, n, 1.0, x); }
 
+float sigmoid(const Kernels& kernels, float x) {
+    float power = std::max(-std::fabs(x), -87.0f);
+    exp_below_zero(kernels, &power, 1);
+    return (x < 0 ? power : 1.0f) / (1.0f + power);
+}
+
+void divide(float* x, int n, float total) {
+    for (int i = 0; i < n; ++i) x[i] /= total;
+}
+
+void softmax(const Kernels& kernels, float* x, int n) {
+    const float top = *std::max_element(x, x + n);
+    float total = 0.0f;
+    for (int i = 0; i < n; ++i) x[i] = std::max(x[i] - top, -87.0f);
+    exp_below_zero(kernels, x, n);
+    for (int i = 0; i < n; ++i) total += x[i];
+    divide(x, n, total);
+}
+
+// What is compared where numbers are added for the choice alone; else the router's outputs are, which rise with their scores.
+void rank(const Kernels& kernels, const ExpertsPart& e, const float* scores, float* ranks) {
+    std::memcpy(ranks, scores, static_cast<size_t>(e.num) * sizeof(float));
+    if (e.scores == Scores::softmax) softmax(kernels, ranks, e.num);
+    for (int i = 0; i < e.num; ++i) ranks[i] = (e.scores == Scores::sigmoid ? sigmoid(kernels, ranks[i]) : ranks[i]) + e.choice_bias[i];
+}
+
 // The numbers of the experts with the largest scores, ascending; of equal scores the lowest number counts as larger.
 void choose(const float* scores, int num, int chosen, int* out) {
     for (int k = 0; k < chosen; ++k) {
@@ -27,31 +53,13 @@ void choose(const float* scores, int num, int chosen, int* out) {
 
 // What each chosen expert's output is multiplied by. scores [num]: of the router, which are overwritten.
 void weigh(const Kernels& kernels, const ExpertsPart& e, float* scores, const int* chosen, float* shares) {
-    const auto scale_to = [&](float* x, int n, float total) {
-        for (int i = 0; i < n; ++i) x[i] /= total;
-    };
-    const auto softmax = [&](float* x, int n) {
-        const float top = *std::max_element(x, x + n);
-        float total = 0.0f;
-        for (int i = 0; i < n; ++i) x[i] = std::max(x[i] - top, -87.0f);
-        exp_below_zero(kernels, x, n);
-        for (int i = 0; i < n; ++i) total += x[i];
-        scale_to(x, n, total);
-    };
-    if (e.scores == Scores::softmax) softmax(scores, e.num);
-    for (int k = 0; k < e.chosen; ++k) {
-        float& share = shares[k];
-        share = scores[chosen[k]];
-        if (e.scores != Scores::sigmoid) continue;
-        float power = std::max(-std::fabs(share), -87.0f);
-        exp_below_zero(kernels, &power, 1);
-        share = (share < 0 ? power : 1.0f) / (1.0f + power);
-    }
-    if (e.scores == Scores::softmax_of_chosen) softmax(shares, e.chosen);
+    if (e.scores == Scores::softmax) softmax(kernels, scores, e.num);
+    for (int k = 0; k < e.chosen; ++k) shares[k] = e.scores == Scores::sigmoid ? sigmoid(kernels, scores[chosen[k]]) : scores[chosen[k]];
+    if (e.scores == Scores::softmax_of_chosen) softmax(kernels, shares, e.chosen);
     else if (e.normalises) {
         float total = 0.0f;
         for (int k = 0; k < e.chosen; ++k) total += shares[k];
-        scale_to(shares, e.chosen, total);
+        divide(shares, e.chosen, total + e.sum_eps);
     }
     for (int k = 0; k < e.chosen; ++k) shares[k] *= e.scales ? e.scale * e.scales[chosen[k]] : e.scale;
 }
@@ -106,7 +114,9 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
         const size_t at = static_cast<size_t>(row) * chosen;
         float* const scores = b.scores + static_cast<size_t>(row) * num;
         for (size_t i = 0; i < num && e.score_scale != 1.0f; ++i) scores[i] *= e.score_scale;
-        choose(scores, e.num, e.chosen, groups.chosen.data() + at);
+        static thread_local std::vector<float> ranks;
+        if (e.choice_bias) ranks.resize(num), rank(kernels, e, scores, ranks.data());
+        choose(e.choice_bias ? ranks.data() : scores, e.num, e.chosen, groups.chosen.data() + at);
         weigh(kernels, e, scores, groups.chosen.data() + at, groups.shares.data() + at);
     });
     team.tiles(thread, 1, [&](int) { groups.group(b.num_rows, e); });

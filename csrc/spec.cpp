@@ -34,7 +34,7 @@ const std::map<string, std::set<string>> READ = {
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias", "down"}},
     {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
-                 "reads_stream", "score_scale", "scaled"}},
+                 "reads_stream", "score_scale", "scaled", "choice_bias", "sum_eps"}},
     {"LayerInput", {"size", "act", "norm"}},
     {"Block", {"pre_attention", "attention", "recurrence", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
                "branch_scale", "out_scale", "per_layer_input", "post_dense", "pre_experts", "post_experts"}},
@@ -335,6 +335,8 @@ class Reader {
         found.scores = score == "softmax" ? Scores::softmax : score == "sigmoid" ? Scores::sigmoid : Scores::softmax_of_chosen;
         found.normalises = yes(e, "normalise"), found.scale = real(e, "scale");
         found.reads_stream = yes(e, "reads_stream"), found.score_scale = real(e, "score_scale");
+        found.choice_bias = yes(e, "choice_bias") && places_ ? vector(at + "choice_bias.weight") : nullptr;
+        found.sum_eps = real(e, "sum_eps");
         found.scales = yes(e, "scaled") && places_ ? vector(at + "expert_scale.weight") : nullptr;
         return found;
     }

@@ -163,6 +163,8 @@ SPECS: dict[str, Spec] = {
             ),
             mixture(Experts(7, 1, Mlp(24), Mlp(40), True, router_norm=PLUS_ONE, normalise=False), post_mlp=PLUS_ONE),
             mixture(Experts(4, 2, Mlp(24), Mlp(16, "relu"), score="sigmoid"), norm_at="sum", post_mlp=RMS),
+            mixture(Experts(7, 2, Mlp(24), score="sigmoid", choice_bias=True, sum_eps=0.5)),
+            mixture(Experts(7, 2, Mlp(24), choice_bias=True, normalise=False)),
         ],
         tied=False,
     ),
@@ -229,7 +231,9 @@ SPECS |= {
             replace(GATED, attention=Attention(4, 2, 16, rope=Rope(), gate=True, shares_kv_of=0)),
         ]
     ),
-    "delta": spec_of([with_state(DELTA), with_state(replace(DELTA, decay="negative", conv=2, norm=None)), GATED]),
+    "delta": spec_of(
+        [with_state(DELTA), with_state(replace(DELTA, decay="negative", conv=2, norm=None, grouped=False)), GATED]
+    ),
     "delta alone": spec_of(
         [with_state(Recurrence("gated_delta", 4, 3, 3, 16, 70, RMS), post_attention=RMS), with_state(DELTA)]
     ),

@@ -21,7 +21,8 @@ from forerun.ops.cuda.packed import Packed
 from forerun.ops.passes import Passed
 from forerun.ops.quantised import dequantised
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import TorchExperts, TorchModel, normed
+from forerun.ops.torch import TorchExperts, TorchModel
+from forerun.ops.torch_parts import normed
 from forerun.ops.torch_tensors import tensor_of
 from ops.native_blocks import SPECS, _rounded, mixture, random_weights, spec_of
 from ops.native_cases import same_bits, seeded

@@ -293,7 +293,6 @@ NOT_COMPUTED: dict[str, tuple[Any, str]] = {
     "both": (replace(PLAIN, experts=Experts(4, 2, Mlp(8), Mlp(8))), "shared expert beside a feed-forward part"),
     "norm of both": (replace(PLAIN, pre_experts=RMS), "pre_experts but of experts beside a feed-forward part"),
     "act of inputs": (replace(PLAIN, per_layer_input=LayerInput(8, "clamped_silu")), "activation clamped_silu"),
-    "choice": (Block(RMS, pre_mlp=RMS, experts=Experts(4, 2, Mlp(8), choice_bias=True)), "Experts.choice_bias=True"),
     "both of them": (replace(PLAIN, recurrence=SHORT), "block with attention and a state"),
     "odd state": (Block(RMS, recurrence=replace(DELTA, value_dim=15)), "odd value_dim, as 15"),
     "state's norm": (Block(RMS, recurrence=replace(DELTA, norm=Norm("layer"))), "norm but RMS"),

@@ -312,10 +312,14 @@ def build(options: Options, target: Target) -> Drafter:
     rounded = _rounded(options, config, is_own=found is None, is_packed=is_packed(target.model))
     is_whole = found is not None and len(ids) == target.num_ids
     model = make(config, weights, ids, target.model, rounded, lends_head=is_whole)
-    cache = cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
-    drafter = EagleDrafter(model, config, ids, cache, target.num_ids)
+    drafter = EagleDrafter(model, config, ids, cache_of(model, target), target.num_ids)
     drafter.search_by(options.search, "eagle", target)
     return drafter
+
+
+def cache_of(model: HeadModel, target: Target) -> KVCache:
+    """Make the cache of a head: it keeps all rows, for the target's rows of a text are not to be had again."""
+    return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 
 def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:

@@ -18,9 +18,9 @@ from forerun import blocks
 from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.eagle_model import EagleConfig, HeadModel
-from forerun.drafters.model import VOCAB, cache_for, head_rows, rounding
+from forerun.drafters.model import VOCAB, head_rows, rounding
 from forerun.drafters.searching import SEARCH
 from forerun.drafters.short_vocab import LARGE, ShortVocabulary
 from forerun.errors import BadOption, shown
@@ -103,9 +103,8 @@ def build(options: Options, target: Target) -> Drafter:
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     ids = list(range(spec.vocab_size))
     made = load_model(spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids))
-    cache = cache_for(made, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
-    config = EagleConfig(block.decoder, (), norm_output=True)
-    drafter = MtpDrafter(cast(HeadModel, made), config, np.arange(spec.vocab_size), cache, target.num_ids)
+    head, config = cast(HeadModel, made), EagleConfig(block.decoder, (), norm_output=True)
+    drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
     if options.draft_vocab == AUTO and target.num_ids > LARGE and isinstance(model.config, Spec):
         head = target.num_ids * spec.hidden_size

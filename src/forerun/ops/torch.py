@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.ops.rotary import sinusoids
 from forerun.ops.torch_memory import ReferenceSizes
+from forerun.ops.torch_parts import Join, Normed, Parts, Projections, normed
 from forerun.ops.torch_pools import pools_on
 from forerun.ops.torch_rotations import TorchRotations
 from forerun.ops.torch_states import TorchRecurrence
@@ -106,101 +107,6 @@ def _room_for(spec: Spec, dtype: str, device: str) -> dict[str, Tensor]:
 def sizes(wanted: Wanted) -> Sizes:
     """Return the memory that weights and passes take."""
     return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=False)
-
-
-class Join(Protocol):
-    """What makes one product of the matrices of these names."""
-
-    def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What blocks are made of: weights by name, what joins matrices, and the type of rows, which that of norms is too.
-
-    apart: queries are a product of their own, beside that of keys and values. made: all products so far.
-    """
-
-    weights: Mapping[str, Tensor]
-    dtype: torch.dtype
-    join: Join
-    apart: bool = False
-    made: list[Projections] = field(default_factory=list)
-
-    def vector(self, name: str) -> Tensor:
-        """Return a norm or another weight that is added to rows or multiplies them."""
-        return self.weights[name].to(self.dtype)
-
-    def product(self, *names: str) -> Projections:
-        """Return the product of matrices of one input."""
-        self.made.append(self.join(self.weights, list(names)))
-        return self.made[-1]
-
-
-@dataclass(frozen=True)
-class Normed:
-    """A norm with its weights. at: the beginning of their names."""
-
-    norm: Norm
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Look its weights up; None where there is no such norm."""
-        if norm is None:
-            return None
-        weight = parts.vector(f"{at}.weight") if norm.weight else None
-        return cls(norm, weight, parts.vector(f"{at}.bias") if norm.bias else None)
-
-    def apply(self, ops: ReferenceOps, x: Tensor) -> Tensor:
-        """Return rows behind the norm."""
-        weight = self.weight
-        if weight is not None and self.norm.offset:
-            weight = weight.float() + self.norm.offset
-        if self.norm.kind == "layer":
-            return ops.layer_norm(x, weight, self.bias, self.norm.eps)
-        if weight is None:
-            weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
-        found = ops.rms_norm(x, weight, self.norm.eps)
-        return found if self.bias is None else found + self.bias
-
-
-def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
-    """Return rows behind a norm, or as they are where there is none."""
-    return x if norm is None else norm.apply(ops, x)
-
-
-@dataclass(frozen=True)
-class Projections:
-    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it.
-
-    sizes: how many outputs each has.
-    """
-
-    parts: list[tuple[Any, Tensor | None]]
-    sizes: list[int]
-    joined: tuple[Any, Tensor | None] | None
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
-        """Join the matrices of these names where they lie back to back."""
-        parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
-        whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
-        biases = [bias for _, bias in parts if bias is not None]
-        joined = None if whole is None else (whole, torch.cat(biases) if biases else None)
-        return cls(parts, [len(weight) for weight, _ in parts], joined)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the matrices."""
-        return sum(weight.nbytes for weight, _ in ([self.joined] if self.joined else self.parts))
-
-    def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
-        """x [T, H] -> one [T, size] for each part; one product where the parts are joined."""
-        if self.joined is None:
-            return [ops.linear(x, weight, bias) for weight, bias in self.parts]
-        return torch.split_with_sizes(ops.linear(x, *self.joined), self.sizes, dim=-1)
 
 
 @dataclass
@@ -816,18 +722,6 @@ def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) ->
             parts = torch.split_with_sizes(whole, rows)
             made.update({weight.name: part for weight, part in zip(group, parts, strict=True)})
     return {w.name: made[w.name] if w.name in made else torch.empty(w.shape, dtype=dtype, device=device) for w in found}
-
-
-def _back_to_back(weights: list[Tensor]) -> Tensor | None:
-    """One matrix over all rows, where the weights follow each other in one storage and none is being trained."""
-    first, end = weights[0], weights[0].storage_offset()
-    for weight in weights:
-        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or not weight.is_contiguous() or weight.storage_offset() != end or weight.requires_grad:
-            return None
-        end += weight.numel()
-    num_rows = sum(len(weight) for weight in weights)
-    return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
 def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:

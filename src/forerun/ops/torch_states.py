@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from forerun.blocks import Recurrence, recurrence_name
 from forerun.kv.pool import StatePool
 from forerun.kv.states import NOWHERE, StateRun
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch_parts import Normed, Parts
 from forerun.types import RaggedBatch
-
-if TYPE_CHECKING:
-    from forerun.ops.torch import Normed, Parts
 
 LENGTH_EPS = 1e-6  # below the lengths of q and k, as published code has it
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from forerun.ops.cuda.operators import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
 from forerun.ops.cuda.packed import OF_GROUPS, TILE, Packed
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp, normed
+from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp
+from forerun.ops.torch_parts import normed
 
 BLOCK_PAIRS = 1024  # that are looked through at once
 

@@ -48,7 +48,8 @@ from forerun.ops.passes import (
 )
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Normed, Step, TorchBlock, TorchModel, Turn, _write
+from forerun.ops.torch import Step, TorchBlock, TorchModel, Turn, _write
+from forerun.ops.torch_parts import Normed
 from forerun.ops.torch_tensors import DeviceWeights, host_of, torch_dtype
 from forerun.sampling.arithmetic import Row
 from forerun.types import Afar, Draw, Probs, RaggedBatch, Stop

@@ -15,7 +15,8 @@ from forerun import blocks
 from forerun.blocks import Spec, Weight
 from forerun.host_tensor import Array, HostTensor
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
-from forerun.ops.torch import Projections, empty_weights
+from forerun.ops.torch import empty_weights
+from forerun.ops.torch_parts import Projections
 from forerun.ops.torch_tensors import tensor_of
 
 TILE = 64  # outputs of a tile: what the matrix instructions of four warps take

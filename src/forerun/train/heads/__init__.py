@@ -23,7 +23,8 @@ from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.ops.model import LoadedModel
 from forerun.ops.reference import ReferenceOps
-from forerun.ops.torch import Parts, Projections, Rotation, TorchAttention, TorchBlock, TorchModel, normed
+from forerun.ops.torch import Rotation, TorchAttention, TorchBlock, TorchModel
+from forerun.ops.torch_parts import Parts, Projections, normed
 from forerun.ops.torch_rotations import TorchRotations
 from forerun.ops.torch_tensors import tensor_of
 from forerun.train import losses
