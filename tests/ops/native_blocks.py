@@ -229,7 +229,9 @@ SPECS |= {
             replace(GATED, attention=Attention(4, 2, 16, rope=Rope(), gate=True, shares_kv_of=0)),
         ]
     ),
-    "delta": spec_of([with_state(DELTA), with_state(replace(DELTA, decay="negative", conv=2, norm=None)), GATED]),
+    "delta": spec_of(
+        [with_state(DELTA), with_state(replace(DELTA, decay="negative", conv=2, norm=None, grouped=False)), GATED]
+    ),
     "delta alone": spec_of(
         [with_state(Recurrence("gated_delta", 4, 3, 3, 16, 70, RMS), post_attention=RMS), with_state(DELTA)]
     ),
@@ -571,7 +573,8 @@ class Reference:
         q, k, v = inputs.split([keys, keys, r.value_heads * r.value_dim], -1)
         q, k = (x.view(num, r.key_heads, r.key_dim) for x in (q, k))
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        q, k = (x.repeat_interleave(r.value_heads // r.key_heads, 1) for x in (q / math.sqrt(r.key_dim), k))
+        heads = [i * r.key_heads // r.value_heads if r.grouped else i % r.key_heads for i in range(r.value_heads)]
+        q, k = q[:, heads] / math.sqrt(r.key_dim), k[:, heads]
         v, stored = v.view(num, r.value_heads, r.value_dim), self.w(at + "A_log.weight")
         beta = self.product(y, at + "in_proj_b").sigmoid()
         a = torch.nn.functional.softplus(self.product(y, at + "in_proj_a") + self.w(at + "dt_bias.weight"))
