@@ -66,14 +66,16 @@ inline void convolve(Type type, const void* const* window, const float* taps, co
 // Rows of a product with a state that share each load of it, and vectors of values. With AVX2 a vector is two of 16 registers.
 constexpr int STATE_ROWS = 6, STATE_VECTORS = WIDE_REGISTERS ? 4 : 1;
 
-// out [ROWS, N vectors] = x [ROWS, n] times columns of a state.
+// out [ROWS, N vectors] = x [ROWS, n] times columns of a state. ahead: asks for a line with each row of the state.
 template <int ROWS, int N>
-inline void times_columns(const float* x, size_t x_stride, const float* state, size_t stride, int n, float* out) {
+inline void times_columns(const float* x, size_t x_stride, const float* state, size_t stride, int n, float* out, Ahead& ahead) {
     F16 sums[ROWS][N];
     for (int r = 0; r < ROWS; ++r)
         for (int i = 0; i < N; ++i) sums[r][i] = f16(0.0f);
     for (int d = 0; d < n; ++d) {
         F16 columns[N];
+        __builtin_prefetch(ahead.at, 0, 2);
+        ahead.at += ahead.stride;
         for (int i = 0; i < N; ++i) columns[i] = load(state + static_cast<size_t>(d) * stride + i * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
@@ -86,27 +88,27 @@ inline void times_columns(const float* x, size_t x_stride, const float* state, s
 }
 
 template <int ROWS>
-inline void times_state_rows(const float* x, size_t x_stride, const float* state, int stride, int n, float* out) {
+inline void times_state_rows(const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
     int column = 0;
     for (; column + STATE_VECTORS * LANES <= stride; column += STATE_VECTORS * LANES)
-        times_columns<ROWS, STATE_VECTORS>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column);
+        times_columns<ROWS, STATE_VECTORS>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column, ahead);
     for (; column < stride; column += LANES)
-        times_columns<ROWS, 1>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column);
+        times_columns<ROWS, 1>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column, ahead);
 }
 
 template <int ROWS>
-inline void times_some_rows(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out) {
-    if (num_rows >= ROWS) return times_state_rows<ROWS>(x, x_stride, state, stride, n, out);
-    if constexpr (ROWS > 1) times_some_rows<ROWS - 1>(num_rows, x, x_stride, state, stride, n, out);
+inline void times_some_rows(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
+    if (num_rows >= ROWS) return times_state_rows<ROWS>(x, x_stride, state, stride, n, out, ahead);
+    if constexpr (ROWS > 1) times_some_rows<ROWS - 1>(num_rows, x, x_stride, state, stride, n, out, ahead);
 }
 
 // out [num_rows, stride] = x [num_rows, n] times a state [n, stride].
-inline void times_state(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out) {
+inline void times_state(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
     const int num_blocks = (num_rows + STATE_ROWS - 1) / STATE_ROWS;
     for (int block = 0; block < num_blocks; ++block) {
         const int first = num_rows * block / num_blocks, last = num_rows * (block + 1) / num_blocks;
         times_some_rows<STATE_ROWS>(last - first, x + static_cast<size_t>(first) * x_stride, x_stride, state, stride, n,
-                                    out + static_cast<size_t>(first) * static_cast<size_t>(stride));
+                                    out + static_cast<size_t>(first) * static_cast<size_t>(stride), ahead);
     }
 }
 
@@ -245,6 +247,13 @@ class DeltaItem {
         const T* const next = static_cast<const T*>(in_.of(run_, token(stretch, k + 1)));
         for (int column : {query_column(), key_column()})
             for (int c = 0; c < h_.key_dim; c += LINE) __builtin_prefetch(next + column + c, 0, 3);
+    }
+
+    // The same head of the item behind this one, whose state follows in memory: it is fetched while this one is multiplied.
+    Ahead next_state(const Stretch& stretch, int i) const {
+        const bool is_kept = stretch.from < 0 && run_.first >= 0 && h_.head_step == 1;
+        const float* const own = is_kept ? place(run_.first, i) : room(stretch.level, i);
+        return {reinterpret_cast<const char*>(is_kept ? own + num_heads_ * h_.key_dim * h_.value_dim : own), is_kept ? 64 : 0};
     }
 
     void save(const Stretch& stretch, int i) const {
@@ -389,8 +398,9 @@ class DeltaItem {
         }
         const float* const before = state(stretch.level, i);
         const size_t past = static_cast<size_t>(own);
-        times_state(stretch.count, keys(stretch.slot), key_width, before, value_width_, h_.key_dim, known_);
-        times_state(stretch.count - own, queries_ + past * key_width, key_width, before, value_width_, h_.key_dim, read_ + past * width);
+        Ahead ahead = next_state(stretch, i);
+        times_state(stretch.count, keys(stretch.slot), key_width, before, value_width_, h_.key_dim, known_, ahead);
+        times_state(stretch.count - own, queries_ + past * key_width, key_width, before, value_width_, h_.key_dim, read_ + past * width, ahead);
         constexpr int N = WIDE_REGISTERS ? 4 : 2;
         int column = 0;
         for (; column + N * LANES <= value_width_; column += N * LANES) add_columns<N>(stretch, i, own, column);

@@ -30,7 +30,7 @@ const std::map<string, std::set<string>> READ = {
     {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
                    "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of",
                    "gate"}},
-    {"Recurrence", {"kind", "conv", "key_heads", "value_heads", "key_dim", "value_dim", "norm", "decay", "grouped", "biases"}},
+    {"Recurrence", {"kind", "conv", "key_heads", "value_heads", "key_dim", "value_dim", "norm", "decay", "biases", "grouped"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias", "down"}},
     {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
@@ -280,8 +280,8 @@ class Reader {
         RecurrencePart found{};
         found.is_short = text(r, "kind") == "short_conv";
         found.conv = whole(r, "conv"), found.width = nb::cast<int>(r.attr("width")(hidden_));
-        found.heads = {whole(r, "key_heads"), whole(r, "value_heads"), whole(r, "key_dim"), whole(r, "value_dim"),
-                       yes(r, "grouped") ? 1 : whole(r, "key_heads")};
+        const int key_heads = whole(r, "key_heads");
+        found.heads = {key_heads, whole(r, "value_heads"), whole(r, "key_dim"), whole(r, "value_dim"), yes(r, "grouped") ? 1 : key_heads};
         const string own = at + (found.is_short ? "conv." : "linear_attn.");
         found.input = matrix(at + "state_in"), found.o = matrix(at + "o");
         found.norm = norm(r.attr("norm"), own + "norm", found.heads.value_dim);

@@ -152,6 +152,8 @@ def convert(backend: Backend, source: int, source_type: str, target: int, target
     Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then to the nearest of the type, ties to even.
     """
 
+STATE_TOKENS: int = 16
+
 def refusal(spec: object) -> str | None:
     """
     Says why these kernels do not compute a forerun.blocks.Spec, in a sentence without an end; None where they do.
@@ -219,6 +221,15 @@ class Pools:
     def load(self, block: int, bytes: int, num_bytes: int) -> None:
         """Reads the rows of a block from where `save` wrote them."""
 
+    def keep_states(
+        self, num_states: int, num_rows: int, layers: Sequence[tuple[int, Sequence[int], Sequence[int]]]
+    ) -> None:
+        """
+        Says where recurrent layers have their states, and the inputs of tokens behind them.
+
+        layers: of each its number; the addresses of states, of the inputs before each, of inputs of tokens and of their gates; and the bytes of one of each.
+        """
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """
         Copies row sources[i] to row targets[i] in every block, one after the other.
@@ -249,11 +260,12 @@ class Model:
         is_normed: bool,
         hidden: int,
         sources: Sequence[int] = [],
+        states: Sequence[int] = [],
     ) -> list[int]:
         """
         Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
+        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. states: what recurrent blocks read and write of each run, as forerun.ops.cpu.packed.state_numbers makes it. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
         """
 
     def features(self, layer_rows: Sequence[int], num_rows: int, out: int) -> None:
@@ -309,11 +321,12 @@ class Model:
         layer_rows: Sequence[int] = [],
         sources: Sequence[int] = [],
         draws: Sequence[Draw] = [],
+        states: Sequence[int] = [],
     ) -> tuple[list[list[int]], list[list[float]], list[list[object]]] | None:
         """
         Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None where a logit is NaN.
 
-        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape.
+        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape. states: as for `forward`, of all tokens that are fed.
         """
 
 def make_model(

@@ -575,7 +575,8 @@ class Reference:
         q, k, v = inputs.split([keys, keys, r.value_heads * r.value_dim], -1)
         q, k = (x.view(num, r.key_heads, r.key_dim) for x in (q, k))
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        q, k = (x.repeat_interleave(r.value_heads // r.key_heads, 1) for x in (q / math.sqrt(r.key_dim), k))
+        heads = [i * r.key_heads // r.value_heads if r.grouped else i % r.key_heads for i in range(r.value_heads)]
+        q, k = q[:, heads] / math.sqrt(r.key_dim), k[:, heads]
         v, stored = v.view(num, r.value_heads, r.value_dim), self.w(at + "A_log.weight")
         beta = self.product(y, at + "in_proj_b").sigmoid()
         a = torch.nn.functional.softplus(self.product(y, at + "in_proj_a") + self.w(at + "dt_bias.weight"))

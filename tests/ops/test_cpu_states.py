@@ -36,7 +36,9 @@ NUM_TOKENS, NUM_IDS = 150, 61
 TEXT = torch.randint(NUM_IDS, (NUM_TOKENS,), generator=seeded(7)).tolist()
 WIDE = Recurrence("gated_delta", 4, 2, 4, 32, 64, RMS)
 SPECS = {
-    "delta": spec_of([with_state(DELTA), GATED, with_state(replace(DELTA, decay="negative"))], max_positions=256),
+    "delta": spec_of(
+        [with_state(DELTA), GATED, with_state(replace(DELTA, decay="negative", grouped=False))], max_positions=256
+    ),
     "wide": replace(
         spec_of([replace(with_state(WIDE), mlp=Mlp(64)), replace(GATED, mlp=Mlp(64))], hidden_size=64),
         max_positions=256,
