@@ -93,7 +93,7 @@ def file(folder: Path) -> Path:
     for name, weight in block_weights().items():
         module = name.removesuffix(".weight")
         theirs = IN_GGUF.get(module) or IN_GGUF[module.removeprefix("mtp.layers.0.")]
-        more[f"blk.4.{theirs}"] = weight.numpy() + (1.0 if "norm" in theirs else 0.0)
+        more[f"blk.4.{theirs}.weight"] = weight.numpy() + (1.0 if "norm" in theirs else 0.0)
     path = folder.parent / "model.gguf"
     write_model(path, opened.spec, weights, more=more, qwen35__block_count=5, qwen35__nextn_predict_layers=1)
     assert any("nextn" in tensor.name for tensor in gguf.GGUFReader(path).tensors)

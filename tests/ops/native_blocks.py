@@ -163,10 +163,14 @@ SPECS: dict[str, Spec] = {
             ),
             mixture(Experts(7, 1, Mlp(24), Mlp(40), True, router_norm=PLUS_ONE, normalise=False), post_mlp=PLUS_ONE),
             mixture(Experts(4, 2, Mlp(24), Mlp(16, "relu"), score="sigmoid"), norm_at="sum", post_mlp=RMS),
-            mixture(Experts(7, 2, Mlp(24), score="sigmoid", choice_bias=True, sum_eps=0.5)),
-            mixture(Experts(7, 2, Mlp(24), choice_bias=True, normalise=False)),
         ],
         tied=False,
+    ),
+    "experts, chosen otherwise": spec_of(
+        [
+            mixture(Experts(7, 2, Mlp(24), score="sigmoid", choice_bias=True, sum_eps=0.5)),
+            mixture(Experts(7, 2, Mlp(24), choice_bias=True, normalise=False)),
+        ]
     ),
 }
 
@@ -624,17 +628,18 @@ class Reference:
         read = y if stream is None else stream
         scores = self.product(self.norm(read, e.router_norm, at + "router_norm"), at + "gate") * e.score_scale
         shares = {"softmax": scores.softmax(-1), "sigmoid": scores.sigmoid()}.get(e.score, scores)
+        ranks = shares + self.w(f"{at}choice_bias.weight") if e.choice_bias else scores
         out = torch.zeros_like(y)
         self.chosen.append(set())
         for row in range(len(y)):
             # Rows of the router that are alike may differ in the last bit, by the order of a library's sums.
-            found = sorted(range(e.num), key=lambda i: -round(float(scores[row, i]), 9))[: e.chosen]
+            found = sorted(range(e.num), key=lambda i: -round(float(ranks[row, i]), 9))[: e.chosen]
             self.chosen[-1].update(found)
             own = shares[row, found]
             if e.score == "softmax_of_chosen":
                 own = own.softmax(-1)
             elif e.normalise:
-                own = own / own.sum()
+                own = own / (own.sum() + e.sum_eps)
             for i, share in zip(found, own, strict=True):
                 share = share * self.w(f"{at}expert_scale.weight")[i] if e.scaled else share
                 out[row] += self.mlp(y[row : row + 1], e.mlp, f"{at}experts.{i}.")[0] * share * e.scale
