@@ -21,8 +21,12 @@ SIZES = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hid
 OTHERS = {
     "gemma3_text": {**SIZES, "query_pre_attn_scalar": 13, "sliding_window": 6, "sliding_window_pattern": 2},
     "qwen3_moe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": {**SIZES, "num_hidden_layers": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                     "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+             "block_multiple_of": 8},
     "gpt2": {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
-}
+}  # fmt: skip
 
 
 def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> Spec:

@@ -164,7 +164,7 @@ class Plain:
         shared = 0
         while shared < min(len(self._ids), start - 1) and self._ids[shared] == ids[shared]:
             shared += 1
-        self._runner.cache.truncate_to(0, shared)
+        shared = self._runner.cache.truncate_to(0, shared)
         found = list[Row]()
         for first in range(shared, len(ids), self._rows):
             tokens = list(ids[first : first + self._rows])

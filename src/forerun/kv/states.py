@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 NOWHERE = -1  # the state of no token, which is zeros; the row of an input that nobody keeps
 MOST_JUDGED = 128  # rows of a run of which some may be rejected; a longer one is kept as a whole
-# Of one sequence: what one block and a pass leave, what is pending, and a run.
-ROWS_EACH = STATE_TOKENS + 2 * 64 + MOST_JUDGED
+MOST_CUT = 80  # kept tokens that are taken back at most: those that a draft model has guessed
+ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: what waits for a state, what a pass has kept, and a run
 
 
 class StateRun(NamedTuple):
@@ -256,7 +256,7 @@ class StateTables:
                 f"slot {batch.slots[b]} holds {length} tokens in recurrent layers, the batch says {batch.cached[b]}"
             )
         is_whole = count is not None or b in batch.silent or num > MOST_JUDGED
-        end = min(line.sure, length)
+        end = max(min(line.sure, length), length - MOST_CUT)
         if is_whole and not line.pending and not is_tree:
             end = length + (num if count is None else count)
         end -= end % STATE_TOKENS
@@ -299,13 +299,13 @@ class StateTables:
         """
         reached = list[int]()
         for slot, rows in kept.items():
-            line, at = self._line(slot), 0 if slot not in held else len(rows)
+            line = self._line(slot)
             if slot == SCRATCH_SLOT and not line.run and rows:  # of a pass that is to be measured, behind nothing real
                 line.start += len(rows)
                 continue
             all_rows, before = [*line.pending, *line.run], line.length
             chosen = [all_rows[row] for row in rows]
-            others = [all_rows[row] for row in held[slot].rows] if at else []
+            others = [all_rows[row] for row in held[slot].rows] if slot in held else []
             if NOWHERE in line.run and (list(rows) != list(range(len(rows))) or NOWHERE in line.run[len(rows) :]):
                 raise InternalError(
                     f"slot {slot} cannot keep {len(rows)} rows of a run of {len(line.run)}: those in no row "
