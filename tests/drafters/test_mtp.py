@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import weight_shapes
+from forerun.drafters import mtp, short_vocab
 from forerun.errors import UserError
 from forerun.models import next_tokens
 from forerun.models.opened import OpenedCheckpoint
@@ -162,6 +163,30 @@ def test_what_is_no_such_block(folder: Path, tmp_path: Path) -> None:
             assert "mtp" not in llm.engine.drafter.members
     with pytest.raises(UserError, match="holds no block that guesses further tokens: leave it out"):
         LLM(str(folder), draft=f"mtp:path={tmp_path / 'none'}", max_seq_len=64)
+
+
+def test_of_a_large_vocabulary_texts_say_how_much_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp, "LARGE", 100)
+    monkeypatch.setattr(short_vocab, "SIZES", (64, 128, 192, 256))
+    widths = set[int]()
+    with LLM(str(folder), draft="mtp:search=none", pacing="fixed", dtype="float32", max_seq_len=200) as llm:
+        drafter = llm.engine.drafter.first
+        assert isinstance(drafter, mtp.MtpDrafter)
+        assert drafter.short is not None
+        own_draft = drafter.own_draft
+
+        def watched(*args: Any) -> Any:
+            draft = own_draft(*args)
+            widths.add(drafter.runner.width)
+            assert all(token < drafter.runner.width for token in draft.tokens)
+            return draft
+
+        drafter.own_draft = watched  # type: ignore[method-assign]
+        llm.generate([[5, 60, 3, 20] * 30], GREEDY)
+        llm.generate(
+            [[205, 250, 203, 220] * 30], SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
+        )
+    assert len(widths) > 1
 
 
 def test_a_short_vocabulary_reads_the_first_rows_alone(folder: Path) -> None:

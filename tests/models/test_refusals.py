@@ -179,7 +179,7 @@ CONFIGS: list[tuple[str, Raw, str]] = [
     ),
     *(
         (kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
-        for kind in ("t5gemma2", "llava", "falcon", "bert", "qwen3_next")
+        for kind in ("t5gemma2", "llava", "falcon", "bert", "mamba2")
     ),
     *(
         (

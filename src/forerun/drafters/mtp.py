@@ -107,10 +107,11 @@ def build(options: Options, target: Target) -> Drafter:
     drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
     if options.draft_vocab == AUTO and target.num_ids > LARGE and isinstance(model.config, Spec):
-        head = target.num_ids * spec.hidden_size
-        whole = head + spec.num_weights
+        num_head = target.num_ids * spec.hidden_size
+        num_read = num_head + spec.num_weights
         tables = 0 if model.config.tied else model.config.vocab_size * spec.hidden_size
-        drafter.short = ShortVocabulary(target.num_ids, head / whole, whole / (model.config.num_weights - tables))
+        cost = num_read / (model.config.num_weights - tables)  # weights stand for bytes, and bytes for time
+        drafter.short = ShortVocabulary(target.num_ids, num_head / num_read, cost)
     drafter.search_by(options.search, "mtp", target)
     return drafter
 
