@@ -14,9 +14,10 @@ from forerun.engine.request import Request
 from forerun.engine.router import Router
 from forerun.engine.turns import Turns
 from forerun.kv.cache import BlockCache
-from forerun.kv.disk import Folder
+from forerun.kv.disk import Folder, weights_digest
 from forerun.kv.keeping import Keeper
 from forerun.models.runner import Runner
+from forerun.ops.cpu.model import CpuModel
 from forerun.ops.torch import TorchModel
 from forerun.pacing import Pacing
 from forerun.types import SamplingParams
@@ -28,7 +29,7 @@ DRAFT = noisy_copy(MODEL, 7)
 
 
 def runner_with(
-    model: TorchModel,
+    model: TorchModel | CpuModel,
     num_tokens: int,
     backend: str = "paged",
     prefix_caching: bool = True,
@@ -44,7 +45,7 @@ def runner_with(
         prefix_caching=prefix_caching,
     )
     if folder is not None:
-        about = [blocks.weights(model.config), {name: weight.sum().item() for name, weight in model.weights.items()}]
+        about = [blocks.weights(model.config), weights_digest(model.stored())]
         cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, cache.record_bytes)))
     return Runner(model, cache)
 
