@@ -86,7 +86,7 @@ def test_texts_are_those_of_requests_alone(num_requests: int, on_disk: bool, tmp
 
 def test_no_state_is_left() -> None:
     engine = engine_of_hybrids()
-    live(engine, mixed(6, 30, longest=20), seed=3, aborts=0.1)
+    live(engine, mixed(6, 1000, longest=20), seed=3, aborts=0.1)
     for own in caches(engine):
         assert own.states is not None
         assert not own.states._lines
