@@ -398,6 +398,11 @@ class Spec:
         return any(block.attention is not None and block.attention.window is not None for block in self.blocks)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a block keeps a state in place of keys and values."""
+        return any(block.recurrence is not None for block in self.blocks)
+
+    @property
     def cache_shape(self) -> CacheShape:
         """What a token takes in the cache. Raises UnsupportedModel where a block keeps nothing."""
         if not self.blocks:

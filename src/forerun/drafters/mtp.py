@@ -127,7 +127,7 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights. offset: what is added to those of the norms before the product, for a head's have none."""
+    """The stored weights. offset: is added to the norms before the product, since norms of a head have none."""
 
     stored: StoredWeights
     offset: float

@@ -239,7 +239,7 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks are too few to hold those of these keys; one, where there is no place for a state."""
+        """Return how many blocks are lacking for these keys; one where a state finds no place."""
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 

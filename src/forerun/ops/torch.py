@@ -580,7 +580,7 @@ class TorchModel:
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
         """Return what the recurrent blocks read and write of each run; nothing where there are none."""
-        if all(block.recurrence is None for block in self.config.blocks):
+        if not self.config.has_states:
             return ()
         return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
 

@@ -238,6 +238,8 @@ def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | No
     _check_fits(config.teacher, model, config)
     if model.config.has_windows:
         raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
+    if model.config.has_states:
+        raise BadOption(f"the teacher {shown(config.teacher)} keeps states, which training does not compute")
     return model, found.end_ids
 
 

@@ -70,7 +70,7 @@ def supports(spec: Spec) -> str | None:
     """Return why a model is not computed here, in a sentence without an end; None where it is."""
     if (reason := in_torch.supports(spec)) is not None:
         return reason
-    if any(block.recurrence is not None for block in spec.blocks):
+    if spec.has_states:
         return "blocks that keep a state have no CUDA kernels yet"
     if any(e.choice_bias or e.sum_eps for block in spec.blocks if (e := block.experts) is not None):
         return "numbers that count for the choice of experts alone have no CUDA kernels yet"

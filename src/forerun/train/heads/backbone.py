@@ -69,6 +69,8 @@ class Backbone:
         config = teacher.config
         if config.has_windows:
             raise BadOption("a target with sliding windows cannot be trained along: leave out backbone=true")
+        if config.has_states:
+            raise BadOption("a target that keeps states cannot be trained along: leave out backbone=true")
         config_to_dict(config)
         self.options, self.share, self._head = options, 0.0, teacher.head
         self._ops = RememberingOps()

@@ -45,9 +45,11 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """None: it reads what stands behind all layers. Raises BadOption for a target with sliding windows."""
+    """None: it reads what stands behind all layers. Raises BadOption for a target with sliding windows or states."""
     if config.has_windows:
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
+    if config.has_states:
+        raise BadOption("pass cannot be trained for a target that keeps states: train medusa")
     return ()
 
 
