@@ -229,7 +229,8 @@ static void check_features(const FeatureParts& f, int width) {
 Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent)
     : backend_(backend), parts_(std::move(parts)), lent_(std::move(lent)), vectors_(std::move(vectors)) {
     if (parts_.features) check_features(*parts_.features, parts_.hidden_size);
-    if (parts_.features && embedder().parts_.hidden_size != parts_.hidden_size) throw std::invalid_argument("a head's embedding is as wide as a row");
+    const bool embeds = parts_.features && parts_.features->begins != Begins::features;
+    if (embeds && embedder().parts_.hidden_size != parts_.hidden_size) throw std::invalid_argument("a head's embedding is as wide as a row");
     const auto count = [&](const Matrix* w) {
         bytes_ += w->bytes();
         is_any_quantised_ |= is_quantised(w->type);

@@ -122,6 +122,31 @@ def random_mtp(target: Target, folder: Path) -> Mapping[str, Any]:
     return {"path": str(folder / "mtp")}
 
 
+def random_assistant(target: Target, folder: Path) -> Mapping[str, Any]:
+    """Two blocks of random weights that read the keys of the target's last layer."""
+    config, width = target.model.config, target.model.config.hidden_size
+    kv_heads, head_dim = config.cache_shape.size_of(config.cache_shape.num_layers - 1)
+    own, heads = 8, 2 * kv_heads
+    text = {"model_type": "gemma4_text", "vocab_size": config.vocab_size, "hidden_size": own, "intermediate_size": 8,
+            "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "head_dim": head_dim, "global_head_dim": head_dim, "layer_types": ["full_attention"] * 2,
+            "hidden_size_per_layer_input": 0, "max_position_embeddings": config.max_positions,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}  # fmt: skip
+    raw = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "text_config": text}
+    block = {"self_attn.q_proj": (heads * head_dim, own), "self_attn.o_proj": (own, heads * head_dim),
+             "self_attn.q_norm": (head_dim,), "mlp.gate_proj": (8, own), "mlp.up_proj": (8, own),
+             "mlp.down_proj": (own, 8), "input_layernorm": (own,), "post_attention_layernorm": (own,),
+             "pre_feedforward_layernorm": (own,), "post_feedforward_layernorm": (own,)}  # fmt: skip
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in (0, 1) for name, shape in block.items()}
+    shapes |= {f"model.layers.{i}.layer_scalar": (1,) for i in (0, 1)}
+    shapes |= {"model.embed_tokens.weight": (config.vocab_size, own), "model.norm.weight": (own,),
+               "pre_projection.weight": (own, 2 * width), "post_projection.weight": (width, own)}  # fmt: skip
+    (folder / "assistant").mkdir()
+    (folder / "assistant" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    safetensors_file.write(folder / "assistant" / "model.safetensors", _random(shapes, own), {"format": "pt"})
+    return {"path": str(folder / "assistant")}
+
+
 PARTS = ("weight", "bias")
 
 
@@ -152,6 +177,7 @@ def _saved(
 
 # By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
 NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
+    "assistant": random_assistant,
     "blockwise": random_blockwise,
     "datastore": small_datastore,
     "dflash": random_dflash,

@@ -99,7 +99,8 @@ class Attention:
     the encoder. reads: width of what is projected, of an encoder's rows alone where these are seen; None = the hidden
     size. k_is_v: values are the keys before their norm. position_scale: q is scaled by 1 + beta log(1 + floor(position
     / length)), as (beta, length). bias: of relative positions; a number is the block whose bias this one shares.
-    shares_kv_of: the block whose keys and values this one reads in place of its own.
+    shares_kv_of: the block whose keys and values this one reads in place of its own; itself = those that another model
+    keeps for it (kv/lent.py).
     """
 
     heads: int
@@ -313,9 +314,10 @@ class Features:
     both (product); or begins with the features, and the first block's attention reads both in its place (read); or is
     the features alone (features); or the embedding alone, and every block keeps keys and values of the features of
     earlier tokens behind a norm, context_norm (context). normed_stream: where both are read, it begins with features
-    behind their norm. feeds: what stands for the features of the next step, the residual stream or the rows behind the
-    final norm. eps: of all other norms, which are of root mean squares. largest: what the target's rows are cut to, for
-    an infinite number would make all that follow no numbers.
+    behind their norm. feeds: what stands for the features of the next step, the residual stream, the rows behind the
+    final norm, or these times a matrix that makes them as wide as the target's. eps: of all other norms, which are of
+    root mean squares. largest: what the target's rows are cut to, for an infinite number would make all that follow no
+    numbers.
     """
 
     num_ids: int
@@ -331,7 +333,7 @@ class Features:
     input: Literal["product", "read", "features", "context"] = "product"
     input_bias: bool = False
     normed_stream: bool = False
-    feeds: Literal["stream", "normed"] = "stream"
+    feeds: Literal["stream", "normed", "projected"] = "stream"
     eps: float = 1e-6
     largest: float = 6e4
 
@@ -658,6 +660,8 @@ def _features(features: Features, hidden: int) -> Iterator[Weight]:
         yield from _matrix("fc_act", hidden, whole, "fc", features.bias, None)
     if features.input == "product":
         yield from _matrix("input", hidden, 2 * hidden, "input", features.input_bias, None)
+    if features.feeds == "projected":
+        yield from _matrix("output", features.size, hidden, "output", False, None)
 
 
 def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:

@@ -101,7 +101,17 @@ def test_every_check_on_toys() -> None:
     assert all(one.passed for one in checks), [one.problems for one in checks]
     every = checks[0]
     assert every.num_samples > 250
-    needs_a_file = ["blockwise", "datastore", "dflash", "eagle", "hydra", "medusa", "mtp", "pass"]  # a head, or texts
+    needs_a_file = [
+        "assistant",
+        "blockwise",
+        "datastore",
+        "dflash",
+        "eagle",
+        "hydra",
+        "medusa",
+        "mtp",
+        "pass",
+    ]  # a head, or texts
     assert every.facts["drafters_left_out"] == needs_a_file
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -140,6 +140,9 @@ class Drafter:
     def caches(self, seq: Sequence) -> Seq[KVCache]:
         """The caches of its own models, which hold rows of the sequence's tokens."""
         return [runner.cache for runner in self.runners]
+
+    def lend(self, cache: KVCache) -> None:
+        """Take the target's cache, which may be read and must not be written to; called once, before any sequence."""
 
     def begin(self, seq: Sequence) -> None:
         """Prepare for a sequence that was admitted."""
@@ -381,6 +384,14 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(bare)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
+
+
+def instead(method: str, options: Any) -> tuple[str, Any]:
+    """Return another method with the options that were given to one. Raises BadOption for one that it does not take."""
+    usual = type(options)()
+    given = {f.name: getattr(options, f.name) for f in fields(options)}
+    given = {name: value for name, value in given.items() if value != getattr(usual, name)}
+    return method, make_options(load(__name__, method, "drafter").Options, given, method)
 
 
 def wanted(spec: str, target: Known) -> list[Wanted]:

@@ -16,6 +16,7 @@ from forerun.registry import parse_list
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 if TYPE_CHECKING:
+    from forerun.kv import KVCache
     from forerun.models.runner import Runner
 
 
@@ -50,6 +51,10 @@ class Compound(Drafter):
     @property
     def runners(self) -> Seq[Runner]:
         return [runner for member in self.members for runner in member.runners]
+
+    def lend(self, cache: KVCache) -> None:
+        for member in self.members:
+            member.lend(cache)
 
     def begin(self, seq: Sequence) -> None:
         for member in self.members:

@@ -8,6 +8,8 @@ from forerun import blocks
 from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.host_tensor import HostTensor
+from forerun.models.source import Stored
+from forerun.ops.memory import Beside
 from forerun.ops.model import Model
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.quantising import is_rounded, quantise, scheme_for
@@ -42,6 +44,13 @@ def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
         part = dense_of(part)
     dense = part.to(target.weight_dtype)
     return dense if scheme is None else quantised(dense, scheme)
+
+
+def beside_of(spec: Spec, tensors: Mapping[str, Stored]) -> Beside:
+    """Return what the weights of a spec take in memory, as their files store them."""
+    stored = [tensors[weight.name] for weight in blocks.weights(spec)]
+    matrices = [((one.shape[0], one.shape[1]), one.scheme) for one in stored if len(one.shape) == 2]
+    return Beside(tuple(matrices), 0, sum(one.shape[0] for one in stored if len(one.shape) == 1))
 
 
 def dense_of(weight: Weight) -> HostTensor:

@@ -14,12 +14,12 @@ from typing import cast
 
 import numpy as np
 
-from forerun import blocks
 from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.eagle_model import EagleConfig, HeadModel
+from forerun.drafters.head_matrices import beside_of
 from forerun.drafters.model import VOCAB, head_rows, rounding
 from forerun.drafters.searching import SEARCH
 from forerun.drafters.short_vocab import LARGE, ShortVocabulary
@@ -32,7 +32,6 @@ from forerun.models.quantising import QuantisingSource
 from forerun.models.source import Source
 from forerun.models.weights import StoredWeights
 from forerun.ops import load_model
-from forerun.ops.memory import Beside
 from forerun.ops.passes import Lent
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.sampling.arithmetic import Row as Logits
@@ -88,11 +87,8 @@ def needs(options: Options, target: Known) -> Needs:
     block = _block(options, target)
     quantization = _quantization(options, target)
     spec = spec_of(block)
-    tensors = _source(block, spec, quantization).tensors
-    own = [tensors[weight.name] for weight in blocks.weights(spec)]
-    matrices = [((s.shape[0], s.shape[1]), s.scheme) for s in own if len(s.shape) == 2]
-    num_floats = sum(stored.shape[0] for stored in own if len(stored.shape) == 1)
-    return Needs(makes=OwnModel(config=block.decoder), weights=Beside(tuple(matrices), 0, num_floats))
+    beside = beside_of(spec, _source(block, spec, quantization).tensors)
+    return Needs(makes=OwnModel(config=block.decoder), weights=beside)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -85,6 +85,7 @@ class Engine:
         self.runner, self.pacing, self.costs = runner, pacing, costs or Costs()
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
         self.drafter.check_layers(runner.model.config.cache_shape.num_layers)
+        self.drafter.lend(runner.cache)
         runner.taps = self.drafter.hidden_layers
         self.stepper = Stepper(runner, self.drafter, pacing, coins, CatchUp(catchup_tokens))
         self.scheduler = Scheduler(

@@ -16,10 +16,11 @@ from typing import Any
 from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
-from forerun.models import named, next_tokens
+from forerun.models import companions, named, next_tokens
+from forerun.models.families import run_by
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
 from forerun.models.next_tokens import NextTokens
@@ -73,7 +74,8 @@ class Opened:
 
     files: what its small files say. has_loaded_draft: whether the caller has loaded the draft model, which is then what
     `auto` is. config_only: whether nothing but config.json was looked at, so that no tokenizers are compared. beside:
-    other checkpoints that were opened, by their place. methods: what drafters' specs mean, as far as they were asked.
+    other checkpoints that were opened, by their place. methods: what drafters' specs say. meant: what they mean, as far
+    as they were asked.
     """
 
     config: EngineConfig
@@ -82,6 +84,7 @@ class Opened:
     config_only: bool = False
     beside: dict[str, OpenedCheckpoint] = field(default_factory=dict, repr=False)
     methods: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False)
+    meant: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
@@ -94,6 +97,11 @@ class Opened:
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
         files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only)
         config = replace(config, target=target)
+        if (method := run_by(files.raw)) is not None:
+            raise BadOption(
+                f"{shown(str(target))} is no model by itself, but drafts for one: name its target, and it as the draft "
+                f"({method}:path={shown(str(target))})"
+            )
         methods.pop("auto", None)  # which its files may say more of
         return cls(config, files, has_loaded_draft, config_only, {named.place(target): files}, methods)
 
@@ -156,9 +164,14 @@ class Opened:
 
     @cached_property
     def auto(self) -> str:
-        """The drafter that `auto` stands for. A block that guesses further tokens comes before a search."""
+        """The drafter that `auto` stands for.
+
+        A block that guesses further tokens comes before a drafter beside the target, and that before a search.
+        """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
-        return "mtp" if name == drafters.WITHOUT_MODEL and self.next_tokens is not None else name
+        if name != drafters.WITHOUT_MODEL or self.config_only:
+            return name
+        return "mtp" if self.next_tokens is not None else companions.find(self.files) or name
 
     @cached_property
     def next_tokens(self) -> NextTokens | None:
@@ -179,10 +192,15 @@ class Opened:
         return any(self.packs(scheme) for scheme in self.outline.schemes.values())
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve."""
-        if spec not in self.methods:
-            self.methods[spec] = drafters.resolve(spec, self.auto)
-        return self.methods[spec]
+        """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve.
+
+        A name of a checkpoint that is no model by itself means the drafter that runs it.
+        """
+        if spec not in self.meant:
+            method, options = self.methods.get(spec) or drafters.resolve(spec, self.auto)
+            own = run_by(self.open(options.path).raw) if method == drafters.BY_MODEL and options.path else None
+            self.meant[spec] = (method, options) if own is None else drafters.instead(own, options)
+        return self.meant[spec]
 
     def open(self, name: str) -> OpenedCheckpoint:
         """Open another checkpoint, such as a draft model, once however many ask. Raises as OpenedCheckpoint.of."""

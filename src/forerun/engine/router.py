@@ -116,6 +116,10 @@ class Router(Drafter):
     def caches(self, seq: Sequence) -> Seq[KVCache]:
         return self.of(seq).caches(seq)
 
+    def lend(self, cache: KVCache) -> None:
+        for drafter in self.members.values():
+            drafter.lend(cache)
+
     def begin(self, seq: Sequence) -> None:
         with self._spared(seq.draft, [seq]):
             self.of(seq).begin(seq)

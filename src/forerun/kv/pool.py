@@ -205,10 +205,10 @@ class HostPools(LayerPools):
         super().__init__(shape, block_tokens, pools, _allocated_states(shape, room, dtype))
         self._dtype = dtype
         kinds = [shape.kind_of(layer) for layer in range(shape.num_layers)]
-        self.native = self._for_native(self.by_layer, kinds)
+        self.native = self.for_native(self.by_layer, kinds)
         if self.native is not None and room is not None:
             self.native.keep_states(*room, [(layer, *_places(pool)) for layer, pool in self.states.items()])
-        self._moved = [self._for_native(pools) if pools else None for pools in self.of_kind]
+        self._moved = [self.for_native(pools) if pools else None for pools in self.of_kind]
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
         """See `Pools`."""
@@ -250,7 +250,11 @@ class HostPools(LayerPools):
             np.copyto(part if to_pools else stored, stored if to_pools else part)
             start += part.nbytes
 
-    def _for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
+    def for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
+        """Return some of these pools as native operators take them; None where there are none. kinds: of their layers.
+
+        The pools must stay in memory for as long as it is used.
+        """
         extension = native.extension()
         if extension is None:
             return None

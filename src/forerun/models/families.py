@@ -18,7 +18,8 @@ class Family(Protocol):
 
     It may have `NAMES`, of published tensors where they are not the usual ones, or `names(spec)` where they depend on
     the model, and `GGUF`, if there are such files; `CODE` is the class that published checkpoints bring along, where
-    what it computes is what is computed here. A family of checkpoints that hold more than a text model reads as the
+    what it computes is what is computed here. `RUN_BY` is the method that runs its checkpoints, where they are no
+    models by themselves. A family of checkpoints that hold more than a text model reads as the
     spec of the family of its text part.
     """
 
@@ -66,6 +67,12 @@ def computes(raw: Mapping[str, Any]) -> str | None:
     """The class that checkpoints of this model_type bring along, where it computes what is computed here."""
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "CODE", None)) if kind in model_types() else None
+
+
+def run_by(raw: Mapping[str, Any]) -> str | None:
+    """The method that runs checkpoints of this model_type; None where they are models."""
+    kind = raw.get("model_type")
+    return cast("str | None", getattr(family(kind), "RUN_BY", None)) if kind in model_types() else None
 
 
 @cache

@@ -57,7 +57,7 @@ class ToyConfig:
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
+        return CacheShape(num_layers=1, num_kv_heads=1, head_dim=2)  # a pair, as rotary positions turn
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ToyModel:
         rows = []
         for b, read in enumerate(view.read_rows):
             source = self._source_of(batch, b, cache)
-            tokens, positions = ([int(x) for x in kept.flatten().tolist()] for kept in pool.read(read))
+            tokens, positions = ([int(x) for x in kept[:, 0, 0].tolist()] for kept in pool.read(read))
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen], source))
@@ -185,8 +185,8 @@ class ToyModel:
             return ()
         slot, num_tokens = batch.sources[b]
         ids, positions = cache.pools[0].read(cache.rows(slot, 0, num_tokens))
-        shifts = [int(p) - i for i, p in enumerate(positions.flatten().tolist())]
-        return (*(int(x) for x in ids.flatten().tolist()), *filter(None, shifts))
+        shifts = [int(p) - i for i, p in enumerate(positions[:, 0, 0].tolist())]
+        return (*(int(x) for x in ids[:, 0, 0].tolist()), *filter(None, shifts))
 
     def embed(self, ids: Seq[int]) -> Row:
         """One row for each id [n, V]."""

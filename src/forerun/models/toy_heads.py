@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Spec
+from forerun.kv.lent import LentCache
 from forerun.ops.operators import HostRows, Operators
 from forerun.ops.passes import Lent, Passed
 from forerun.ops.reference import ReferenceOps
@@ -46,6 +47,23 @@ class _Tensors:
         return torch.from_numpy(self._toy.logits(hidden.numpy(), num_ids))
 
 
+class _TensorPools:
+    """What a toy keeps, as tensors."""
+
+    native = None
+
+    def __init__(self, pools: Any) -> None:
+        self._pools = pools
+
+    def __getitem__(self, block: int) -> _TensorPools:
+        return _TensorPools(self._pools[block])
+
+    def read(self, rows: Any) -> tuple[Tensor, Tensor]:
+        """See Pool."""
+        keys, values = self._pools.read(rows)
+        return torch.from_numpy(keys), torch.from_numpy(values)
+
+
 class ToyHead:
     """A head whose rows are numpy's, as its target's are; all else is that of a model of torch."""
 
@@ -72,12 +90,18 @@ class ToyHead:
     ) -> Passed:
         """See TorchModel."""
         given = None if hidden is None else torch.from_numpy(hidden)
+        if isinstance(cache, LentCache):
+            cache = cache.through(_TensorPools(cache.pools))
         passed = self.in_torch.forward(batch, cache, layers, given, taps)
         return Passed(passed.hidden.numpy(), {k: rows.numpy() for k, rows in passed.taps.items()})
 
     def features(self, layer_rows: Seq[Row]) -> Row:
         """See TorchModel."""
         return self.in_torch.features(list(map(torch.from_numpy, layer_rows))).numpy()
+
+    def fed(self, hidden: Row) -> Row:
+        """See TorchModel."""
+        return self.in_torch.fed(torch.from_numpy(hidden)).numpy()
 
     def remember(self, batch: RaggedBatch, cache: Any, layer_rows: Seq[Row]) -> None:
         """See TorchModel."""

@@ -346,6 +346,7 @@ class TorchFeatures:
         self.side_norms = [Normed.of(parts, side, sides) for side in blocks.SIDES]
         self.context_norm = Normed.of(parts, blocks.SIDES[1], own.context_norm)
         self.input = parts.product("input") if own.input == "product" else None
+        self.output = parts.product("output") if own.feeds == "projected" else None
 
     def of_rows(self, ops: ReferenceOps, layer_rows: Seq[Tensor], dtype: torch.dtype) -> Tensor:
         """The target's rows behind each layer [n, size] -> features [n, H]."""
@@ -606,6 +607,15 @@ class TorchModel:
         if self._features is None:
             raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
+
+    def fed(self, hidden: Tensor) -> Tensor:
+        """Return what stands for a target's rows in a head's next step: rows behind the final norm [n, H] -> [n, size].
+
+        Only of a head whose features say feeds="projected".
+        """
+        if self._features is None or self._features.output is None:
+            raise InternalError(f"model_type={self.config.model_type!r} has no matrix behind its final norm")
+        return self._features.output.apply(self.ops, hidden)[0]
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Tensor]) -> None:
         """Keep what its blocks see of these tokens, of a head with a context: keys and values of features.

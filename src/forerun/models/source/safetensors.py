@@ -28,6 +28,7 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.json_files import read_json
 
 # As safetensors names them; whatever else a file may hold means quantised weights.
+OF_IDS = ".token_ordering"  # an order of ids, which is no weight
 READABLE = {word: TYPES[word] for word in ("F64", "F32", "F16", "BF16")}
 BASE_PREFIX, BASE_EMBEDDING = "model.", "embed_tokens.weight"
 BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
@@ -161,6 +162,9 @@ class SafetensorsFolder:
         found = {}
         for name, entry in self._entries.items():
             if name in taken:
+                continue
+            if name.endswith(OF_IDS) and entry.dtype == "I64":
+                found[name] = Stored(entry.file.path, entry.shape, TYPES["I64"])
                 continue
             if entry.dtype not in READABLE:
                 raise refusals.quantised_tensor(name, entry.file.path, entry.dtype)

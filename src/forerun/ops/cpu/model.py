@@ -289,6 +289,10 @@ class CpuModel:
         self._native.features([address(layer) for layer in rows], len(out), address(out))
         return out
 
+    def fed(self, hidden: Floats) -> Floats:
+        """Return what stands for a target's rows in a head's next step, as TorchModel.fed."""
+        return self.ops.linear(float_rows(hidden, self.config.hidden_size), self.matrices["output"])
+
     @property
     def _feature_size(self) -> int:
         return self.config.hidden_size if self.config.features is None else self.config.features.size

@@ -1,0 +1,313 @@
+"""An assistant: a small model that reads its target's keys and values and has none of its own (Gemma 4, 2026).
+
+Its row stands for the target's last token: it begins with that token's embedding beside the target's row of the token
+before, behind the final norm, and each of its blocks attends to what the target keeps in the last layer that sees as
+far. For each further guess the row goes in again, made as wide as the target's, beside the guess's embedding; its
+position and what it sees stay those of the target's last token. So it never runs a prompt, and has no cache.
+
+The LM heads of the smallest ones are ordered: each row of the head belongs to a group, and only those of the groups are
+computed whose centroids promise most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from forerun import blocks
+from forerun.blocks import CacheShape, Spec
+from forerun.config import AUTO, Quantization
+from forerun.drafters import Drafter, Known, Needs, Seen, Target
+from forerun.drafters.head_matrices import beside_of
+from forerun.drafters.model import VOCAB, Chain, Row, head_rows, next_of, rounding
+from forerun.drafters.searching import SEARCH, SearchingDrafter
+from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.host_tensor import Floats, HostTensor
+from forerun.kv import KVCache
+from forerun.kv.cache import BlockCache
+from forerun.kv.lent import LentCache
+from forerun.models import gemma4_assistant
+from forerun.models.families import run_by
+from forerun.models.loading import packed_schemes
+from forerun.models.opened import OpenedCheckpoint
+from forerun.models.quantising import QuantisingSource
+from forerun.models.runner import NO_NUMBERS, float_type
+from forerun.models.source import Source
+from forerun.models.weights import StoredWeights
+from forerun.ops import load_model
+from forerun.ops.model import FindsBest, Model
+from forerun.ops.passes import Lent
+from forerun.sampling import takes_the_best
+from forerun.sampling.arithmetic import Row as Logits
+from forerun.sampling.largest import Ids
+from forerun.types import Budget, Coins, Draft, Sequence
+
+CENTROIDS, ORDERING = (gemma4_assistant.HEADS + name for name in ("centroids.weight", "token_ordering"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the assistant lies, how it is kept in memory, and which ids it drafts."""
+
+    path: str | None = field(default=None, metadata={"help": "folder, GGUF file, name or hub id of the assistant"})
+    quantization: str = field(
+        default=AUTO, metadata={"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
+    )
+    draft_vocab: str = field(default=AUTO, metadata=VOCAB)
+    search: str = field(default="suffix", metadata=SEARCH)
+
+    def __post_init__(self) -> None:
+        rounding(self.quantization)
+        head_rows("assistant", self.draft_vocab)
+
+
+@dataclass(frozen=True)
+class OrderedHead:
+    """Which rows of an LM head are worth a look: those of the groups whose centroids promise most.
+
+    centroids [groups, H]; ids [groups, ids of a group]; num_chosen: groups that are looked at. num_ids: that may be
+    drafted.
+    """
+
+    centroids: Floats
+    ids: Ids
+    num_chosen: int
+    num_ids: int
+
+    def chosen(self, row: Floats) -> Ids:
+        """Return the ids that a row [H] may draft, ascending."""
+        promises = self.centroids @ row
+        best = np.argpartition(-promises, self.num_chosen - 1)[: self.num_chosen]
+        ids = np.sort(self.ids[best].ravel())
+        return ids[ids < self.num_ids]
+
+
+class AssistantDrafter(SearchingDrafter):
+    """Runs an assistant behind what its target has run.
+
+    ordered: which rows of its LM head are computed; None = all, or the first `width` ids. short: what chooses how many;
+    None = nothing does.
+    """
+
+    drafts_behind = False  # it reads the target's row and keys of the last committed tokens
+    tells_confidence = True
+
+    def __init__(self, model: Any, target: Target, layers: Seq[int], ordered: OrderedHead | None) -> None:
+        self.model, self.ordered = model, ordered
+        self.short: ShortVocabulary | None = None
+        self.width = min(target.num_ids, model.config.vocab_size)
+        self._target, self._num_ids, self._layers = target.model, target.num_ids, layers
+        self._cache: LentCache | None = None
+        self._rows: dict[int, tuple[int, Any]] = {}  # by sequence: the last token that the target ran, and its row
+
+    def lend(self, cache: KVCache) -> None:
+        if isinstance(cache, BlockCache):
+            self._cache = LentCache(cache, self._layers)
+
+    def begin(self, seq: Sequence) -> None:
+        self._rows.pop(seq.id, None)
+        super().begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        super().end(seq)
+        self._rows.pop(seq.id, None)
+        if self.short is not None:
+            self.short.forget(seq)
+
+    @property
+    def num_held(self) -> int:
+        """How many sequences it holds a row of."""
+        return len(self._rows)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Take the target's row of the last token that was kept."""
+        for seq, of_seq in zip(seqs, seen, strict=True):
+            if len(of_seq.kept):
+                row = of_seq.scores.hidden[[of_seq.kept[-1]]]
+                self._rows[seq.id] = of_seq.start + len(of_seq.kept) - 1, row
+
+    def num_unread(self, seq: Sequence) -> int:
+        return 1
+
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        if self.short is not None:
+            self.short.read(seqs)
+            self.width = min(self._num_ids, self.short.best())
+        reads_logits = budget.reads_logits or bool(budget.stops)
+        limits = [num if self._is_ready(seq) else 0 for seq, num in zip(seqs, budget.num_tokens, strict=True)]
+        going, chains = [b for b in range(len(seqs)) if limits[b] > 0], [Chain() for _ in seqs]
+        rows = {b: self._rows[seqs[b].id][1] for b in going}
+        while going:
+            tokens = [(chains[b].tokens or seqs[b].tokens)[-1] for b in going]
+            best_only = not reads_logits and all(takes_the_best(seqs[b].params, seqs[b].bad_word_ids) for b in going)
+            scored, fed = self._step([seqs[b] for b in going], tokens, [rows[b] for b in going], best_only)
+            grown = list[int]()
+            for i, b in enumerate(going):
+                rows[b] = fed[i : i + 1]
+                following = next_of(scored[i], seqs[b], chains[b].tokens)
+                may_follow = following is not None and chains[b].grow(*following, seqs[b], b, budget, coins[b])
+                if may_follow and len(chains[b].tokens) < limits[b]:
+                    grown.append(b)
+            going = grown
+        return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        """Whether the target has run all tokens but the last, and its row of the one before is here."""
+        return self._cache is not None and self._rows.get(seq.id, (-1, None))[0] == len(seq.tokens) - 2
+
+    def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
+        """Run a row of each sequence; return what follows each, and what stands for the target's rows [n, size]."""
+        model, positions = self.model, [len(seq.tokens) - 1 for seq in seqs]
+        assert self._cache is not None
+        with model.ops.inference():
+            joined = model.rows.join(list(rows))
+            entering = model.features([self._target.embed(tokens), joined])
+            batch = self._cache.behind([seq.id for seq in seqs], tokens, positions)
+            hidden = model.forward(batch, self._cache, hidden=entering).hidden
+            fed = model.fed(hidden)
+            if self.ordered is not None:
+                scored = [self._ordered(row, best_only) for row in model.rows.to_host(hidden)]
+            elif best_only and isinstance(model, FindsBest):
+                ids, values = model.best(hidden, list(range(len(seqs))), self.width)
+                scored = [i if np.isfinite(value) else NO_NUMBERS for i, value in zip(ids, values, strict=True)]
+            else:
+                scored = [self._spread(row) for row in model.rows.to_host(model.logits(hidden, self.width))]
+            model.wait()
+        return scored, fed
+
+    def _ordered(self, row: Floats, best_only: bool) -> Row:
+        """Return the logits of a row [H], or the likeliest id, by the rows of the head that are worth a look."""
+        assert self.ordered is not None
+        ids = self.ordered.chosen(row.astype(np.float32))
+        logits = self.model.head(ids.tolist()) @ row.astype(np.float32)
+        if best_only:
+            return int(ids[logits.argmax()]) if np.isfinite(logits).all() else NO_NUMBERS
+        whole = np.full(self._num_ids, -np.inf, float_type(self.model))
+        whole[ids] = logits
+        return whole
+
+    def _spread(self, logits: Logits) -> Logits:
+        whole: Logits = np.full(self._num_ids, -np.inf, float_type(self.model))
+        whole[: len(logits)] = logits[: self._num_ids]
+        return whole
+
+
+def needs(options: Options, target: Known) -> Needs:
+    """Return what its weights take. Refuses what is no assistant of this target."""
+    opened = _opened(options, target)
+    source = _source(opened, opened.spec, _quantization(options, target))
+    return Needs(weights=beside_of(opened.spec, source.tensors))
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Read an assistant. Raises BadOption for one of another target, and where nothing computes it."""
+    opened, model = _opened(options, target.opened), target.model
+    if model.device != "cpu":
+        raise BadOption("assistant is built for CPUs alone: leave it out, or choose device='cpu'")
+    shape = model.config.cache_shape
+    layers = _layers_read(opened.spec, shape, opened.name)
+    spec = _windowed(opened.spec, shape, layers)
+    opened.fetch_weights()
+    source = _source(opened, spec, _quantization(options, target.opened))
+    stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
+    lent = Lent(model, list(range(spec.vocab_size)))
+    assistant: Model = load_model(spec, stored, model.ops, device=model.device, lent=lent)
+    ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
+    drafter = AssistantDrafter(assistant, target, layers, ordered)
+    drafter.width = min(drafter.width, head_rows("assistant", options.draft_vocab) or drafter.width)
+    is_large = ordered is None and target.num_ids > LARGE
+    if options.draft_vocab == AUTO and is_large and isinstance(model.config, Spec):
+        num_head = target.num_ids * spec.hidden_size
+        tables = 0 if model.config.tied else model.config.vocab_size * model.config.hidden_size
+        cost = spec.num_weights / (model.config.num_weights - tables)  # weights stand for bytes, and bytes for time
+        drafter.short = ShortVocabulary(target.num_ids, num_head / spec.num_weights, cost)
+    drafter.search_by(options.search, "assistant", target)
+    opened.close()
+    return drafter
+
+
+def _opened(options: Options, target: Known) -> OpenedCheckpoint:
+    if options.path is None:
+        raise BadOption(
+            "assistant needs the checkpoint that was published for its target: name it, as in "
+            "draft='assistant:path=FOLDER'"
+        )
+    opened = target.open(options.path)
+    if opened.spec.features is None or run_by(opened.raw) != "assistant":
+        raise BadOption(f"assistant:path={shown(options.path)} is no assistant: name it as draft={shown(options.path)}")
+    width, ids = opened.spec.features.size, opened.spec.vocab_size
+    if (width, ids) != (target.hidden_size, target.vocab_size):
+        raise BadOption(
+            f"assistant:path={shown(options.path)} belongs to a target with rows of {width} and {ids} ids, and this "
+            f"one has rows of {target.hidden_size} and {target.vocab_size} ids: name the target's own"
+        )
+    return opened
+
+
+def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
+    """Return of each block the layer of the target that it reads: the last that keeps keys and sees as far."""
+    windows = shape.windows or (None,) * shape.num_layers
+    last = {windows[layer] is not None: layer for layer in shape.kept}
+    layers = list[int]()
+    for block in spec.blocks:
+        reads = block.attention
+        assert reads is not None
+        layer = last.get(reads.window is not None)
+        if layer is None or shape.size_of(layer) != (reads.kv_heads, reads.head_dim):
+            raise BadOption(
+                f"{shown(name)} reads keys of {reads.kv_heads} heads of {reads.head_dim}, which no such layer of the "
+                "target keeps: name the target's own assistant"
+            )
+        layers.append(layer)
+    return layers
+
+
+def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
+    """Return the spec of a row that poses as the one before it: its windows reach one row less far."""
+    windows, found = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
+    for block, layer in zip(spec.blocks, layers, strict=True):
+        reads, kept = block.attention, windows[layer]
+        assert reads is not None
+        if reads.window is not None and kept is not None:
+            reads = replace(reads, window=max(1, min(reads.window, kept) - 1))
+        found.append(replace(block, attention=reads))
+    return replace(spec, blocks=tuple(found))
+
+
+def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
+    """Return how its LM head is ordered; None where it is not. Raises UnsupportedModel for an order that is none."""
+    said = {**gemma4_assistant.USUAL, **opened.raw}
+    if not said[gemma4_assistant.ORDERED] or opened.source is None:
+        return None
+    tensors = opened.source.tensors
+    if not {CENTROIDS, ORDERING} <= tensors.keys():
+        raise UnsupportedModel(f"{shown(opened.name)} has no {CENTROIDS} or {ORDERING}: fetch it again")
+    groups = int(said[gemma4_assistant.GROUPS])
+    centroids = _whole(opened.source, CENTROIDS).float32()
+    order = _whole(opened.source, ORDERING).values.astype(np.int64).ravel()
+    is_order = np.array_equal(np.sort(order), np.arange(opened.spec.vocab_size))
+    if centroids.shape != (groups, opened.spec.hidden_size) or not is_order:
+        raise UnsupportedModel(
+            f"{shown(opened.name)} has another order of its LM head than of each id once: fetch it again"
+        )
+    return OrderedHead(centroids, order.reshape(groups, -1), int(said[gemma4_assistant.TAKEN]), num_ids)
+
+
+def _whole(source: Source, name: str) -> HostTensor:
+    return HostTensor.joined([block[:] for block in source.blocks(name)])
+
+
+def _quantization(options: Options, target: Known) -> Quantization | None:
+    """Return what its matrices are rounded to; None = they are as they are stored."""
+    said = target.config.quantization if options.quantization == AUTO else options.quantization
+    return None if said in (None, "none", AUTO) else Quantization.parse(str(said))
+
+
+def _source(opened: OpenedCheckpoint, spec: Spec, quantization: Quantization | None) -> Source:
+    if quantization is None:
+        return opened.weights
+    return cast(Source, QuantisingSource(opened.weights, spec, quantization))

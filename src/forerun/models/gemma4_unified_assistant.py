@@ -1,0 +1,19 @@
+"""The assistants of Gemma 4 12B (google/gemma-4-12B-it-assistant), which are those of the other Gemma 4."""
+
+from __future__ import annotations
+
+from forerun.blocks import Spec
+from forerun.models import gemma4_assistant
+from forerun.models.configs import Raw
+
+NAMES, RUN_BY = gemma4_assistant.NAMES, gemma4_assistant.RUN_BY
+
+
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    return gemma4_assistant.read(raw)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    return gemma4_assistant.write(spec)

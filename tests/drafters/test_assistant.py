@@ -1,0 +1,304 @@
+"""Assistants of Gemma 4, which read their target's keys and values: they draft what those of transformers guess."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
+
+from forerun import LLM, BadOption, SamplingParams, native
+from forerun.drafters import assistant, short_vocab
+from forerun.drafters.assistant import AssistantDrafter
+from forerun.errors import UserError
+from forerun.models.opened import OpenedCheckpoint
+from models.gguf_files import byte_vocabulary, write_tensors
+from tiny import byte_tokenizer
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+WINDOW = 12
+SIZES = {"vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
+         "sliding_window": WINDOW, "max_position_embeddings": 256, "rms_norm_eps": 2.0**-20}  # fmt: skip
+TARGET = {**SIZES, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+          "layer_types": [LOCAL, LOCAL, FULL] * 2, "hidden_size_per_layer_input": 12,
+          "vocab_size_per_layer_input": 260}  # fmt: skip
+OWN = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+       "layer_types": [LOCAL, LOCAL, LOCAL, FULL], "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+       "num_kv_shared_layers": 4}  # fmt: skip
+LAYERS = {LOCAL: 3, FULL: 2}  # of the target, the last ones that keep keys
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+OPS = ["reference", *(["native"] if native.isa() != "reference" else [])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_may_be_shared() -> Iterator[None]:
+    """Let transformers 5.23 make a model all of whose layers read keys of others, which its own check refuses."""
+    usual = Gemma4TextConfig.kv_sharing_modes
+
+    def modes(config: Gemma4TextConfig) -> list[str | None]:
+        if config.num_kv_shared_layers == config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        found: list[str | None] = usual.fget(config)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+        yield
+
+
+@cache
+def oracle(is_ordered: bool) -> tuple[Any, Any]:
+    """A target of transformers of random weights, and its assistant."""
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**TARGET)).eval()
+    text = Gemma4TextConfig(**OWN)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=60, use_ordered_embeddings=is_ordered,
+                                   num_centroids=20, centroid_intermediate_top_k=4)  # fmt: skip
+    own = Gemma4AssistantForCausalLM(config).eval()
+    torch.manual_seed(0)
+    for parameter in (*target.parameters(), *own.parameters()):
+        parameter.data.normal_(*((0, 0.3) if parameter.dim() > 1 else (0.5, 0.3)))
+    if is_ordered:
+        own.masked_embedding.token_ordering.copy_(torch.randperm(260))
+    return target, own
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, and beside it both kinds of assistants, by what they are called."""
+    made, root = {}, tmp_path_factory.mktemp("assistants")
+    for name, model in (("target", oracle(False)[0]), ("whole", oracle(False)[1]), ("ordered", oracle(True)[1])):
+        made[name] = root / name
+        model.save_pretrained(made[name])
+        config = json.loads((made[name] / "config.json").read_text(encoding="utf-8"))
+        (made[name] / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+        byte_tokenizer("<|end|>").save(str(made[name] / "tokenizer.json"))
+    return made
+
+
+def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
+    """What the assistant of transformers guesses behind these tokens, the last of which the target has not run."""
+    target, own = oracle(is_ordered)
+    with torch.inference_mode():
+        kept = DynamicCache()
+        out = target.model(torch.tensor([tokens[:-1]]), past_key_values=kept, use_cache=True)
+        states = {kind: (kept.layers[i].keys, kept.layers[i].values) for kind, i in LAYERS.items()}
+        seen = WINDOW - 1  # the last place of the window is that of the row itself
+        states[LOCAL] = tuple(part[:, :, -seen:] for part in states[LOCAL])
+        row, found, at = out.last_hidden_state[:, -1:], list[int](), torch.tensor([[len(tokens) - 1]])
+        for _ in range(num):
+            embedded = target.get_input_embeddings()(torch.tensor([[(tokens + found)[-1]]]))
+            both = torch.cat((embedded, row), -1)
+            made = own(inputs_embeds=both, position_ids=at, shared_kv_states=states)
+            row = made.last_hidden_state
+            found.append(int(made.logits[0, -1, :257].argmax()))  # the tokenizer has no more ids
+    return found
+
+
+def drafts_of(llm: LLM) -> list[tuple[list[int], list[int]]]:
+    """A list that fills with what an engine's assistant drafts, and the tokens behind which it does."""
+    drafter, seen = llm.engine.drafter.first, list[tuple[list[int], list[int]]]()
+    assert isinstance(drafter, AssistantDrafter)
+    own_draft = drafter.own_draft
+
+    def watched(seqs: Any, budget: Any, coins: Any) -> Any:
+        draft = own_draft(seqs, budget, coins)
+        seen.append((list(seqs[0].tokens), list(draft.tokens)))
+        return draft
+
+    drafter.own_draft, drafter.search = watched, None  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", ["whole", "ordered"])
+def test_drafts_are_those_of_transformers(folders: dict[str, Path], kind: str, ops: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "ops": ops, "max_seq_len": 200}
+    prompt = random.Random(3).choices(range(1, 257), k=37)
+    draft = f"assistant:path={folders[kind]}"
+    with LLM(str(folders["target"]), draft=draft, pacing="fixed", spec_length=3, **options) as llm:
+        seen = drafts_of(llm)
+        (out,) = llm.generate([prompt], GREEDY)
+    with LLM(str(folders["target"]), draft="none", **options) as plain:
+        assert plain.generate([prompt], GREEDY)[0].token_ids == out.token_ids
+    drafts = [(tokens, draft) for tokens, draft in seen if draft]
+    assert len(drafts) > 20
+    is_ordered = kind == "ordered"
+    assert [draft for _, draft in drafts] == [guessed(tokens, len(draft), is_ordered) for tokens, draft in drafts]
+
+
+IN_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "pre_projection": "nextn.pre_projection",
+    "post_projection": "nextn.post_projection",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+@pytest.fixture(scope="module")
+def file(folders: dict[str, Path]) -> Path:
+    """The assistant as llama.cpp's converter writes it, with the tokenizer of its target."""
+    tensors = dict[str, tuple[str, Any]]()
+    for name, weight in oracle(False)[1].state_dict().items():
+        module, _, ending = name.rpartition(".")
+        if name == "lm_head.weight":
+            continue
+        if module.startswith("model.layers."):
+            _, _, number, inner = name.split(".", 3)
+            theirs = "layer_output_scale" if inner == "layer_scalar" else IN_GGUF[inner.removesuffix(".weight")]
+            tensors[f"blk.{number}.{theirs}.weight"] = ("F32", weight.numpy())
+        else:
+            tensors[f"{IN_GGUF[module]}.{ending}"] = ("F32", weight.numpy())
+    tensors["rope_freqs.weight"] = "F32", np.array([1.0] * 4 + [1e30] * 12, np.float32)
+    own = {"block_count": 4, "nextn_predict_layers": 4, "context_length": 256, "embedding_length": 32,
+           "embedding_length_out": 60, "feed_forward_length": 64, "attention.head_count": 2,
+           "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32,
+           "attention.key_length_swa": 16, "attention.value_length_swa": 16, "attention.sliding_window": 12,
+           "attention.sliding_window_pattern": [True, True, True, False], "attention.shared_kv_layers": 4,
+           "attention.layer_norm_rms_epsilon": 2.0**-20, "embedding_length_per_layer_input": 0,
+           "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 32,
+           "rope.dimension_count_swa": 16}  # fmt: skip
+    metadata = {f"gemma4-assistant.{key}": value for key, value in own.items()} | byte_vocabulary()
+    path = folders["target"].parent / "target-assistant.gguf"
+    write_tensors(path, tensors, metadata, "gemma4-assistant")
+    assert len(gguf.GGUFReader(path).tensors) == len(tensors)
+    return path
+
+
+def test_a_file_is_the_folder_that_it_was_made_of(folders: dict[str, Path], file: Path) -> None:
+    spec, other = OpenedCheckpoint.of(folders["whole"]).spec, OpenedCheckpoint.of(file, with_tokenizer=False).spec
+    assert spec == other
+    prompt, drafts = random.Random(4).choices(range(1, 257), k=30), list[list[Any]]()
+    for path in (folders["whole"], file):
+        options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 200, "pacing": "fixed", "spec_length": 3}
+        with LLM(str(folders["target"]), draft=str(path), **options) as llm:
+            seen = drafts_of(llm)
+            llm.generate([prompt], GREEDY)
+        drafts.append([draft for _, draft in seen])
+    assert drafts[0] == drafts[1]
+    assert any(drafts[0])
+
+
+def test_it_is_found_beside_its_target(folders: dict[str, Path], file: Path, tmp_path: Path) -> None:
+    """By the name of its folder; one that does not fit is not taken, nor one of another name."""
+    target = tmp_path / "some-it"
+    target.symlink_to(folders["target"])
+    with LLM(str(target), max_seq_len=64) as llm:
+        assert "assistant" not in llm.engine.drafter.members
+    beside = folders["target"].with_name("target-assistant")
+    beside.symlink_to(folders["ordered"])
+    try:
+        with LLM(str(folders["target"]), max_seq_len=64) as llm:
+            drafter = llm.engine.drafter.first
+            assert isinstance(drafter, AssistantDrafter)
+            assert drafter.ordered is not None
+        with LLM(str(folders["target"]), draft="suffix", max_seq_len=64) as llm:
+            assert "assistant" not in llm.engine.drafter.members
+        config = json.loads((folders["ordered"] / "config.json").read_text(encoding="utf-8"))
+        beside.unlink()
+        beside.mkdir()
+        (beside / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 61}))
+        with LLM(str(folders["target"]), max_seq_len=64) as llm:
+            assert "assistant" not in llm.engine.drafter.members
+    finally:
+        if beside.is_symlink():
+            beside.unlink()
+
+
+def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    target, own = str(folders["target"]), folders["ordered"]
+    with pytest.raises(BadOption, match=r"is no model by itself, but drafts for one: name its target, and it as the"):
+        LLM(str(own), max_seq_len=64)
+    with pytest.raises(BadOption, match="assistant needs the checkpoint that was published for its target"):
+        LLM(target, draft="assistant", max_seq_len=64)
+    with pytest.raises(BadOption, match="is no assistant: name it as draft="):
+        LLM(target, draft=f"assistant:path={target}", max_seq_len=64)
+    with pytest.raises(BadOption, match="option of 'assistant' called 'draft_top_k'"):
+        LLM(target, draft=f"model:path={own},draft_top_k=3", max_seq_len=64)
+    config = json.loads((own / "config.json").read_text(encoding="utf-8"))
+    weights = load_file(own / "model.safetensors")
+    order = "masked_embedding.token_ordering"
+    text = config["text_config"]
+    cases: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
+        "width": ({"backbone_hidden_size": 61}, {}, "belongs to a target with rows of 61 and 260 ids"),
+        "heads": (
+            {"text_config": {**text, "num_key_value_heads": 1}},
+            {},
+            "reads keys of 1 heads of 16, which no such",
+        ),
+        "order": ({}, {order: weights[order] * 0}, "has another order of its LM head than of each id once"),
+        "shared": ({"text_config": {**text, "num_kv_shared_layers": 2}}, {}, "must be all 4 layers"),
+        "groups": ({"num_centroids": 21}, {}, "num_centroids=21.*must be a divisor of the ids"),
+    }
+    for name, (keys, tensors, message) in cases.items():
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({**config, **keys}))
+        (path / "tokenizer.json").write_bytes((own / "tokenizer.json").read_bytes())
+        save_file({**weights, **tensors}, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            LLM(target, draft=str(path), max_seq_len=64)
+
+
+@pytest.mark.parametrize("kind", ["whole", "ordered"])
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_texts_are_the_targets_own(folders: dict[str, Path], kind: str, cache: str) -> None:
+    """Greedy and drawn, many at once, shared beginnings, preemption, several texts of one prompt, rejections."""
+    if native.isa() == "reference" and cache == "int8":
+        pytest.skip("bytes are for native operators")
+    rng = random.Random(7)
+    shared = rng.choices(range(1, 257), k=40)
+    prompts = [shared[: rng.randrange(5, 40)] + rng.choices(range(1, 257), k=rng.randrange(1, 30)) for _ in range(24)]
+    params = [
+        SamplingParams(max_tokens=rng.randrange(5, 40), temperature=rng.choice([0, 0, 0.8]), seed=i, ignore_eos=True,
+                       n=rng.choice([1, 1, 2]), acceptance="match")
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    options: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 6, "kv_cache_tokens": 384, "kv_cache_dtype": cache}
+    texts = []
+    for draft in ("none", f"assistant:path={folders[kind]},search=none"):
+        with LLM(str(folders["target"]), draft=draft, pacing="fixed", spec_length=4, **options) as llm:
+            outs = llm.generate(prompts, params)
+            texts.append([out.token_ids for out in outs])
+            llm.engine.runner.cache.check_integrity()
+            drafter = llm.engine.drafter.first
+            assert not isinstance(drafter, AssistantDrafter) or drafter.num_held == 0
+    assert texts[0] == texts[1]
+
+
+def test_a_short_vocabulary(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large one the first ids are drafted, as many as texts use; a number is taken as it is said."""
+    monkeypatch.setattr(assistant, "LARGE", 100)
+    monkeypatch.setattr(short_vocab, "SIZES", (64, 128, 192, 256))
+    params = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
+    for vocab, width in (("auto", None), ("64", 64)):
+        draft = f"assistant:path={folders['whole']},draft_vocab={vocab},search=none"
+        with LLM(str(folders["target"]), draft=draft, pacing="fixed", max_seq_len=128) as llm:
+            seen, drafter = drafts_of(llm), llm.engine.drafter.first
+            llm.generate([[5, 60, 3, 20] * 20], params)
+            assert isinstance(drafter, AssistantDrafter)
+            assert any(draft for _, draft in seen)
+            assert drafter.width == width or (width is None and drafter.short is not None)
+            assert all(token < drafter.width for _, draft in seen[-1:] for token in draft)
