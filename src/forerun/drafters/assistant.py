@@ -67,23 +67,26 @@ class Options:
 
 @dataclass(frozen=True)
 class OrderedHead:
-    """Which rows of an LM head are worth a look: those of the groups whose centroids promise most.
+    """An LM head of which the rows of some groups are looked at: those whose centroids promise most.
 
-    centroids [groups, H]; ids [groups, ids of a group]; num_chosen: groups that are looked at. num_ids: that may be
-    drafted.
+    centroids [groups, H]. ids [groups, n]: those of each group. rows [groups, n, H]. num_chosen: groups that are looked
+    at. num_ids: ids that may be drafted.
     """
 
     centroids: Floats
     ids: Ids
+    rows: HostTensor
     num_chosen: int
     num_ids: int
 
-    def chosen(self, row: Floats) -> Ids:
-        """Return the ids that a row [H] may draft, ascending."""
+    def logits(self, row: Floats) -> tuple[Ids, Floats]:
+        """Return ids that a row [H] may be followed by, ascending, and their logits."""
         promises = self.centroids @ row
         best = np.argpartition(-promises, self.num_chosen - 1)[: self.num_chosen]
-        ids = np.sort(self.ids[best].ravel())
-        return ids[ids < self.num_ids]
+        ids, logits = self.ids[best].ravel(), (self.rows[best.tolist()].float32() @ row).ravel()
+        order = np.argsort(ids)
+        order = order[ids[order] < self.num_ids]
+        return ids[order], logits[order]
 
 
 class AssistantDrafter(SearchingDrafter):
@@ -182,8 +185,7 @@ class AssistantDrafter(SearchingDrafter):
     def _ordered(self, row: Floats, best_only: bool) -> Row:
         """Return the logits of a row [H], or the likeliest id, by the rows of the head that are worth a look."""
         assert self.ordered is not None
-        ids = self.ordered.chosen(row.astype(np.float32))
-        logits = self.model.head(ids.tolist()) @ row.astype(np.float32)
+        ids, logits = self.ordered.logits(row.astype(np.float32))
         if best_only:
             return int(ids[logits.argmax()]) if np.isfinite(logits).all() else NO_NUMBERS
         whole = np.full(self._num_ids, -np.inf, float_type(self.model))
@@ -212,11 +214,12 @@ def build(options: Options, target: Target) -> Drafter:
     layers = _layers_read(opened.spec, shape, opened.name)
     spec = _windowed(opened.spec, shape, layers)
     opened.fetch_weights()
+    ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
+    spec = replace(spec, head=ordered is None)
     source = _source(opened, spec, _quantization(options, target.opened))
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     lent = Lent(model, list(range(spec.vocab_size)))
     assistant: Model = load_model(spec, stored, model.ops, device=model.device, lent=lent)
-    ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
     drafter = AssistantDrafter(assistant, target, layers, ordered)
     drafter.width = min(drafter.width, head_rows("assistant", options.draft_vocab) or drafter.width)
     is_large = ordered is None and target.num_ids > LARGE
@@ -294,7 +297,8 @@ def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
         raise UnsupportedModel(
             f"{shown(opened.name)} has another order of its LM head than of each id once: fetch it again"
         )
-    return OrderedHead(centroids, order.reshape(groups, -1), int(said[gemma4_assistant.TAKEN]), num_ids)
+    rows = _whole(opened.weights, blocks.HEAD)[order].reshape(groups, -1, opened.spec.hidden_size)
+    return OrderedHead(centroids, order.reshape(groups, -1), rows, int(said[gemma4_assistant.TAKEN]), num_ids)
 
 
 def _whole(source: Source, name: str) -> HostTensor:
