@@ -37,6 +37,7 @@ from train.written import write, writer_of
 
 METHODS = [
     "eagle:draft_vocab=200,steps=3",
+    "mtp:draft_vocab=257,steps=3",
     "medusa:draft_vocab=200,heads=2",
     "hydra:draft_vocab=200,heads=3,blocks=2",
     "dflash:draft_vocab=200,block=4,depth=1",
@@ -214,7 +215,7 @@ def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpo
     fewer = training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=1+2"), checkpoint)
     assert torch.equal(fewer.data.batch(3).layers, batches[0].layers)
     assert (
-        training.prepare(tiny(features=tmp_path / "features", method=METHODS[1]), checkpoint)
+        training.prepare(tiny(features=tmp_path / "features", method=METHODS[2]), checkpoint)
         .data.batch(0)
         .layers.shape[2]
         == 0
@@ -278,7 +279,7 @@ def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
 
 
 def parts_of(head: Any, batch: heads.Batch) -> Any:
-    return head._steps(batch) if isinstance(head, eagle_head.Head) else head._heads(batch)
+    return head._steps(batch) if isinstance(head, eagle_head.SteppingHead) else head._heads(batch)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -19,7 +19,11 @@ from forerun.train.heads import Batch, Teacher
 from tiny import write_tiny
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-OPTIONS = {"eagle": {"draft_vocab": 200, "layers": "1+2"}, "dflash": {"draft_vocab": 200, "layers": "1+2", "block": 4}}
+OPTIONS = {
+    "mtp": {},
+    "eagle": {"draft_vocab": 200, "layers": "1+2"},
+    "dflash": {"draft_vocab": 200, "layers": "1+2", "block": 4},
+}
 
 
 def made(method: str, folder: Path, out: Path) -> Path:
@@ -55,7 +59,7 @@ def batch_of(teacher: Teacher) -> Batch:
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_5_text"])
 def test_a_head_is_made_for_a_family_and_drafts_for_it(tmp_path: Path, method: str, model_type: str) -> None:
     """Its weights all learn; the drafter reads the folder, and the text stays the target's."""
     folder = write_tiny(tmp_path / "target", model_type)

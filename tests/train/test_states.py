@@ -1,8 +1,9 @@
-"""Training runs texts side by side in one pass, in which a state would go on from one text into the next: refused."""
+"""What reads several packed texts in one pass through a target refuses states, which would go on into the next text."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,5 +22,11 @@ def test_what_keeps_states_is_not_trained_along() -> None:
     vectors = importlib.import_module("forerun.train.heads.pass")
     with pytest.raises(BadOption, match="pass cannot be trained for a target that keeps states: train medusa"):
         vectors.layers(vectors.Options(), model.config)
+
+
+def test_a_head_of_one_layer_is_like_the_last_one_with_attention() -> None:
+    config = random_hybrid(1).config
+    assert own_blocks(config, 1).blocks == config.blocks[1:2]
+    without = replace(config, blocks=config.blocks[:1])
     with pytest.raises(BadOption, match="whose blocks have parts that training does not know: train medusa"):
-        own_blocks(model.config, 1)
+        own_blocks(without, 1)

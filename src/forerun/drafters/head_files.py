@@ -183,6 +183,13 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
     return found
 
 
+def check_target(path: str, target: Model, num_ids: int) -> None:
+    """Raise BadOption for a folder of `forerun train head` that was trained for another target."""
+    if is_head(Path(path)):
+        had = tensors(Path(path) / WEIGHTS, {PROBE})[PROBE]
+        _check_probe(path, had.float32(), probe(target, num_ids).float32())
+
+
 def stored(folder: Path) -> dict[str, Any]:
     """All that a head's file has, by name: tensors, and QuantisedMatrix. Raises UnsupportedModel for a broken file."""
     source, matrices = _quantised(folder)

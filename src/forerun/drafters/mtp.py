@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO, Quantization
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, head_files
 from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.eagle_model import EagleConfig, HeadModel
 from forerun.drafters.head_matrices import beside_of
@@ -44,7 +45,10 @@ class Options:
 
     path: str | None = field(
         default=None,
-        metadata={"help": "folder or GGUF file that holds the block, where the target's own do not; none = they do"},
+        metadata={
+            "help": "folder or GGUF file that holds the block, such as what `forerun train head --method mtp` made, "
+            "where the target's own do not; none = they do"
+        },
     )
     quantization: str = field(
         default=AUTO, metadata={"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
@@ -95,6 +99,8 @@ def build(options: Options, target: Target) -> Drafter:
     """Read the block. Raises BadOption for a target without one."""
     block, model = _block(options, target.opened), target.model
     spec = spec_of(block)
+    if options.path is not None:
+        head_files.check_target(options.path, model, target.num_ids)
     source = _source(block, spec, _quantization(options, target.opened))
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     ids = list(range(spec.vocab_size))
@@ -143,6 +149,8 @@ class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
 
 def _block(options: Options, target: Known) -> NextTokens:
     block = target.next_tokens if options.path is None else next_tokens.find(target.open(options.path))
+    if options.path is not None and head_files.is_head(Path(options.path)):
+        head_files.read_config(options.path, "mtp", target.fingerprint)
     if block is None and options.path is None:
         raise BadOption(
             "mtp needs a block that guesses further tokens in the target's own files, and they have none: leave draft "

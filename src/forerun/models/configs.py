@@ -32,7 +32,8 @@ SHARED_KEYS = _words(
 )
 
 # Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
-# generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function.
+# generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function. A block
+# that guesses further tokens is no part of the model (next_tokens.py); under "forerun" heads say whose they are.
 INERT_KEYS = _words(
     "architectures transformers_version name_or_path auto_map use_cache cache_implementation initializer_range "
     "pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop neftune_noise_alpha "
@@ -47,7 +48,8 @@ INERT_KEYS = _words(
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "num_return_sequences remove_invalid_values exponential_decay_length_penalty "
-    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids"
+    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids "
+    "mtp_num_hidden_layers forerun"
 )
 
 CAUSAL = _words("is_causal causal attention.causal")  # the keys of which false changes the function

@@ -150,6 +150,11 @@ def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, st
     return name, match[2]
 
 
+SAID = "mtp_num_hidden_layers"  # of config.json: whether there is a block that guesses further tokens (next_tokens.py)
+NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # how the names of its tensors begin
+USUAL = Names({}, "model.layers.{}.", {}, beside=NEXT)  # where tensors are called as here
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one of our tensors lies. rows: of the published one's outputs, in our order; None = all of them.

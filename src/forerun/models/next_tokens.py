@@ -9,18 +9,25 @@ arXiv 2412.19437, eq. 21 to 24). So its weights are read by the names of the mod
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from forerun.blocks import HEAD, SIDES, Norm, Spec, weights
 from forerun.errors import UserError
 from forerun.host_tensor import HostTensor
+from forerun.models import safetensors_file
 from forerun.models.families import published_names
-from forerun.models.naming import NamedSource, Names
+from forerun.models.naming import SAID, USUAL, NamedSource, Names, published
+from forerun.models.open_file import OpenFile
 from forerun.models.opened import OpenedCheckpoint
+from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
+from forerun.models.saving import write_json
 from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix
 
@@ -47,7 +54,7 @@ class NextTokens:
 def is_said(raw: Mapping[str, Any]) -> bool:
     """Return whether config.json says that there is such a block."""
     parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
-    return any(part.get(key) for part in parts for key in ("mtp_num_hidden_layers", "num_mtp_layers"))
+    return any(part.get(key) for part in parts for key in (SAID, "num_mtp_layers"))
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
@@ -60,8 +67,8 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
         return None
     try:
         block = next((block for block in reversed(spec.blocks) if block.attention is not None), None)
-        names = source.names or published_names(source.config, spec) or Names({}, "", {})
-        of_block = _Renamed.of(source, spec)
+        names = source.names or published_names(source.config, spec) or USUAL
+        of_block = _Renamed.of(source, spec, names)
         if block is None or of_block is None:
             return None
         decoder = replace(spec, blocks=(block,), tied=False, head=False, encoder=None, positions=None)
@@ -71,6 +78,61 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
         )
     except (UserError, OSError):
         return None
+
+
+def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Names | None) -> dict[str, HostTensor]:
+    """Return the weights of a block by the names that `find` reads in a folder. names: of the model's own tensors.
+
+    weights: by our names, of the block as layer 0, its norm, and of what is before it.
+    """
+    names = names or USUAL
+    outer, offset = {ours: theirs for theirs, ours in FOLDER.items()}, (decoder.final_norm or Norm()).offset
+    found, inner = dict[str, HostTensor](), dict[str, HostTensor]()
+    for name, weight in weights.items():
+        module, _, ending = name.rpartition(".")
+        if module not in outer:
+            inner[name] = weight
+            continue
+        if module in SIDES and offset:
+            weight = HostTensor.of(weight.float32() - np.float32(offset)).to(weight.dtype)
+        found[f"{PREFIXES[0]}{outer[module]}.{ending}"] = weight
+    start = names.prefix + names.block.format(0)
+    of_block = {name.removeprefix(start): weight for name, weight in published(names, decoder, inner).items()}
+    return {f"{PREFIXES[0]}layers.0.{name}": weight for name, weight in of_block.items()} | found
+
+
+def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
+    """Write a copy of a folder of safetensors whose files have a block, too, in a shard of its own.
+
+    tensors: of the block, see `published_block`. What was copied before stays, so that a run may write it anew.
+    """
+    assert original.source is not None
+    source, single = original.source.folder, original.source.folder / SINGLE
+    shards = [single] if single.exists() else [source / name for name in shard_names(source / INDEX)]
+    files = [f"model-{i + 1:05}-of-{len(shards) + 1:05}.safetensors" for i in range(len(shards) + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    places, num_bytes = dict[str, str](), 0
+    for shard, name in zip(shards, files, strict=False):
+        if not (folder / name).exists() or (folder / name).stat().st_size != shard.stat().st_size:
+            shutil.copyfile(shard, folder / name)
+        for tensor, entry in safetensors_file.read_header(OpenFile(shard)).items():
+            places[tensor], num_bytes = name, num_bytes + entry.num_bytes
+    partial = folder / f"{files[-1]}.partial"
+    safetensors_file.write(partial, tensors, {"format": "pt"})
+    partial.replace(folder / files[-1])
+    num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    places |= dict.fromkeys(tensors, files[-1])
+    write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": places})
+    for file in source.iterdir():
+        if file.suffix in SMALL and file.name not in (CONFIG, INDEX):
+            shutil.copyfile(file, folder / file.name)
+    config = dict(original.source.config)
+    text = config.get("text_config")
+    said = {"text_config": {**text, SAID: 1}} if isinstance(text, Mapping) else {SAID: 1}
+    write_json(folder / CONFIG, {**config, **said})
+
+
+SMALL = (".json", ".jinja", ".txt", ".model")  # endings of files beside weights that a model needs
 
 
 def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
@@ -93,23 +155,23 @@ class _Renamed:
         self.source, self._tensors, self._theirs, self._outer = source, tensors, theirs, outer
 
     @classmethod
-    def of(cls, source: Source, spec: Spec) -> _Renamed | None:
-        """Look through the names of a source; None where it has no such block, or several."""
+    def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
+        """Look through the tensors of a source; None where it has no such block, or several. names: of its tensors."""
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()
         is_gguf = source.names is not None
         for name in tensors:
             if is_gguf:
                 match = re.fullmatch(rf"blk\.{spec.num_layers}\.(nextn\.)?(.+)\.(\w+)", name)
-                known, start = GGUF, "blk.0."
+                known = GGUF
             else:
                 match = re.fullmatch(rf"(?:{'|'.join(map(re.escape, PREFIXES))})(layers\.0\.)?(.+)\.(\w+)", name)
-                known, start = FOLDER, "model.layers.0."
+                known = FOLDER
             if match is None:
                 continue
             is_inside = (match[1] is None) if is_gguf else (match[1] is not None)
             if is_inside:
-                theirs[f"{start}{match[2]}.{match[3]}"] = name
+                theirs[f"{names.block.format(0)}{match[2]}.{match[3]}"] = name
             elif match[2] in known:
                 outer[f"{known[match[2]]}.{match[3]}"] = name
             else:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
 from forerun.errors import NotFound, UnsupportedModel, UserError
 from forerun.host_tensor import HELD_AS
-from forerun.models import packings, refusals
+from forerun.models import naming, packings, refusals
 from forerun.models.families import computes, family, model_types, published_names
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import fetch_weights, is_hub_id, locate
@@ -170,6 +170,8 @@ def spec_of(name: str | Path) -> Spec:
 def under_our_names(source: Source, spec: Spec) -> Source:
     """The same source with the names of blocks.weights, where its family has others."""
     names = source.names or published_names(source.config, spec)
+    if names is None and source.config.get(naming.SAID):
+        names = naming.USUAL
     return source if names is None else cast(Source, NamedSource(source, names, spec))
 
 

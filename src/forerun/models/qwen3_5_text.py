@@ -15,7 +15,7 @@ from forerun.blocks import Attention, Block, Mlp, Norm, Recurrence, Rope, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LARGEST, SHARED_KEYS, Filled, Raw, flag, number, size
-from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import INNER, NEXT, OUTER, SAID, SIZES, Fused, Gguf, Names, Own
 
 FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = "full_attention_interval"
@@ -26,7 +26,7 @@ LINEAR_SIZES = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_va
 DECAY, HEADS = "linear_decay", "linear_value_heads"
 STORED = {DECAY: ("log", "negative"), HEADS: ("grouped", "tiled")}
 # Of the block that guesses further tokens, which is no part of the model.
-MTP_KEYS = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types"}
+MTP_KEYS = {SAID, "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types"}
 # What published files say of what is always so.
 FIXED = {"attn_output_gate": (True, "true"), "mamba_ssm_dtype": ("float32", "'float32'"),
          "output_gate_type": ("swish", "'swish'")}  # fmt: skip
@@ -49,7 +49,6 @@ SPECIAL: Mapping[str, str | Fused] = {
 }
 PARTS = {f"{AT}{name}": f"{AT}{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm",
          "out_proj")}  # fmt: skip
-MTP = ("mtp.", "model.mtp.", "model.mtp_")
 
 
 def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
@@ -60,7 +59,7 @@ def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Co
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
     inner = {**(more or {}), **usual, **PARTS, **SPECIAL}  # what is first is written
-    return Names(outer, f"{start}layers.{{}}.", inner, beside=MTP, bare=frozenset({*BARE, *bare}))
+    return Names(outer, f"{start}layers.{{}}.", inner, beside=NEXT, bare=frozenset({*BARE, *bare}))
 
 
 def nested_names(more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
@@ -70,7 +69,7 @@ def nested_names(more: Mapping[str, str | Fused] | None = None, bare: Collection
         plain,
         outer={**plain.outer, "language_model.lm_head": "lm_head"},
         more=(names_at("model.language_model.", more, bare),),
-        beside=(*MTP, "visual.", "model.visual."),
+        beside=(*NEXT, "visual.", "model.visual."),
     )
 
 

@@ -8,7 +8,7 @@ compare with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -101,6 +101,31 @@ class Scoring:
 PLAIN = Scoring()
 
 
+@dataclass(frozen=True)
+class Gated:
+    """What tokens do to the states of all heads, by the gated delta rule.
+
+    q, k [T, heads, key_dim], v [T, heads, value_dim]; beta and decay [T, heads], what a state is multiplied by.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+
+    def after(self, token: int, state: Tensor) -> Tensor:
+        """Return the state [heads, key_dim, value_dim] behind a token."""
+        k, v = self.k[token], self.v[token]
+        state = state * self.decay[token][:, None, None]
+        known = (state * k[:, :, None]).sum(1)
+        return state + k[:, :, None] * ((v - known) * self.beta[token][:, None])[:, None]
+
+    def read(self, token: int, state: Tensor) -> Tensor:
+        """Return what a token reads of the state behind it [heads, value_dim]."""
+        return (state * self.q[token][:, :, None]).sum(1)
+
+
 class ReferenceOps(Operators):
     """Operators over rows: x is [T, features], one row per token."""
 
@@ -177,6 +202,44 @@ class ReferenceOps(Operators):
 
         beta, share = self._rows(both, x).chunk(2, -1)
         return beta, share
+
+    def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, parents: Seq[int]) -> Tensor:
+        """Return of each token the sum over its last inputs [tokens, width], the oldest first; weight [width, conv].
+
+        inputs [conv - 1 + tokens, width]: before those of the tokens stand the last ones of the state. parents: of each
+        token, -1 = the state.
+        """
+        num, conv = len(parents), weight.shape[1]
+        if parents == range(-1, num - 1):
+            taps = [inputs[j : j + num] for j in range(conv)]
+        else:
+            windows = torch.tensor([_window(parents, token, conv) for token in range(num)], device=inputs.device)
+            taps = [inputs[windows[:, j]] for j in range(conv)]
+        total = taps[0] * weight[:, 0]
+        for j in range(1, conv):
+            total = total + taps[j] * weight[:, j]
+        return total if bias is None else total + bias
+
+    def delta_rule(
+        self, gated: Gated, state: Tensor, parents: Seq[int], first: int, wanted: Collection[int]
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """Return what tokens read of the states behind them, token by token (Yang et al. 2024, eq. 10).
+
+        state [heads, key_dim, value_dim]: that all begin with. parents: of each token, -1 = that state. Outputs
+        [T - first, heads, value_dim] are of the tokens from `first` on; beside them come the states behind the wanted
+        tokens.
+        """
+        states, left, outs = {-1: state}, dict[int, Tensor](), list[Tensor]()
+        is_chain = parents == range(-1, len(parents) - 1)
+        for token, parent in enumerate(parents):
+            states[token] = gated.after(token, states[parent])
+            if is_chain:
+                del states[parent]
+            if token >= first:
+                outs.append(gated.read(token, states[token]))
+            if token in wanted:
+                left[token] = states[token]
+        return torch.stack(outs) if outs else state.new_empty(0, state.shape[0], state.shape[2]), left
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; pairs are (i, i + D/2) as in the published Llama weights.
@@ -290,6 +353,15 @@ class ReferenceOps(Operators):
             distances = at - torch.arange(len(seen), device=keys.device)[None]
             outs.append(_scored(row, keys[seen], values[seen], None, scoring, distances))
         return torch.cat(outs) if outs else torch.empty_like(q)
+
+
+def _window(parents: Seq[int], token: int, conv: int) -> list[int]:
+    """Return the rows of inputs that a token's convolution reads, see `ReferenceOps.convolved`."""
+    path = list[int]()
+    while token != -1 and len(path) < conv:
+        path.append(token + conv - 1)
+        token = parents[token]
+    return [*range(len(path) - 1, conv - 1), *reversed(path)]
 
 
 def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:

@@ -146,7 +146,8 @@ class TorchAttention:
         if a.shares_kv_of is None:
             kv = ["k_proj", *([] if a.k_is_v else ["v_proj"])]
         apart = parts.apart or a.sees == "encoder"
-        groups = [group for group in (q, kv) if group] if apart else [q + kv]
+        groups = [group for group in ([[name] for name in q] if parts.apart else [q]) + [kv] if group]
+        groups = groups if apart else [q + kv]
         self._products = [(group, parts.product(*(own + name for name in group))) for group in groups]
         self.o = parts.product(f"{own}o_proj")
         has_own = a.shares_kv_of is None

@@ -23,7 +23,8 @@ class Join(Protocol):
 class Parts:
     """What blocks are made of: weights by name, what joins matrices, and the type of rows, which that of norms is too.
 
-    apart: queries are a product of their own, beside that of keys and values. made: all products so far.
+    apart: queries are a product of their own, and so is their gate, beside that of keys and values. made: all products
+    so far.
     """
 
     weights: Mapping[str, Tensor]

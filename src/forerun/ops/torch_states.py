@@ -6,7 +6,7 @@ so that a state has the same bits however its tokens came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.blocks import Recurrence, recurrence_name
 from forerun.kv.pool import StatePool
 from forerun.kv.states import NOWHERE, StateRun
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.reference import Gated, ReferenceOps
 from forerun.ops.torch_parts import Normed, Parts
 from forerun.types import RaggedBatch
 
@@ -35,27 +35,6 @@ class _Tokens:
     first_own: int
     parents: Seq[int]
 
-    def convolved(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return of each token the sum over its last inputs [tokens, width], the oldest first; weight [width, conv]."""
-        num, conv = len(self.parents), weight.shape[1]
-        if self.parents == range(-1, num - 1):
-            taps = [self.inputs[j : j + num] for j in range(conv)]
-        else:
-            windows = torch.tensor([self._window(token, conv) for token in range(num)], device=self.inputs.device)
-            taps = [self.inputs[windows[:, j]] for j in range(conv)]
-        total = taps[0] * weight[:, 0]
-        for j in range(1, conv):
-            total = total + taps[j] * weight[:, j]
-        return total if bias is None else total + bias
-
-    def _window(self, token: int, conv: int) -> list[int]:
-        """Return the rows of `inputs` that a token's convolution reads."""
-        path = list[int]()
-        while token != NOWHERE and len(path) < conv:
-            path.append(token + conv - 1)
-            token = self.parents[token]
-        return [*range(len(path) - 1, conv - 1), *reversed(path)]
-
 
 class TorchRecurrence:
     """The recurrent part of one block."""
@@ -73,8 +52,12 @@ class TorchRecurrence:
         self.gates = parts.product(f"{own}in_proj_b", f"{own}in_proj_a")
         self.weight, self.bias = parts.vector(f"{own}conv1d.weight"), None
         self.dt_bias = parts.weights[f"{own}dt_bias.weight"].float()
-        stored = parts.weights[f"{own}A_log.weight"].float()
-        self.decay = stored if r.decay == "negative" else -stored.exp()
+        self._decay = parts.weights[f"{own}A_log.weight"].float()
+
+    @property
+    def decay(self) -> Tensor:
+        """What the softplus of g is multiplied by [heads]; it is made anew for each pass, for it may be trained."""
+        return self._decay if self.spec.decay == "negative" else -self._decay.exp()
 
     def run(
         self, ops: ReferenceOps, y: Tensor, pool: StatePool | None, runs: Seq[StateRun], batch: RaggedBatch
@@ -138,61 +121,30 @@ class TorchRecurrence:
         for num, state in run.saves:
             assert pool is not None
             pool.history[state] = tokens.inputs[num : num + self.spec.conv - 1].to(pool.history.dtype)
-        return tokens.convolved(self.weight, self.bias)[tokens.first_own :]
+        return ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)[tokens.first_own :]
 
     def _read(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
         """Return what a run's rows read of their states, float32 [n, heads, value_dim], and leave states on the way."""
-        r, saves = self.spec, dict(run.saves)
-        steps = self._steps(ops, tokens)
+        r, saves = self.spec, {} if pool is None else dict(run.saves)
         state = tokens.gates.new_zeros(r.value_heads, r.key_dim, r.value_dim)
         if pool is not None and run.first != NOWHERE:
             state = pool.states[run.first]
-        states, outs = {NOWHERE: state}, list[Tensor]()
-        is_chain = not run.paths
-        for token, step in enumerate(steps):
-            states[token] = step.after(states[tokens.parents[token]])
-            if is_chain:
-                del states[token - 1]
-            if token >= tokens.first_own:
-                outs.append(step.read(states[token]))
-            if token + 1 in saves and pool is not None:
-                pool.states[saves[token + 1]] = states[token]
-                pool.history[saves[token + 1]] = tokens.inputs[token + 1 : token + r.conv].to(pool.history.dtype)
-        return torch.stack(outs) if outs else state.new_empty(0, r.value_heads, r.value_dim)
+        gated = self._gated(ops, tokens)
+        outs, left = ops.delta_rule(gated, state, tokens.parents, tokens.first_own, [num - 1 for num in saves])
+        for num, place in saves.items():
+            assert pool is not None
+            pool.states[place] = left[num - 1]
+            pool.history[place] = tokens.inputs[num : num + r.conv - 1].to(pool.history.dtype)
+        return outs
 
-    def _steps(self, ops: ReferenceOps, tokens: _Tokens) -> Iterator[_Step]:
-        """Yield what each token does to a state."""
+    def _gated(self, ops: ReferenceOps, tokens: _Tokens) -> Gated:
+        """Return what each token does to a state."""
         r = self.spec
-        acted = ops.activated("silu", tokens.convolved(self.weight, self.bias)).float()
+        convolved = ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)
         sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
-        q, k, v = torch.split_with_sizes(acted, sizes, -1)
+        q, k, v = torch.split_with_sizes(ops.activated("silu", convolved).float(), sizes, -1)
         times = r.value_heads // r.key_heads
         q, k = (ops.of_length_one(x.view(len(x), r.key_heads, r.key_dim), LENGTH_EPS) for x in (q, k))
         q, k = (x.repeat_interleave(times, 1) if r.grouped else x.repeat(1, times, 1) for x in (q, k))
         q, v = q / r.key_dim**0.5, v.view(len(v), r.value_heads, r.value_dim)
-        betas, decays = ops.gates_of(tokens.gates, self.dt_bias, self.decay)
-        return map(_Step, q, k, v, betas, decays)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one token does to the states of all heads.
-
-    q, k [heads, key_dim], v [heads, value_dim]; beta and decay [heads], what a state is multiplied by.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    decay: Tensor
-
-    def after(self, state: Tensor) -> Tensor:
-        """Return the state [heads, key_dim, value_dim] behind the token."""
-        state = state * self.decay[:, None, None]
-        known = (state * self.k[:, :, None]).sum(1)
-        return state + self.k[:, :, None] * ((self.v - known) * self.beta[:, None])[:, None]
-
-    def read(self, state: Tensor) -> Tensor:
-        """Return what the token reads of the state behind it [heads, value_dim]."""
-        return (state * self.q[:, :, None]).sum(1)
+        return Gated(q, k, v, *ops.gates_of(tokens.gates, self.dt_bias, self.decay))

@@ -17,7 +17,7 @@ from forerun.errors import BadOption, shown
 from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict
 from forerun.ops.model import LoadedModel
-from forerun.ops.torch_tensors import HostWeights, tensor_of
+from forerun.ops.torch_tensors import HostWeights, host_of, tensor_of
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.config import HeadConfig
@@ -75,7 +75,7 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head, and out/model where the target was trained along."""
+        """Write the folder out/head, and out/model where the target was trained along or gets the head."""
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
         head_files.save(
@@ -85,6 +85,8 @@ class HeadTask:
             sizes,
             self.tokenizer,
         )
+        if (save_beside := getattr(self.head, "save_beside", None)) is not None:
+            save_beside(self.config.out, self.checkpoint)
         if (backbone := getattr(self.head, "backbone", None)) is not None:
             numbers = {name: value for line in log for name, value in line.items()}
             backbone.save(self.config.out / "model", self.checkpoint, numbers, self.config.method)
@@ -138,6 +140,8 @@ def prepare(
             "are one model, such as in other bits"
         )
     name, module, made = heads.load(config.method, model.config)
+    if (text := getattr(module, "remark", lambda of: None)(checkpoint)) is not None:
+        warn(text)
     known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
     before = None if config.init_from is None else Before.read(config.init_from, name, known, tokenizer.num_ids)
     parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
@@ -203,6 +207,8 @@ class Before:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         own = {"d2t": tuple(self.ids.shape)} if "d2t" in shapes else {}
         found = head_files.read_weights(self.folder, {**shapes, **own}, model, num_ids)
+        if (read := getattr(head, "read", None)) is not None:
+            found = {name: host_of(weight) for name, weight in read(self.folder).items()}
         for name, weight in head.weights.items():
             if name in found:  # the weights of a target that is trained along stand elsewhere
                 weight.copy_(tensor_of(dense_of(found[name])))

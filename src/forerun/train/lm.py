@@ -1,6 +1,7 @@
 """`forerun train lm` trains a small model on Python source, token ids or a target's text, or from its soft labels.
 
-It is a llama, as the shipped target and its draft, which were both trained by it, a GPT-2, or a mixture of experts.
+It is a llama, as the shipped target and its draft, which were both trained by it, a GPT-2, a mixture of experts, or a
+hybrid, most of whose layers keep a state.
 Several drafts of one target learn one after another: each learns where the target and the drafts before it (`after`)
 do not agree on the likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they
 cover more than each would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a
@@ -238,8 +239,6 @@ def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | No
     _check_fits(config.teacher, model, config)
     if model.config.has_windows:
         raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
-    if model.config.has_states:
-        raise BadOption(f"the teacher {shown(config.teacher)} keeps states, which training does not compute")
     return model, found.end_ids
 
 

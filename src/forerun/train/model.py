@@ -22,6 +22,8 @@ from forerun.ops.torch_tensors import HostWeights
 from forerun.train.shape import SIZES, ModelShape
 from forerun.types import RaggedBatch
 
+INTO_STREAM = ("o_proj", "out_proj", "down_proj")  # modules that end a branch of the residual stream
+
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Draw first weights as GPT-2's: a deviation of 0.02, and of projections into the residual stream a smaller one.
@@ -29,24 +31,41 @@ def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "
     Those are divided by sqrt(2 layers) (Radford et al. 2019, section 2.3).
     """
     small = 0.02 / math.sqrt(2 * shape.num_layers)
-    return drawn_weights(shape.spec(), seed, lambda name: small if name in ("o_proj", "down_proj") else 0.02, device)
+    return drawn_weights(shape.spec(), seed, lambda name: small if name in INTO_STREAM else 0.02, device)
 
 
 def drawn_weights(
     spec: Spec, seed: int, deviation_of: Callable[[str], float], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Draw float32 weights: norms are 1, biases 0, others normal. deviation_of: the standard deviation, by module.
+    """Draw float32 weights: norms multiply by 1, biases are 0, others normal. deviation_of: the deviation, by module.
 
-    All are drawn on the CPU, so that a seed gives the same model for every device.
+    Of recurrent layers decays and convolutions are drawn as published code does (Gu and Dao 2023, arXiv 2312.00752,
+    section 3.6): exp(A_log) is uniform, softplus(dt_bias) log-uniform, and a convolution of n inputs is uniform up to
+    1 / sqrt(n). All are drawn on the CPU, so that a seed gives the same model for every device.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, offset = torch.Generator().manual_seed(seed), 0.0 if spec.final_norm is None else spec.final_norm.offset
     weights = {}
     for name, size in weight_shapes(spec).items():
-        if len(size) == 1:
-            weights[name] = torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
-            continue
-        weights[name] = torch.randn(size, generator=generator) * deviation_of(name.split(".")[-2])
+        module = name.split(".")[-2]
+        if module == "A_log":
+            drawn = torch.empty(size).uniform_(*DECAYS, generator=generator).log()
+        elif module == "dt_bias":
+            steps = torch.empty(size).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
+            drawn = steps + torch.log(-torch.expm1(-steps))  # whose softplus they are
+        elif module in CONVOLUTIONS and len(size) == 2:
+            drawn = torch.empty(size).uniform_(-(size[1] ** -0.5), size[1] ** -0.5, generator=generator)
+        elif len(size) > 1:
+            drawn = torch.randn(size, generator=generator) * deviation_of(module)
+        elif name.endswith(".bias"):
+            drawn = torch.zeros(size)
+        else:
+            drawn = torch.full(size, 1.0 if "linear_attn." in name else 1.0 - offset)
+        weights[name] = drawn
     return {name: weight.to(device) for name, weight in weights.items()}
+
+
+CONVOLUTIONS = ("conv", "conv1d")
+DECAYS, TIME_STEPS = (1e-2, 16.0), (1e-3, 1e-1)
 
 
 def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed: int) -> dict[str, Tensor]:
@@ -61,7 +80,7 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
     for name, weight in grown.items():
         if name in weights:
             grown[name] = weights[name].clone()
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        elif name.split(".")[-2] in INTO_STREAM:
             weight.zero_()
     return grown
 
@@ -106,6 +125,7 @@ def read_shape(folder: Path) -> ModelShape:
     spec = spec_of(folder)
     if (names := SIZES.get(spec.model_type)) is not None:
         raw = family(spec.model_type).write(spec)
+        raw = {**raw, **raw.get("rope_parameters", {})}
         sizes = {name: raw[key] for name, key in names.items()}
         shape = ModelShape(**{"num_kv_heads": sizes["num_heads"], **sizes}, family=spec.model_type)
         if shape.spec() == spec:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence as Seq
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
+from forerun.ops.reference import PLAIN, Gated, ReferenceOps, Scoring
 from forerun.ops.torch import TorchModel
 from forerun.ops.torch_pools import TorchPool
 from forerun.train import losses
@@ -14,9 +16,10 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
-    """The reference operators with attention over rows that are consecutive sequences of `seq_len_tokens` each.
+    """The reference operators over rows that are consecutive sequences of `seq_len_tokens` each, in one run.
 
-    So training runs the same forward pass of the decoder as serving; only the source of keys and values differs.
+    So training runs the same forward pass of the decoder as serving; only the source of keys, values and states is
+    another. Recurrent layers are computed by chunks, because gradients through a step for each token take too long.
     Sliding windows are refused, because no trainable shape has one. imbalances: what each router of the passes since
     it was emptied did, see `losses.imbalance`.
     """
@@ -52,6 +55,62 @@ class TrainingOps(ReferenceOps):
         k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+
+    def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, parents: Seq[int]) -> Tensor:
+        """Convolve within each sequence, before which there is nothing. See `ReferenceOps`."""
+        conv = weight.shape[1]
+        texts = inputs[conv - 1 :].view(-1, self.seq_len_tokens, inputs.shape[1])
+        padded = F.pad(texts, (0, 0, conv - 1, 0))
+        total = padded[:, : self.seq_len_tokens] * weight[:, 0]
+        for j in range(1, conv):
+            total = total + padded[:, j : j + self.seq_len_tokens] * weight[:, j]
+        total = total.flatten(0, 1)
+        return total if bias is None else total + bias
+
+    def delta_rule(
+        self, gated: Gated, state: Tensor, parents: Seq[int], first: int, wanted: Collection[int]
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """Compute the rule within each sequence, CHUNK_TOKENS at a time. See `ReferenceOps`; no state is left."""
+        assert not wanted
+        with torch.autocast(gated.q.device.type, enabled=False):
+            rows = (getattr(gated, name) for name in ("q", "k", "v", "beta", "decay"))
+            texts = (torch.unflatten(x.float(), 0, (-1, self.seq_len_tokens)).transpose(1, 2) for x in rows)
+            return delta_chunks(*texts).transpose(1, 2).flatten(0, 1), {}
+
+
+CHUNK_TOKENS = 64  # of a sequence, of which the gated delta rule is a few products of matrices
+LEAST_DECAY = 1e-30  # of a token, which has a logarithm
+
+
+def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+    """Compute the gated delta rule by chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3; arXiv 2406.06484).
+
+    q, k [S, heads, L, key_dim], v [S, heads, L, value_dim], beta and decay [S, heads, L]; -> [S, heads, L, value_dim].
+    Within a chunk the tokens' corrections solve a triangular system, so that only states between chunks come one after
+    the other.
+    """
+    length = q.shape[2]
+    short = -length % CHUNK_TOKENS
+    q, k, v = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))  # a token of zeros changes no state
+    beta, logs = F.pad(beta, (0, short)), F.pad(decay.clamp(min=LEAST_DECAY).log(), (0, short))
+    q, k, v, beta, logs = (torch.unflatten(x, 2, (-1, CHUNK_TOKENS)) for x in (q, k, v, beta, logs))
+    sums = logs.cumsum(-1)
+    later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
+    from_start, to_end = sums.exp()[..., None], (sums[..., -1:] - sums).exp()[..., None]
+    scaled = k * beta[..., None]
+    system = (scaled @ k.transpose(-1, -2) * between).tril(-1)  # and ones on the diagonal
+    sides = torch.cat((v * beta[..., None], scaled * from_start), -1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores, queries = q @ k.transpose(-1, -2) * between, q * from_start
+    added, share = (k * to_end).transpose(-1, -2), sums[..., -1].exp()[..., None, None]
+    state, outs = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]), list[Tensor]()
+    for i in range(q.shape[2]):
+        new = values[:, :, i] - keys[:, :, i] @ state
+        outs.append(queries[:, :, i] @ state + scores[:, :, i] @ new)
+        state = state * share[:, :, i] + added[:, :, i] @ new
+    return torch.cat(outs, 2)[:, :, :length]
 
 
 class RememberingOps(ReferenceOps):

@@ -44,12 +44,27 @@ SIZES: Mapping[str, Mapping[str, str]] = {
         "rope_theta": "rope_theta",
         "max_positions": "max_position_embeddings",
     },
+    "qwen3_5_text": {
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "rope_theta": "rope_theta",
+        "max_positions": "max_position_embeddings",
+    },
 }
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-5},
     "gpt2": {"layer_norm_epsilon": 1e-5},
     "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    "qwen3_5_text": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4},
 }
+# Of a family with states, what config.json says of their heads, which are as many and as wide as those of queries.
+STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+STATE_DIMS = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
+INTERVAL = 4  # of its layers with attention
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,8 @@ class ModelShape:
     """The sizes of a decoder with tied embeddings, in elements; heads have hidden_size / num_heads of them.
 
     family: llama; gpt2, which learns each of its max_positions, and has as many key-value heads as query heads; or
-    qwen3_moe, of whose num_experts parts of ffn_size each row takes num_chosen.
+    qwen3_moe, of whose num_experts parts of ffn_size each row takes num_chosen; or qwen3_5_text, of whose layers every
+    fourth has attention and the others keep a state, whose heads are those of queries.
     """
 
     hidden_size: int = option(512, "width of the residual stream, elements", min=1)
@@ -72,8 +88,8 @@ class ModelShape:
     max_positions: int = 2048
     family: str = option(
         "llama",
-        "llama; gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them); or qwen3_moe, a mixture "
-        "of experts",
+        "llama; gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them); qwen3_moe, a mixture of "
+        "experts; or qwen3_5_text, of whose layers every fourth has attention and the others keep a state",
         choices=tuple(SIZES),
     )
     num_experts: int = option(0, "of a mixture: experts of a layer, each of ffn-size", flag="--experts")
@@ -100,6 +116,17 @@ class ModelShape:
                 f"{self.num_kv_heads}: leave --kv-heads out"
             )
 
+        if self.has_states and self.num_layers < INTERVAL:
+            raise BadOption(
+                f"every {INTERVAL}th layer of a {self.family} has attention, and {self.num_layers} layers are fewer: "
+                f"give --layers {INTERVAL}, or more"
+            )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states."""
+        return self.family == "qwen3_5_text"
+
     @classmethod
     def given(cls, sizes: Mapping[str, Any], seq_len_tokens: int) -> ModelShape:
         """Return a shape of the sizes that a command got: a gpt2 has as many positions as its sequences have tokens."""
@@ -114,6 +141,9 @@ class ModelShape:
 
         sizes = {key: getattr(self, name) for name, key in SIZES[self.family].items()}
         more = {"model_type": self.family, "tie_word_embeddings": True, **FIXED[self.family]}
+        if self.has_states:
+            dim = self.hidden_size // self.num_heads
+            more |= dict.fromkeys(STATE_HEADS, self.num_heads) | dict.fromkeys(STATE_DIMS, dim)
         return family(self.family).read(sizes | more)
 
     @property

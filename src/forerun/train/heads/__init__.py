@@ -39,7 +39,8 @@ class Teacher:
     """What a head may know of its target. embeddings, head: float32 [V, H], frozen.
 
     counts [num_ids]: how often each id with a token was written in the texts that training sees. probe: see
-    head_files.py. last: the weights of the last layer, as those of layer 0, and the final norm. model: the whole of it.
+    head_files.py. last: the weights of the last layer with attention, as those of layer 0, and the final norm. model:
+    the whole of it.
     """
 
     config: Spec
@@ -56,7 +57,7 @@ class Teacher:
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
         embeddings, head = torch.from_numpy(embedded).float(), torch.from_numpy(model.head(ids)).float()
-        at, final = f"model.layers.{model.config.num_layers - 1}.", "model.norm.weight"
+        at, final = f"model.layers.{max(0, last_attending(model.config))}.", "model.norm.weight"
         names = [name for name in weight_shapes(model.config) if name.startswith(at)]
         found = {name.replace(at, "model.layers.0."): model.weight(name) for name in names}
         last = {name: tensor_of(weight) for name, weight in (found | {final: model.weight(final)}).items()}
@@ -69,14 +70,19 @@ class Teacher:
         return TorchModel(self.config, weights, ops)
 
 
+def last_attending(target: Spec) -> int:
+    """Return the number of the last layer with attention; -1 = none has it."""
+    return max((i for i, block in enumerate(target.blocks) if block.attention is not None), default=-1)
+
+
 def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
-    """Return a head's spec: so many blocks like the target's last one, but without a window.
+    """Return a head's spec: so many blocks like the target's last one with attention, but without a window.
 
     changes: of other fields of the target's. Raises BadOption for a target with blocks that are not trained.
     """
-    block = target.blocks[-1]
+    block = target.blocks[last_attending(target)]
     a = block.attention
-    plain = a is not None and (a.softcap, a.sinks, a.bias, a.gate, a.position_scale) == (None, False, None, False, None)
+    plain = a is not None and (a.softcap, a.sinks, a.bias, a.position_scale) == (None, False, None, None)
     if a is None or not plain or a.rope is None or block.mlp is None or target.positions is not None:
         raise BadOption(
             f"a head with layers cannot be trained for model_type={target.model_type!r}, whose blocks have parts that "
@@ -121,9 +127,11 @@ class TrainedBlock:
         num = self.spec.heads // self.spec.kv_heads
         return _by_text(k, len(y)).repeat_interleave(num, dim=1), _by_text(v, len(y)).repeat_interleave(num, dim=1)
 
-    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream behind the block. x: before it. attended [S, heads, L, D]."""
+    def behind(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream behind the block. x: before it; y: what attention read. attended [S, heads, L, D]."""
         rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        if self.spec.gate:
+            rows = rows * self._attention.project(self.ops, y.flatten(0, 1), "gate_proj")["gate_proj"].sigmoid()
         found = self._block.attended(self.ops, x.flatten(0, 1), self._attention.o.apply(self.ops, rows)[0])
         return torch.unflatten(self._block.fed_forward(self.ops, found, found), 0, x.shape[:2])
 
@@ -280,7 +288,9 @@ class Head(Protocol):
 
     It may have `at(share)`, which is told before each step which share of the steps is behind; `rates`, by name of a
     weight, its learning rate over that of the others; `backbone`, a target that is trained along (backbone.py); and
-    `go_on_as(config)`, which takes over what else a head that it goes on from has in its config.json.
+    `go_on_as(config)`, which takes over what else a head that it goes on from has in its config.json; `read(folder)`,
+    which reads the weights of such a head, where its file has other names; and `save_beside(out, checkpoint)`, which
+    writes what stands beside its folder. Its file may have `remark(checkpoint)`: what a user should know of a target.
     """
 
     weights: dict[str, Tensor]

@@ -27,7 +27,18 @@ from forerun.drafters.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
 from forerun.registry import parse_list
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, TrainedBlock, Vocabulary, decayed, norm_of, own_blocks, shifted
+from forerun.train.heads import (
+    Batch,
+    Rows,
+    Teacher,
+    TrainedBlock,
+    Vocabulary,
+    decayed,
+    last_attending,
+    norm_of,
+    own_blocks,
+    shifted,
+)
 
 LR = 8e-4
 
@@ -139,7 +150,7 @@ class Head:
         for own in self._blocks:
             y = own.read(x)
             far, near = own.keys_values(context, batch.at), own.keys_values(y, places)
-            x = own.behind(x, _attend(own.queries(y, places), far, near, mask, block, own.scale))
+            x = own.behind(x, y, _attend(own.queries(y, places), far, near, mask, block, own.scale))
         return x
 
     def _context(self, batch: Batch) -> Tensor:
@@ -155,7 +166,7 @@ class Head:
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
     """The target's last layer, for each; the context is what that layer reads, or else the last of the layers."""
     width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
-    wanted = teacher.config.num_layers - 1
+    wanted = last_attending(teacher.config)
     place = config.layers.index(wanted) if wanted in config.layers else num - 1
     fc = torch.zeros(width, num, width)
     fc[:, place] = torch.eye(width)

@@ -6,9 +6,9 @@ features and the embedding of token m+j+1, and sees the rows of true features up
 loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; where the target's
 likeliest id is not one of them, a row is left out.
 
-The layer begins as the target's last one, behind which come the target's final norm and LM head. So all that is missing
-is what that layer would read, had the target run token m+1. A least squares fit makes it of the features of token m and
-the embedding of token m+1, before the first step (`begin`).
+The layer begins as the target's last one with attention, behind which come the target's final norm and LM head. So all
+that is missing is what that layer would read, had the target run token m+1. A least squares fit makes it of the
+features of token m and the embedding of token m+1, before the first step (`begin`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from forerun.train.heads import (
     TrainedBlock,
     Vocabulary,
     decayed,
+    last_attending,
     measured,
     norm_of,
     own_blocks,
@@ -44,15 +45,10 @@ RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equa
 LR = 8e-4
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the head reads, and how it learns."""
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """How a head that goes on with its own rows learns."""
 
-    layers: str | None = field(
-        default=None,
-        metadata={"help": "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
-                  "all but one, and all"},
-    )  # fmt: skip
     draft_vocab: int = field(
         default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
     )
@@ -64,46 +60,72 @@ class Options:
         losses.check(self.loss)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(Learning):
+    """What the head reads, and how it learns."""
+
+    layers: str | None = field(
+        default=None,
+        metadata={"help": "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
+                  "all but one, and all"},
+    )  # fmt: skip
+
+
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """Return the layers whose residual streams are read."""
     if options.layers is not None:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
     num = config.num_layers
-    return tuple(dict.fromkeys((num // 2, num - 1, num)))
+    return tuple(sorted({num // 2, max(0, last_attending(config)), num}))
 
 
-class Head:
-    """The head in float32, with gradients."""
+class SteppingHead:
+    """A head of one layer that goes on with its own rows, in float32, with gradients.
 
-    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        target = teacher.config
-        self.options, self._teacher = options, teacher
-        self._vocab = Vocabulary(teacher, options.draft_vocab)
-        self.ids = self._vocab.ids
-        decoder = own_blocks(target, 1, vocab_size=len(self.ids), tied=True)
-        self.config = EagleConfig(decoder, layers(options, target))
-        self.weights = _first_weights(self.config, teacher)
-        self._block = TrainedBlock(decoder, self.weights, LAYER)
+    decoder: the layer, over the ids of vocab, tied. weights: of the layer, its norm, and of what makes its input, which
+    joins the embedding of a token with features of the token before. fitted: which of the layers that are read is what
+    the target's own layer reads; None = none.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        decoder: Spec,
+        vocab: Vocabulary,
+        weights: dict[str, Tensor],
+        learning: Learning,
+        fitted: int | None,
+    ) -> None:
+        self.weights, self.ids = weights, vocab.ids
+        self._teacher, self._vocab, self._learning, self._fitted = teacher, vocab, learning, fitted
+        self._block = TrainedBlock(decoder, weights, LAYER)
         self._norm = decoder.final_norm or Norm()
         self._eps = self._norm.eps
 
+    def features(self, batch: Batch) -> Tensor:
+        """Return what it makes of the target's rows of each token [S, L, H]."""
+        raise NotImplementedError
+
+    def fed(self, stream: Tensor) -> Tensor:
+        """Return what stands for the features in the next step. stream [S, L, H]: the rows behind the layer."""
+        return stream
+
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit `input` by least squares: what the target's last layer reads at the next token, on these batches.
+        """Fit `input` by least squares: what the target's own layer reads at the next token, on these batches.
 
-        Rows are weighted by one over the mean square of what is fitted. Without that layer's input among the features
+        Rows are weighted by one over the mean square of what is fitted. Without that layer's input among what is read
         the weights stay as they are.
         """
-        wanted = self._teacher.config.num_layers - 1
-        if wanted not in self.config.layers:
+        if self._fitted is None:
             return
-        place, width = self.config.layers.index(wanted), self.config.decoder.hidden_size
+        width = self._teacher.config.hidden_size
         squares, products = torch.zeros(2 * width, 2 * width), torch.zeros(2 * width, width)
         for batch in batches:
-            inputs = self._inputs(F.embedding(shifted(batch.ids, 1), self._teacher.embeddings), self._features(batch))
+            inputs = self._inputs(F.embedding(shifted(batch.ids, 1), self._teacher.embeddings), self.features(batch))
             rows = (batch.text == shifted(batch.text, 1)) & (batch.text >= 0)
             rows[:, -1] = False
-            x, y = inputs[rows], shifted(batch.layers[:, :, place], 1)[rows].float()
+            x, y = inputs[rows], shifted(batch.layers[:, :, self._fitted], 1)[rows].float()
             weight = y.pow(2).mean(-1, keepdim=True).clamp(min=1e-6).rsqrt()
             squares += (x * weight).T @ (x * weight)
             products += (x * weight).T @ (y * weight)
@@ -112,37 +134,29 @@ class Head:
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        return decayed(self._steps(batch), self.options.decay, self.options.loss)
+        return decayed(self._steps(batch), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
         return measured(self._steps(batch), batch, self.ids)
 
-    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
-        weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        return weights | {"d2t": self._vocab.offsets()}, self.config.to_json()
-
     def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""
-        norm, eps = self.weights["model.norm.weight"], self._eps
-        feature = self._features(batch)
+        feature = self.features(batch)
         mask, memory = visible(batch), list[tuple[Tensor, Tensor]]()
         with torch.no_grad():
             targets = self._vocab.logits(batch.hidden)
-        for j in range(self.options.steps):
+        for j in range(self._learning.steps):
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
-            feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
+            stream = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
             learned = batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1))
-            own = self._vocab.logits(norm_of(feature[learned], norm, eps, self._norm.offset))
+            own = self._vocab.logits(self.normed(stream[learned]))
+            feature = self.fed(stream)
             yield learned, own, shifted(targets, j + 1)[learned]
 
-    def _features(self, batch: Batch) -> Tensor:
-        """The target's rows of each token, joined [S, L, H]."""
-        w, num = self.weights, batch.layers.shape[2]
-        rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
-        norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
-        return F.linear(norm_of(rows, norms, self._eps).flatten(2), w["fc.weight"])
+    def normed(self, rows: Tensor) -> Tensor:
+        """Return rows behind the final norm."""
+        return norm_of(rows, self.weights["model.norm.weight"], self._eps, self._norm.offset)
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
         """What `input` joins [S, L, 2 H], unjoined."""
@@ -155,7 +169,31 @@ class Head:
         x = F.linear(inputs, self.weights["input.weight"])
         y = self._block.read(x)
         memory.append(self._block.keys_values(y, at))
-        return self._block.behind(x, _attend(self._block.queries(y, at), memory, mask, self._block.scale))
+        return self._block.behind(x, y, _attend(self._block.queries(y, at), memory, mask, self._block.scale))
+
+
+class Head(SteppingHead):
+    """The head of the drafter eagle."""
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        vocab, read = Vocabulary(teacher, options.draft_vocab), layers(options, teacher.config)
+        decoder = own_blocks(teacher.config, 1, vocab_size=len(vocab.ids), tied=True)
+        self.config = EagleConfig(decoder, read)
+        wanted = last_attending(teacher.config)
+        fitted = read.index(wanted) if wanted in read else None
+        super().__init__(teacher, decoder, vocab, _first_weights(self.config, teacher), options, fitted)
+
+    def features(self, batch: Batch) -> Tensor:
+        """See `SteppingHead`: rows behind several layers, each with a norm, joined by one product."""
+        w, num = self.weights, batch.layers.shape[2]
+        rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
+        norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
+        return F.linear(norm_of(rows, norms, self._eps).flatten(2), w["fc.weight"])
+
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `Head` in this package."""
+        weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
+        return weights | {"d2t": self._vocab.offsets()}, self.config.to_json()
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:

@@ -1,0 +1,104 @@
+"""A block as models with multi-token prediction bring along (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+
+Row m has what the target computed for token m, behind its final norm, and the embedding of token m+1, and learns the
+target's distribution of token m+2 by the target's own LM head. Then it goes on as it will when it drafts, with its own
+rows behind its norm in place of the target's: steps, masks, loss and first fit are those of eagle.py. The block begins
+as the target's last one with attention. It is written twice: by itself, and in a copy of the target's folder, under the
+names that published files have, where it is found without being named (models/next_tokens.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import EMBEDDING, SIDES, Spec, weight_shapes
+from forerun.drafters import head_files
+from forerun.models import next_tokens
+from forerun.models.families import names_of, published_names
+from forerun.models.loading import Checkpoint
+from forerun.models.naming import SAID
+from forerun.models.opened import OpenedCheckpoint
+from forerun.models.saving import config_to_dict
+from forerun.ops.torch_tensors import HostWeights, tensor_of
+from forerun.train.heads import Batch, Teacher, Vocabulary, last_attending, own_blocks
+from forerun.train.heads.eagle import LR, Learning, SteppingHead
+
+__all__ = ["LR", "Head", "Options", "layers", "remark"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Learning):
+    """How the block learns; it drafts all ids, and learns to tell those apart that the target wrote most often."""
+
+
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
+    """Return what the block is fitted to at first: the layer whose input is that of the target's own block."""
+    return (max(0, last_attending(config)),)
+
+
+def remark(checkpoint: Checkpoint) -> str | None:
+    """Return what a user should know of a target: that nothing is added to a GGUF file."""
+    if _has_folder(checkpoint.opened):
+        return None
+    return f"{checkpoint.name} is a GGUF file, to which nothing is added: name the block with mtp:path=OUT/head"
+
+
+class Head(SteppingHead):
+    """The block of the drafter mtp."""
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        decoder, width = own_blocks(teacher.config, 1), teacher.config.hidden_size
+        self._config = config_to_dict(decoder) | {SAID: 1}
+        self.decoder = replace(decoder, tied=False, head=False)
+        weights = {f"{side}.weight": torch.ones(width) for side in SIDES}
+        weights["input.weight"] = torch.eye(width).repeat(1, 2)
+        for name in weight_shapes(self.decoder).keys() - {EMBEDDING}:
+            weights[name] = teacher.last[name].clone()
+        super().__init__(teacher, decoder, Vocabulary(teacher, options.draft_vocab), weights, options, 0)
+
+    def features(self, batch: Batch) -> Tensor:
+        """See `SteppingHead`: the rows behind the target's final norm."""
+        return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
+
+    def fed(self, stream: Tensor) -> Tensor:
+        """See `SteppingHead`: rows behind the block's norm stand for the target's."""
+        return self.normed(stream)
+
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `Head` in this package."""
+        return {
+            name: tensor_of(weight) for name, weight in self._published(names_of(self.decoder)).items()
+        }, self._config
+
+    def read(self, folder: str) -> dict[str, Tensor]:
+        """See `Head` in this package."""
+        block = next_tokens.find(OpenedCheckpoint.of(folder))
+        assert block is not None  # its file was looked at before
+        found = {
+            name: torch.cat([tensor_of(rows).float() for rows in block.source.blocks(name)]) for name in self.weights
+        }
+        return {
+            name: w + block.side_offset if name.removesuffix(".weight") in SIDES else w for name, w in found.items()
+        }
+
+    def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
+        """See `Head` in this package: a copy of the target's folder that has the block."""
+        opened = checkpoint.opened
+        if _has_folder(opened):
+            assert opened.source is not None
+            names = published_names(opened.source.config, opened.spec)
+            next_tokens.save_with_block(out / "model", opened, self._published(names))
+
+    def _published(self, names: Any) -> dict[str, Any]:
+        weights = HostWeights({name: weight.detach().bfloat16() for name, weight in self.weights.items()})
+        return next_tokens.published_block(self.decoder, weights, names)
+
+
+def _has_folder(opened: OpenedCheckpoint) -> bool:
+    """Whether a target is a folder of safetensors, to which the block can be added."""
+    return opened.source is not None and opened.source.names is None
