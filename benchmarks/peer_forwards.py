@@ -219,19 +219,21 @@ class OwnForward:
         self.num_experts: dict[int, list[float]] = {}  # by rows of a pass: of a layer, that those rows chose
 
     def forward(self, past: list[int], ids: list[int], place: int) -> Pass:
-        """Run one pass over `ids` behind `past`, which is written to the cache before the clock starts."""
+        """Run one pass over `ids` behind `past`, which is written to the cache before the clock starts.
+
+        None of its rows is kept, as if all were rejected: layers that keep a state have a way back from no other.
+        """
         cache, held = self._runner.cache, self._held[place]
-        if held[: len(past)] == past:
-            cache.truncate_to(place, len(past))
-        else:
-            cache.truncate_to(place, 0)
-            self._runner.forward([Run(place, past, logits="none")])
-            cache.keep({place: range(len(past))})
+        same = len(held) if past[: len(held)] == held else len(past) if held[: len(past)] == past else 0
+        kept = cache.truncate_to(place, same)
+        if kept < len(past):
+            self._runner.forward([Run(place, past[kept:], logits="none")])
+            cache.keep({place: range(len(past) - kept)})
         start = time.perf_counter()
         scores = self._runner.forward([Run(place, ids)])
         seconds = time.perf_counter() - start
-        cache.keep({place: range(len(ids))})
-        self._held[place] = past + ids
+        cache.keep({place: range(0)})
+        self._held[place] = past
         self.num_experts.setdefault(len(ids), []).append(scores.num_experts)
         return Pass(seconds, scores.logits[0].argmax(-1).tolist())
 

@@ -15,7 +15,8 @@ BATCH_TOKENS = 512  # of one call at most; prompts run in pieces of this
 class Llama:
     """A loaded file with some places for texts, each with a KV cache of its own in float16, which is its default.
 
-    about: version, the file's type, and the instructions that the library uses.
+    about: version, the file's type, and the instructions that the library uses. keeps_state: some of its layers do, so
+    that a place cannot be cut back, but for what `copied` has of it.
     """
 
     def __init__(self, question: dict[str, Any]) -> None:
@@ -34,6 +35,7 @@ class Llama:
         of_context.n_ctx = question["num_places"] * (-(-question["num_positions"] // 256) * 256)
         of_context.n_batch = of_context.n_ubatch = BATCH_TOKENS
         of_context.n_threads = of_context.n_threads_batch = question["num_threads"]
+        self.keeps_state = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         self._context = lib.llama_init_from_model(model, of_context)
         if self._context is None:
             raise RuntimeError(f"llama.cpp could not make a context of {of_context.n_ctx} tokens for {path}")
@@ -51,6 +53,20 @@ class Llama:
         memory = self._lib.llama_get_memory(self._context)
         if not self._lib.llama_memory_seq_rm(memory, place, num_tokens, -1):
             raise RuntimeError(f"llama.cpp could not cut its cache back to {num_tokens} tokens")
+
+    def copied(self, place: int) -> Any:
+        """Return a copy of all that a place holds."""
+        lib, context = self._lib, self._context
+        data = (ctypes.c_uint8 * lib.llama_state_seq_get_size(context, place))()
+        if lib.llama_state_seq_get_data(context, data, len(data), place) != len(data):
+            raise RuntimeError("llama.cpp could not copy its cache")
+        return data
+
+    def put_back(self, place: int, data: Any) -> None:
+        """Make a place hold what it held when it was copied."""
+        self.cut(place, 0)
+        if self._lib.llama_state_seq_set_data(self._context, data, len(data), place) != len(data):
+            raise RuntimeError("llama.cpp could not put back a copy of its cache")
 
     def fill(self, place: int, ids: list[int], start: int) -> None:
         """Run tokens from position `start` on without logits."""
