@@ -22,7 +22,7 @@ import numpy as np
 
 from forerun.blocks import MATRIX_BITS, TABLE_BITS, Features
 from forerun.config import Quantization
-from forerun.drafters import Known
+from forerun.drafters import Known, head_gguf
 from forerun.drafters.head_matrices import quantised
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.host_tensor import Floats, HostTensor
@@ -83,8 +83,9 @@ def path_help(method: str) -> str:
 def located(path: str | None, method: str) -> str:
     """The folder of a head that is named as a model is; one of the hub is fetched whole into huggingface_hub's cache.
 
-    path: a folder; where there is none, a head that ships with the package, or a hub id org/name[@revision]. Raises
-    BadOption without one, NotFound for what is not there or cannot be had, UnsupportedModel for a pickle.
+    path: a folder, or a GGUF file, which is unpacked; where there is none, a head that ships with the package, or a hub
+    id org/name[@revision]. Raises BadOption without one, NotFound for what is not there or cannot be had,
+    UnsupportedModel for a pickle.
     """
     if path is None:
         raise BadOption(
@@ -93,6 +94,8 @@ def located(path: str | None, method: str) -> str:
             "by its folder or hub id"
         )
     folder = os.path.expanduser(path)
+    if head_gguf.is_file(folder):
+        return head_gguf.unpacked(folder, method)
     if os.path.exists(folder):
         return folder
     shipped = shipped_names()

@@ -16,10 +16,11 @@ from typing import Any
 from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
+from forerun.drafters import companions
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
-from forerun.models import companions, named, next_tokens
+from forerun.models import named, next_tokens
 from forerun.models.families import run_by
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes

@@ -263,6 +263,7 @@ _TYPES = (
     TensorType(0, "F32", 1, 4, "float32"),
     TensorType(1, "F16", 1, 2, "float16"),
     TensorType(30, "BF16", 1, 2, "bfloat16"),
+    TensorType(27, "I64", 1, 8, "int64"),  # of ids, which are no weights
     TensorType(8, "Q8_0", 32, 34, "float32", Q8_ZERO, _q8_0),
     TensorType(2, "Q4_0", 32, 18, "float32", Q4_ZERO, _q4_0),
     TensorType(3, "Q4_1", 32, 20, "float32", Q4_MINIMUM, _q4_1),

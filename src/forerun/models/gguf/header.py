@@ -27,6 +27,7 @@ from forerun.models.gguf.pieces import pieces_of
 from forerun.models.open_file import OpenFile
 from forerun.text.files import unreadable
 
+OF_IDS = frozenset({"d2t"})  # tensors of ids, which are no weights: of heads
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
 MOST_ENTRIES, MOST_ITEMS, MOST_DIMS, MOST_ALIGNMENT = 1 << 16, 1 << 22, 4, 1 << 16
@@ -229,10 +230,11 @@ class _Reader:
             self._refuse(f"gives {name!r:.80} {num_dims:,} dimensions")
         dims = [self._number("Q") for _ in range(num_dims)]
         kind, offset = self._number("I"), self._number("Q")
-        if kind not in TYPES:
+        if kind not in TYPES or (TYPES[kind].dtype == "int64" and name not in OF_IDS):
             raise UnsupportedModel(
                 f"{self.path} holds {name!r:.80} as {NAMES.get(kind, f'type {kind}')}, and forerun reads "
-                f"{', '.join(known.name for known in TYPES.values())}: fetch the model in one of these types"
+                f"{', '.join(known.name for known in TYPES.values() if known.dtype != 'int64')}: fetch the model in one "
+                "of these types"
             )
         return dims, TYPES[kind], offset
 

@@ -45,15 +45,19 @@ def recognises(path: Path) -> bool:
 
 
 class GgufFile:
-    """One model, by its file or any of its pieces. Opening it reads what comes before the weights."""
+    """One model, by its file or any of its pieces. Opening it reads what comes before the weights.
 
-    def __init__(self, path: Path) -> None:
+    header: what is read of it in place of the file's own. beside: beginnings of the names of tensors that are no part
+    of the model.
+    """
+
+    def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
         self.path = path
-        self._header: Header = _each_expert(read_model(path))
+        self._header: Header = _each_expert(read_model(path) if header is None else header)
         self._rope_factors = self._read_rope_factors()
         self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
         self._gguf = family_of(self._header, path)[2]
-        self._beside = _next_blocks(self.config, self._header, self._gguf)
+        self._beside = (*_next_blocks(self.config, self._header, self._gguf), *beside)
         for name in self._header.tensors:
             if name not in ROPE_TENSORS and not self._is_beside(name) and self._gguf.names.ours(name) is None:
                 raise UnsupportedModel(
@@ -97,11 +101,11 @@ class GgufFile:
 
     @cached_property
     def next_tensors(self) -> Mapping[str, Stored]:
-        """The tensors of the blocks that guess further tokens, as `tensors` has those of the model."""
+        """The tensors of blocks that guess further tokens, and of others beside the model, as `tensors` has its own."""
         return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
-        """Whether a tensor is of a block that guesses further tokens, which is no part of the model."""
+        """Whether a tensor is no part of the model, such as one of a block that guesses further tokens."""
         return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:

@@ -1,0 +1,73 @@
+"""Drafters that were published for a target and lie beside it, found by their names.
+
+A folder some-model-it has its assistant in some-model-it-assistant. A GGUF file has an assistant, or a head of EAGLE-3
+or DFlash, in a file of the same folder whose name says so. Of the hub what is in its cache is found, and no more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from forerun.drafters import head_gguf
+from forerun.errors import UserError
+from forerun.models.families import run_by
+from forerun.models.gguf.header import read_model
+from forerun.models.gguf.pieces import models_of
+from forerun.models.hub import is_hub_id
+from forerun.models.opened import OpenedCheckpoint
+
+ENDING = "-assistant"
+WORDS = ("assistant", "mtp", "eagle", "dflash")  # of which a file's name has one
+
+
+def find(target: OpenedCheckpoint) -> str | None:
+    """Return the spec of a drafter that lies beside a target and fits it; None where there is none."""
+    return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
+
+
+def _candidates(target: OpenedCheckpoint) -> list[str]:
+    """Return the names that say so, those first that have most in common with the target's."""
+    if target.source is None:
+        return []
+    if is_hub_id(target.asked):
+        return [f"{target.asked}{ENDING}"] if _is_cached(f"{target.asked}{ENDING}") else []
+    path = target.path.resolve()
+    if path.is_dir():
+        beside = path.with_name(path.name + ENDING)
+        return [str(beside)] if beside.is_dir() else []
+    names = models_of(sorted(file.name for file in path.parent.glob("*.gguf") if file != path))
+    said = [name for name in names if any(word in name.lower() for word in WORDS)]
+    return [str(path.with_name(name)) for name in sorted(said, key=lambda name: (-_alike(name, path.name), name))]
+
+
+def _alike(name: str, other: str) -> int:
+    """Return how many letters two names begin alike with."""
+    pairs = zip(name.lower(), other.lower(), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # what huggingface_hub takes for no id: a revision, or a file
+        return False
+
+
+def _spec(name: str, target: OpenedCheckpoint) -> str | None:
+    """Return the spec of a drafter whose rows are as wide as the target's; None for what is none, or another's."""
+    try:
+        if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
+            is_plain = re.search(r"[,+()]", name) is None  # which mean something in a spec
+            return f"{method}:path={name}" if is_plain and head_gguf.width(name) == target.spec.hidden_size else None
+        opened = OpenedCheckpoint.of(name, config_only=True)
+    except (UserError, OSError):
+        return None
+    features = opened.spec.features
+    if features is None or run_by(opened.raw) is None:
+        return None
+    fits = (features.size, opened.spec.vocab_size) == (target.spec.hidden_size, target.spec.vocab_size)
+    return name if fits else None

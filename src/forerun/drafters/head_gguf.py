@@ -1,0 +1,187 @@
+"""Heads in GGUF files, as llama.cpp's converter writes those of EAGLE-3 and DFlash.
+
+Such a file is unpacked once, into a folder of the cache that is what was published: the same names, sizes and layer
+ids, so that one reader serves both. Its blocks are a llama's or a Qwen 3's and are read as one; what is around them has
+names of its own. Quantised weights become bfloat16, and are rounded again when they are loaded, as of folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import BadOption, CapacityError, UnsupportedModel, shown
+from forerun.host_tensor import HostTensor
+from forerun.models import safetensors_file
+from forerun.models.gguf.blocks import TYPES
+from forerun.models.gguf.header import Entry, Header, Texts, read_model
+from forerun.models.source.gguf import SUFFIX, GgufFile
+from forerun.native import cache_folder
+
+VERSION = 1  # of the folders that are written
+EMBEDDING = "token_embd.weight"
+LAYER = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What files of one architecture hold. method: the drafter. blocks: the architecture that their blocks have.
+
+    outer: published names of tensors around the blocks. layer: how published names of a block begin; inner: ends of the
+    names that a block has beside the usual ones. keys: of the metadata, that say something of the head.
+    """
+
+    method: str
+    blocks: str
+    outer: Mapping[str, str]
+    layer: str
+    inner: Mapping[str, str]
+    keys: tuple[str, ...]
+
+
+KINDS = {
+    "eagle3": _Kind(
+        "eagle",
+        "llama",
+        {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "output.weight": "lm_head.weight",
+         EMBEDDING: "embed_tokens.weight", "d2t": "d2t", "enc.output_norm.weight": "input_norm.weight"},
+        "midlayer.",
+        {"attn_norm_2.weight": "hidden_norm.weight"},
+        ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc"),
+    ),
+    "dflash": _Kind(
+        "dflash",
+        "qwen3",
+        {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "d2t": "d2t",
+         "enc.output_norm.weight": "hidden_norm.weight"},
+        "layers.{}.",
+        {},
+        ("target_layers", "block_size", "attention.causal"),
+    ),
+}  # fmt: skip
+
+
+def is_file(path: str) -> bool:
+    """Whether this is a GGUF file, by its name."""
+    return path.lower().endswith(SUFFIX) and Path(path).is_file()
+
+
+def method_of(header: Header) -> str | None:
+    """Return the drafter that reads a file with this header; None where none does."""
+    kind = KINDS.get(_text(header.metadata.get("general.architecture")))
+    return None if kind is None else kind.method
+
+
+def width(path: str) -> int | None:
+    """Return how wide the rows of its target are, as a file says it; None where it does not. Raises as `read_model`."""
+    metadata = read_model(Path(path)).metadata
+    name = _text(metadata.get("general.architecture"))
+    said = metadata.get(f"{name}.target_hidden_size", metadata.get(f"{name}.embedding_length"))
+    return said if type(said) is int else None
+
+
+def unpacked(path: str, method: str) -> str:
+    """Return the folder that a file is unpacked into, which is made where it is missing.
+
+    Raises BadOption for a file that another drafter reads, or none, UnsupportedModel for what is no such head,
+    CapacityError where the folder cannot be written.
+    """
+    header = read_model(Path(path))
+    name = _text(header.metadata.get("general.architecture"))
+    kind = KINDS.get(name)
+    if kind is None or kind.method != method:
+        reads = f"name it as {kind.method}:path=FILE" if kind else f"name one of {', '.join(KINDS)}"
+        raise BadOption(f"{shown(path)} has general.architecture={shown(name)}, which {method} does not read: {reads}")
+    key = hashlib.sha256(f"{VERSION} {header.digest} {Path(path).resolve()} {Path(path).stat().st_mtime_ns}".encode())
+    folder = cache_folder() / "heads" / key.hexdigest()[:32]
+    if not (folder / "config.json").is_file():
+        config, tensors = _published(Path(path), name, kind, header)
+        _write(folder, config, tensors)
+    return str(folder)
+
+
+def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
+    """Return config.json and tensors as they were published."""
+    said = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
+    own: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
+    around = {tensor: ours for tensor, ours in kind.outer.items() if tensor in header.tensors}
+    around |= {
+        tensor: f"{_at(kind, tensor)}{ours}"
+        for tensor in header.tensors
+        for ending, ours in kind.inner.items()
+        if tensor.startswith("blk.") and tensor.endswith(f".{ending}")
+    }
+    source = GgufFile(path, _as_model(path, kind, said, header), tuple(around))
+    names, tensors = source.names, dict[str, HostTensor]()
+    for tensor in (*source.tensors, *source.next_tensors):
+        if tensor in header.tensors and (tensor in around or tensor.startswith("blk.")):
+            found = names.ours(tensor)
+            ours = around.get(tensor) or (found[0][0] if found else tensor)
+            ours = ours.replace(f"model.layers.{tensor.split('.')[1]}.", _at(kind, tensor)) if found else ours
+            rows = HostTensor.joined([block[:] for block in source.blocks(tensor)])
+            tensors[ours] = rows.to("bfloat16") if header.tensors[tensor].type.scheme else rows
+    config = {key: value for key, value in source.config.items() if "." not in key}
+    layers = [int(layer) for layer in np.atleast_1d(own.get("target_layers", []))]
+    if (ids := tensors.get("d2t")) is not None:
+        offsets = ids.values.astype(np.int64) - np.arange(len(ids))
+        tensors["d2t"] = HostTensor.of(offsets)
+    drafted = {} if ids is None else {"draft_vocab_size": len(ids)}
+    if kind.method == "eagle":
+        switches = {key: value for key, value in own.items() if key != "target_layers"}
+        return {**config, "draft_vocab_size": config["vocab_size"], **drafted, **switches, LAYER: layers}, tensors
+    mask = {"mask_token_id": header.metadata.get("tokenizer.ggml.mask_token_id")}
+    ids_read = {"target_layer_ids": [layer - 1 for layer in layers], **{k: v for k, v in mask.items() if v is not None}}
+    more = {"block_size": own["block_size"]} if "block_size" in own else {}
+    causal = {"is_causal": True} if own.get("attention.causal") is True else {}
+    return {**config, **drafted, **more, **causal, "dflash_config": ids_read}, tensors
+
+
+def _at(kind: _Kind, tensor: str) -> str:
+    """Return how the published names of a block's tensors begin."""
+    return kind.layer.format(tensor.split(".")[1]) if tensor.startswith("blk.") else ""
+
+
+def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) -> Header:
+    """Return the header of a model with the same blocks. A head may have no embedding of its own: then of no bytes."""
+    kept = {key: value for key, value in header.metadata.items() if not key.startswith(("general.arch", "split."))}
+    metadata = {"general.architecture": kind.blocks.encode(), **kept}
+    metadata |= {f"{kind.blocks}.{key}": value for key, value in said.items()}
+    tensors = dict(header.tensors)
+    if EMBEDDING not in tensors:
+        tokens, width = header.metadata.get("tokenizer.ggml.tokens"), said.get("embedding_length")
+        if not isinstance(tokens, Texts) or type(width) is not int:
+            raise UnsupportedModel(f"{path} has neither an embedding nor a tokenizer, so that its ids are not known")
+        some = next(iter(tensors.values()))
+        tensors[EMBEDDING] = Entry(some.file, (tokens.num, width), TYPES[1], 0, 0)
+    return replace(header, metadata=metadata, tensors=tensors)
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, HostTensor]) -> None:
+    """Write a folder, all of it or nothing: another process may do the same."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            safetensors_file.write(made / "model.safetensors", tensors, {"format": "pt"})
+            (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if not folder.exists():
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise CapacityError(
+            f"a head cannot be unpacked into {folder.parent} ({error.strerror}): set FORERUN_CACHE_DIR to a folder "
+            "with room that may be written to"
+        ) from error
