@@ -13,6 +13,7 @@ Of every four layers of Qwen 3.5 the first three keep a state; `--further` adds 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from forerun.registry import unknown
 
 # The deviation of random codes of each type, in units of its scale.
 SPREAD = {"Q4_0": 4.3, "Q4_K": 4.6 * 36.5, "Q8_0": 73.9, "IQ4_NL": 69.0}
-STD, EMBEDDED_STD = 0.02, 1.0  # of all matrices; of embeddings, so that a router sees which token there is
+GAIN = 0.9  # the deviation of all matrices is GAIN / sqrt(hidden size), 0.02 for 2,048
+EMBEDDED_STD = 1.0  # of embeddings, so that a router sees which token there is
 Array = np.ndarray[Any, Any]
 
 
@@ -198,22 +200,27 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write(path: Path, shape: Shape, num_layers: int, kind: str, expert_kind: str, further: bool = False) -> int:
+def write(
+    path: Path, shape: Shape, num_layers: int, kind: str, expert_kind: str, further: bool = False, num_ids: int = 0
+) -> int:
     """Write the file; returns its bytes. kind: the type of all matrices but those of experts.
 
-    further: with the block that guesses further tokens, which the file counts as its last.
+    further: with the block that guesses further tokens, which the file counts as its last. num_ids: at least so many,
+    of which those that the shipped model lacks stand for no text.
     """
     import gguf
 
     generator, writer = np.random.default_rng(0), gguf.GGUFWriter(path, shape.arch)
     counts = {"block_count": num_layers + further, **({"nextn_predict_layers": 1} if further else {})}
     of_shape = {f"{shape.arch}.{key}": value for key, value in {**counts, **shape.keys()}.items()}
-    vocabulary = _vocabulary()
+    vocabulary = _vocabulary(num_ids)
     for key, value in {**of_shape, **vocabulary}.items():
         _add(writer, key, value)
     num_ids = len(vocabulary["tokenizer.ggml.tokens"])
 
-    def add(name: str, sizes: tuple[int, ...], kind: str, std: float = STD) -> None:
+    usual = GAIN / math.sqrt(shape.hidden)
+
+    def add(name: str, sizes: tuple[int, ...], kind: str, std: float = usual) -> None:
         data = _random(generator, sizes, kind, std)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
@@ -223,7 +230,7 @@ def write(path: Path, shape: Shape, num_layers: int, kind: str, expert_kind: str
         for name, sizes in shape.fed_matrices():
             add(f"blk.{i}.{name}", sizes, expert_kind if name.endswith("_exps") else kind)
         for name, sizes in shape.routers():
-            router = generator.standard_normal(sizes) * STD
+            router = generator.standard_normal(sizes) * usual
             writer.add_tensor(f"blk.{i}.{name}.weight", router.astype(np.float32))
         for name, vector in shape.vectors(like):
             writer.add_tensor(f"blk.{i}.{name}", vector)
@@ -271,11 +278,12 @@ def _random(generator: np.random.Generator, sizes: tuple[int, ...], kind: str, s
     return np.ascontiguousarray(data.reshape(*sizes[:-1], -1))
 
 
-def _vocabulary() -> dict[str, Any]:
-    """The tokenizer of the shipped model."""
+def _vocabulary(num_ids: int) -> dict[str, Any]:
+    """The tokenizer of the shipped model, and ids behind its own where more are wanted."""
     raw = json.loads((Path(SHIPPED_TARGET) / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["merges"]]
     tokens = sorted(raw["vocab"], key=raw["vocab"].get)
+    tokens += [f"<unused_{i}>" for i in range(len(tokens), num_ids)]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
@@ -308,11 +316,12 @@ def command(
         str | None, typer.Option(help="of experts, MXFP4 as well [default: as --type]", show_default=False)
     ] = None,
     further: Annotated[bool, typer.Option("--further", help="with a block that guesses further tokens")] = False,
+    ids: Annotated[int, typer.Option(help="at least; 0 = those of the shipped model", min=0)] = 0,
 ) -> None:
     """Write a GGUF file in the shape of a published model, with random weights."""
     if shape not in SHAPES:
         raise BadOption(unknown("shape", shape, SHAPES))
-    num_bytes = write(out, SHAPES[shape], layers, kind, expert_type or kind, further)
+    num_bytes = write(out, SHAPES[shape], layers, kind, expert_type or kind, further, ids)
     print(f"{out}: {layers} layers of {shape} with random weights, {num_bytes / 1e9:.2f} GB")
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks.recurrent` measures passes over four layers of Qwen3.5-9B's shape, three of which keep a state.
+"""`benchmarks.recurrent` measures passes over four layers of Qwen 3.5, three of which keep a state.
 
 Behind a state, the inputs of 8 tokens are gone through again before those of 1 or 8 rows; a prompt of 256 rows writes
 its states. Weights are random numbers. What the recurrent part takes of a pass is told by `perf record` around this
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Annotated
 
@@ -18,18 +19,31 @@ import typer
 from benchmarks.kernel_operators import random_weights
 from benchmarks.kernels import _quantization
 from benchmarks.start import start
-from forerun.blocks import STATE_TOKENS, Attention, Block, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.blocks import STATE_TOKENS, Attention, Block, Experts, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu.model import CpuModel
+from forerun.registry import unknown
 
 NORM = Norm(eps=1e-6, offset=1.0)
 OF_HEADS = Norm(eps=1e-6, offset=1.0, span="head")
-FULL = Attention(16, 4, 256, rope=Rope(1e7, dims=64), q_norm=OF_HEADS, k_norm=OF_HEADS, gate=True)
 LINEAR = Recurrence("gated_delta", 4, 16, 32, 128, 128, Norm(eps=1e-6))
-PARTS = [Block(NORM, recurrence=LINEAR, pre_mlp=NORM, mlp=Mlp(12288)), Block(NORM, FULL, pre_mlp=NORM, mlp=Mlp(12288))]
-SPEC = Spec("qwen3_5", 256, 4096, 4096, (PARTS[0], PARTS[0], PARTS[0], PARTS[1]), NORM)
+
+
+def four_layers(hidden_size: int, kv_heads: int, fed: Block) -> Spec:
+    """Return the shape of a model. fed: its feed-forward part or its experts."""
+    full = Attention(16, kv_heads, 256, rope=Rope(1e7, dims=64), q_norm=OF_HEADS, k_norm=OF_HEADS, gate=True)
+    normed = replace(fed, pre_attention=NORM, pre_mlp=NORM)
+    state = replace(normed, attention=None, recurrence=LINEAR)
+    return Spec("qwen3_5", 256, hidden_size, 4096, (state, state, state, replace(normed, attention=full)), NORM)
+
+
+SHAPES = {
+    "9b": four_layers(4096, 4, Block(mlp=Mlp(12288))),
+    "35b-a3b": four_layers(2048, 2, Block(experts=Experts(256, 8, Mlp(512), Mlp(512), shared_gate=True))),
+}
 REPLAYED, PROMPT = 8, 256
 
 
@@ -44,16 +58,19 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def recurrent(
+    shape: Annotated[str, typer.Option(help=f"of Qwen 3.5: {' or '.join(SHAPES)}")] = "9b",
     dtype: Annotated[str, typer.Option(help="int4, int8, bfloat16 or float32")] = "int4",
     isa: Annotated[str | None, typer.Option(help="an instruction set; the best one by default")] = None,
     repeats: Annotated[int, typer.Option(help="passes of few rows; of a prompt a tenth of them")] = 60,
 ) -> None:
     """Measure passes of 1, 8 and 256 rows through layers that keep states."""
-    quantization = _quantization(dtype)
-    weights = random_weights(SPEC, "bfloat16" if quantization else dtype, quantization=quantization)
-    model = CpuModel(CpuOps(isa), SPEC, weights)
-    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=SPEC.max_positions))
-    tokens = np.random.default_rng(1).integers(0, SPEC.vocab_size, PROMPT).tolist()
+    if shape not in SHAPES:
+        raise BadOption(unknown("shape", shape, SHAPES))
+    spec, quantization = SHAPES[shape], _quantization(dtype)
+    weights = random_weights(spec, "bfloat16" if quantization else dtype, quantization=quantization)
+    model = CpuModel(CpuOps(isa), spec, weights, consume=True)
+    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=spec.max_positions))
+    tokens = np.random.default_rng(1).integers(0, spec.vocab_size, PROMPT).tolist()
     before = tokens[: 4 * STATE_TOKENS + REPLAYED]
     runner.cache.open(0)
     runner.cache.open(1)

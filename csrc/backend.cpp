@@ -19,6 +19,15 @@ int panels_per_tile(const Backend& backend, const Matrix& w, int num_rows, int n
     return std::max({1, shared, static_cast<int>(TILE_BYTES / w.panel_bytes())});
 }
 
+constexpr size_t FETCHED_BYTES = 4096;  // of each panel, as far as kernels fetch ahead within a matrix
+
+// Asks for the beginning of a matrix whose panels are read next. Those of another one are in no order that kernels could know.
+void fetch_beginning(const Matrix& w, int num_rows) {
+    const int side_by_side = is_quantised(w.type) ? num_streams(num_rows) : 1;
+    for (int panel = 0; panel < std::min(side_by_side, w.num_panels); ++panel)
+        for (size_t i = 0; i < FETCHED_BYTES; i += 64) __builtin_prefetch(w.panel_at(panel) + i, 0, 2);
+}
+
 constexpr int LEAST_SHARED_ROWS = 64;  // of fewer each thread rounds all for itself: to wait for others would take as long
 
 }  // namespace
@@ -80,6 +89,7 @@ void products(Backend& backend, int thread, const std::vector<Product>& all) {
             ready = i, x.words = words;
         }
         const int first = (tile - starts[i]) * per_tile[i];
+        if (tile + 1 == starts[i + 1] && i + 1 < all.size()) fetch_beginning(*all[i + 1].w, x.num_rows);
         backend.kernels.linear(*p.w, x, p.to, first, std::min(p.w->num_panels, first + per_tile[i]), sums);
     });
 }

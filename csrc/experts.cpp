@@ -42,11 +42,12 @@ void rank(const Kernels& kernels, const ExpertsPart& e, const float* scores, flo
 
 // The numbers of the experts with the largest scores, ascending; of equal scores the lowest number counts as larger.
 void choose(const float* scores, int num, int chosen, int* out) {
-    for (int k = 0; k < chosen; ++k) {
-        int best = -1;
-        for (int i = 0; i < num; ++i)
-            if (std::find(out, out + k, i) == out + k && (best < 0 || scores[i] > scores[best])) best = i;
-        out[k] = best;
+    int count = 0;  // of those so far, the largest first
+    for (int i = 0; i < num; ++i) {
+        if (count == chosen && !(scores[i] > scores[out[count - 1]])) continue;
+        int place = count < chosen ? count++ : count - 1;
+        for (; place > 0 && scores[i] > scores[out[place - 1]]; --place) out[place] = out[place - 1];
+        out[place] = i;
     }
     std::sort(out, out + chosen);
 }

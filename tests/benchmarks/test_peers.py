@@ -21,6 +21,7 @@ from benchmarks.peer_forwards import ForwardsPlan, OwnForward, text_of
 from benchmarks.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
 from benchmarks.peer_results import Divergence, best_of, lines_of
 from benchmarks.peers import PeersPlan, measure, open_own, run, unpacked, widened
+from benchmarks.random_file import write
 from forerun import ops
 from forerun.bench import widen
 from forerun.blocks import weight_shapes
@@ -34,6 +35,7 @@ from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.models.widening import WideShape
 from models.gguf_files import write_model, write_tiny_model
 from models.gguf_vocabularies import smollm2
+from small_hybrid import small_hybrid
 from tiny import tiny_config, write_tiny
 
 NEAR_TIE = 0.25  # of logits around 15 in bfloat16, whose steps are 1/16 there
@@ -332,9 +334,13 @@ def test_forwards_beside_a_real_peer(
     assert any(line.startswith("rows: new tokens of a pass") for line in printed)
 
 
-def test_a_pass_sees_the_tokens_before_it() -> None:
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_a_pass_sees_the_tokens_before_it(keeps_states: bool, tmp_path: Path) -> None:
     """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
-    checkpoint = Opened.of(EngineConfig(target=str(SHIPPED_DRAFT), dtype="float32")).load()
+    target = SHIPPED_DRAFT
+    if keeps_states:
+        write(target := tmp_path / "a.gguf", small_hybrid("qwen3.5-9b"), 4, "Q8_0", "Q8_0")
+    checkpoint = Opened.of(EngineConfig(target=str(target), dtype="float32")).load()
     text = text_of(checkpoint, 60)
     own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
     whole = own.forward(text[:1], text[1:], 0).best
@@ -538,6 +544,20 @@ def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
     assert sum(line["num_same"] for line in theirs) >= 0.9 * sum(line["num_tokens"] for line in theirs)
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "qwen3.5-35b-a3b"])
+def test_llama_cpp_says_of_states_what_we_say(tmp_path: Path, name: str, one_thread: None) -> None:
+    """Rows are compared one by one, since a wrong state would go on; rounding alone changes some of them."""
+    path = tmp_path / "a.gguf"
+    write(path, small_hybrid(name), 4, "Q8_0", "Q8_0")
+    pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
+    plan = ForwardsPlan((1, 8), (40,), 4, folder=tmp_path, pythons=pythons)
+    record = peer_forwards.run(EngineConfig(target=str(path)), plan)
+    theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
+    assert len(theirs) == 2
+    assert sum(line["num_same"] for line in theirs) >= 0.8 * sum(line["num_tokens"] for line in theirs)
 
 
 @pytest.mark.skipif(LLAMA_SERVER is None, reason="FORERUN_TEST_LLAMA_SERVER names no llama-server")
