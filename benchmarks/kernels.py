@@ -39,7 +39,7 @@ from forerun.bench.plans import Plan, repeats
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters, shape_named
-from forerun.blocks import Plain, Rope, Spec
+from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, Quantization
@@ -70,7 +70,9 @@ RANDOM_1B = Plain(
     rope=Rope(500000.0, "llama3", 32.0),
     tied=True,
 ).spec
-SHAPES = ("random-1.24b", "demo")
+# Two of its layers and a small head: large enough that weights come from memory, small enough for slow sets.
+TWO_LAYERS = resized(RANDOM_1B, vocab_size=8192, num_layers=2)
+SHAPES = ("random-1.24b", "two-layers", "demo")
 MEMORY_BOUND_ROWS = 16  # more rows are limited by arithmetic, so their bytes per second are not shown
 NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; the median is taken
 
@@ -133,9 +135,9 @@ class Prefill:
 
 
 def config_named(name: str) -> Spec:
-    """Return the sizes of a shape: random-1.24b, or the widened pair of `forerun demo`. Raises BadOption."""
-    if name == "random-1.24b":
-        return RANDOM_1B
+    """Return the sizes of a shape: random-1.24b, two-layers, or the widened pair of demo. Raises BadOption."""
+    if name in (made := {"random-1.24b": RANDOM_1B, "two-layers": TWO_LAYERS}):
+        return made[name]
     if name != "demo":
         raise BadOption(unknown("shape", name, SHAPES))
     shipped = spec_of(SHIPPED_TARGET)
@@ -373,7 +375,9 @@ def _print_notes(prefill: Prefill, bandwidths: Seq[float], plan: KernelsPlan, co
 
 def command(
     plan: Annotated[Given, Fields(KernelsPlan, is_plan=True)],
-    shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
+    shape: Annotated[
+        str, typer.Option(help="random-1.24b (Llama 3.2 1B), two-layers of it, or demo; random weights")
+    ] = "random-1.24b",
     json_file: JsonFile = None,
 ) -> None:
     """Measure each operator at 1 to 64 rows: time, bytes per second, share of the bandwidth, and t(M)/t(1)."""

@@ -5,6 +5,8 @@
 // same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
 #pragma once
 
+#include <type_traits>
+
 #include "activations.h"
 #include "kernels.h"
 #include "simd.h"
@@ -54,6 +56,14 @@ struct WidePairStep {
     static F16 add(F16 acc, const Line& w, const Line& x) { return madd(w.even, x.even, madd(w.odd, x.odd, acc)); }
 };
 
+// The same by products that are exact (`with_pairs`).
+struct ExactPairStep : Bfloat16Step {
+    template <class Pair>
+    FORERUN_INLINE static F16 add(const F16& acc, const Pair& w, const Pair& x) {
+        return Exact::add(w.first, x.first, Exact::add(w.second, x.second, acc));
+    }
+};
+
 // -------------------------------------------------------------------------------- a block of rows, a panel
 
 // The address to prefetch, which moves by `stride` bytes with every step: two lines of 64 where a pass is alone.
@@ -99,19 +109,20 @@ inline bool has_wide_inputs(const Matrix& w, int num_rows) {
     return PAIR_PRODUCTS && w.type == Type::bfloat16 && widens_pairs && num_rows > 2;
 }
 
-inline const Block* blocks_for(const Matrix& w, bool is_wide) {
+// how: pairs of bfloat16 are added, Once or Exact.
+template <class How>
+inline const Block* blocks_for(const Matrix& w, bool is_wide, How) {
+    if (w.type != Type::bfloat16) return BLOCKS<Float32Step>;
+    if constexpr (std::is_same_v<How, Exact>) return BLOCKS<ExactPairStep>;
     if constexpr (PAIR_PRODUCTS)
         if (is_wide) return BLOCKS<WidePairStep>;
-    return w.type == Type::bfloat16 ? BLOCKS<Bfloat16Step> : BLOCKS<Float32Step>;
+    return BLOCKS<Bfloat16Step>;
 }
 
 // Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take
 // turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
-inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
-    const bool is_wide = has_wide_inputs(w, x.num_rows);
-    const Block* const blocks = blocks_for(w, is_wide);
-    const size_t width = is_wide ? 2 : 1;
-    const DenormalsAreZero denormals(w.type == Type::bfloat16);
+inline void panel_sums(const Matrix& w, const Inputs& x, int panel, const Block* blocks, float* sums) {
+    const size_t width = has_wide_inputs(w, x.num_rows) ? 2 : 1;
     const char* data = w.panel_at(panel);
     const int num_blocks = x.num_blocks();
     if (num_blocks == 1)
@@ -127,6 +138,13 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
             blocks[rows - 1](data + 128 * s, words, n, s == 0, ahead, sums + static_cast<size_t>(start) * PANEL);
         }
     }
+}
+
+inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
+    const bool is_wide = has_wide_inputs(w, x.num_rows);
+    if (w.type != Type::bfloat16) return panel_sums(w, x, panel, blocks_for(w, is_wide, Once()), sums);
+    const DenormalsAreZero denormals(true);
+    with_pairs([&](auto how) { panel_sums(w, x, panel, blocks_for(w, is_wide, how), sums); });
 }
 
 // --------------------------------------------------------------------------------------------- what follows

@@ -10,15 +10,16 @@
 //     Marks, Wide, VECTOR_BYTES, any and times, for sampling.
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
 // All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does
-// the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once
-// with AVX2 and AVX-512, and twice in portable C++ that is compiled for processors without such an instruction; nothing else
-// differs between the sets, so AVX2 and AVX-512 have the same bits.
+// the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once, by an
+// instruction or without one (ROUNDS_ONCE), so all sets have the same bits (docs/portable-bits.md).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "inline.h"
 #include "scalar.h"
+#include "simd/denormals.h"
 
 namespace forerun {
 namespace FORERUN_ISA {
@@ -37,6 +38,36 @@ inline F16 load_first(const T* p, int n) {
     alignas(64) float lanes[LANES] = {};
     for (int i = 0; i < n; ++i) lanes[i] = widen(p[i]);
     return load(lanes);
+}
+
+// How a product is added: rounded once, as everywhere.
+struct Once {
+    static F16 add(F16 a, F16 b, F16 c) { return madd(a, b, c); }
+};
+// The same of two bfloat16, whose product a float32 holds: a multiplication and an addition, unless a number leaves the range of float32.
+struct Exact {
+    template <class T>
+    FORERUN_INLINE static T add(const T& a, const T& b, const T& c) {
+        return multiply_and_add(a, b, c);
+    }
+};
+
+// Calls compute(how) for sums of products of bfloat16, which it stores and begins anew with each call.
+template <class Compute>
+FORERUN_INLINE void with_pairs(const Compute& compute) {
+    if constexpr (!ROUNDS_ONCE && OutOfRange::IS_TOLD) {
+        const OutOfRange out_of_range;
+        compute(Exact());
+        if (!out_of_range.was_seen()) return;
+    }
+    compute(Once());
+}
+// At the end of what it computes, so that no sum is left for later.
+template <int N, int M>
+FORERUN_INLINE void finish_sums(F16 (&sums)[N][M]) {
+    if constexpr (!ROUNDS_ONCE)
+        for (int n = 0; n < N; ++n)
+            for (int m = 0; m < M; ++m) __asm__ volatile("" : "+m"(sums[n][m]));
 }
 
 // Returns e^x, within 2 units in the last place for x < 88.3: x = n ln 2 + r, a polynomial of degree 6 in r (Cephes,

@@ -15,6 +15,7 @@ namespace FORERUN_ISA {
 
 constexpr int LANES = 16;
 constexpr bool WIDE_REGISTERS = true;  // whether an F16 is one register
+constexpr bool ROUNDS_ONCE = true;  // whether an instruction rounds a product and its sum once
 
 struct F16 {
     __m512 v;

@@ -27,5 +27,28 @@ class DenormalsAreZero {
 #endif
 };
 
+// Whether a result has become too small or too large for a float32 since this was made.
+class OutOfRange {
+#if defined(__SSE2__)
+  public:
+    static constexpr bool IS_TOLD = true;  // by the processor
+    OutOfRange() {
+        _mm_setcsr(_mm_getcsr() & ~FLAGS);
+        __asm__ volatile("" ::: "memory");  // nothing is loaded before
+    }
+    bool was_seen() const {
+        __asm__ volatile("" ::: "memory");  // all is stored
+        return (_mm_getcsr() & FLAGS) != 0;
+    }
+
+  private:
+    static constexpr unsigned FLAGS = 0x18;  // overflow, underflow
+#else
+  public:
+    static constexpr bool IS_TOLD = false;
+    bool was_seen() const { return true; }
+#endif
+};
+
 }  // namespace FORERUN_ISA
 }  // namespace forerun

@@ -5,8 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#include "../inline.h"
 #include "../kernels.h"
 #include "../scalar.h"
+#include "round_once.h"
 
 #if defined(__SSE2__)  // every x86-64 processor has it; two functions of sampling are slow without
 #include <emmintrin.h>
@@ -17,6 +19,11 @@ namespace FORERUN_ISA {
 
 constexpr int LANES = 16;
 constexpr bool WIDE_REGISTERS = false;  // whether an F16 is one register
+#if defined(__FP_FAST_FMAF)
+constexpr bool ROUNDS_ONCE = true;  // whether an instruction rounds a product and its sum once
+#else
+constexpr bool ROUNDS_ONCE = false;
+#endif
 
 struct F16 {
     float v[LANES];
@@ -56,17 +63,30 @@ inline F16 operator*(F16 a, F16 b) {
 inline F16 operator/(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] / b.v[i]; });
 }
-// Rounded once where it is compiled for a processor that does so, as with AVX2 and AVX-512.
-inline float madd(float a, float b, float c) {
+// a * b + c by two operations, four floats at a time: left to itself GCC 12 keeps sixteen apart in the loops that add products.
+typedef float Four __attribute__((vector_size(16), aligned(4)));
+FORERUN_INLINE F16 multiply_and_add(const F16& a, const F16& b, const F16& c) {
+    F16 out;
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        Four x, y, z;
+        std::memcpy(&x, a.v + i, 16), std::memcpy(&y, b.v + i, 16), std::memcpy(&z, c.v + i, 16);
+        const Four sum = x * y + z;
+        std::memcpy(out.v + i, &sum, 16);
+    }
+    return out;
+}
 #if defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
 inline F16 madd(F16 a, F16 b, F16 c) {
-    return lanewise([&](int i) { return madd(a.v[i], b.v[i], c.v[i]); });
+    return lanewise([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
 }
+#else
+inline F16 madd(F16 a, F16 b, F16 c) {
+    F16 out;
+    round_once(a.v, b.v, c.v, out.v);
+    return out;
+}
+#endif
 inline F16 max(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
@@ -155,7 +175,7 @@ inline F16 to_float(I16 a) {
     return lanewise([&](int i) { return static_cast<float>(a.v[i]); });
 }
 inline F16 nmadd(F16 a, F16 b, F16 c) {
-    return lanewise([&](int i) { return madd(-a.v[i], b.v[i], c.v[i]); });
+    return madd(lanewise([&](int i) { return -a.v[i]; }), b, c);
 }
 inline F16 load_halves(const char* p) {
     return lanewise([&](int i) {
@@ -182,6 +202,70 @@ constexpr bool UNPACKS = false;  // whether many rows have Operands of their own
 template <class CODES>
 constexpr int MOST_ROWS = 4;  // that share decoded codes
 
+#if defined(__SSE2__)
+
+// Sixteen bytes of word j: the codes of four outputs, or what they stand for in a table; of 8 bits less 128.
+template <class CODES>
+inline __m128i weight_codes(const char* codes, int j, const int8_t* table) {
+    constexpr int BITS = CODES::BITS;
+    const auto load_line = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 32 * i)); };
+    if constexpr (BITS == 8) return load_line(j);
+    constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
+    __m128i low = _mm_and_si128(_mm_srli_epi16(load_line(j / PER_LINE), LOW * (j % PER_LINE)), _mm_set1_epi8(static_cast<char>((1 << LOW) - 1)));
+    if constexpr (CODES::LOOKED_UP) {
+        int8_t bytes[16];
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), low);
+        for (int8_t& byte : bytes) byte = table[byte];
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+    } else if constexpr (BITS > LOW) {
+        constexpr int HIGH = BITS - LOW, PER_BYTE = 8 / HIGH;
+        const int shift = LOW - HIGH * (j % PER_BYTE);
+        const __m128i plane = load_line(LOW + j / PER_BYTE);
+        const __m128i shifted = shift > 0 ? _mm_slli_epi16(plane, shift) : _mm_srli_epi16(plane, -shift);
+        low = _mm_or_si128(low, _mm_and_si128(shifted, _mm_set1_epi8(static_cast<char>(((1 << HIGH) - 1) << LOW))));
+    }
+    return low;
+}
+
+// The exact sums over words [FIRST, LAST) of sixteen outputs: codes are widened to 16 bits once for all rows, and two products are
+// added by one instruction.
+template <class CODES, int FIRST, int LAST, int N, int ROWS>
+inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
+    constexpr bool SIGNED = CODES::SIGNED;
+    const __m128i zero = _mm_setzero_si128();
+    __m128i wide[2][LAST - FIRST][4];  // of eight outputs, two in each
+    for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 8
+        for (int j = FIRST; j < LAST; ++j)
+#pragma GCC unroll 2
+            for (int q = 0; q < 2; ++q) {
+                const __m128i codes = weight_codes<CODES>(packed + h * CODES::BITS * UNIT + 16 * q, j, table);
+                __m128i* const to = wide[h][j - FIRST] + 2 * q;
+                to[0] = SIGNED ? _mm_srai_epi16(_mm_unpacklo_epi8(codes, codes), 8) : _mm_unpacklo_epi8(codes, zero);
+                to[1] = SIGNED ? _mm_srai_epi16(_mm_unpackhi_epi8(codes, codes), 8) : _mm_unpackhi_epi8(codes, zero);
+            }
+    for (int r = 0; r < ROWS; ++r)
+        for (int h = 0; h < 2; ++h) {
+            __m128i totals[4] = {zero, zero, zero, zero};
+#pragma GCC unroll 8
+            for (int j = FIRST; j < LAST; ++j) {
+                int32_t word;
+                std::memcpy(&word, x[r].codes + 4 * j, 4);
+                const __m128i four = _mm_cvtsi32_si128(word), pairs = _mm_srai_epi16(_mm_unpacklo_epi8(four, four), 8);
+                const __m128i inputs = _mm_unpacklo_epi64(pairs, pairs);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) totals[i] = _mm_add_epi32(totals[i], _mm_madd_epi16(wide[h][j - FIRST][i], inputs));
+            }
+            for (int q = 0; q < 2; ++q) {
+                const __m128 a = _mm_castsi128_ps(totals[2 * q]), b = _mm_castsi128_ps(totals[2 * q + 1]);
+                const __m128i even = _mm_castps_si128(_mm_shuffle_ps(a, b, 0x88)), odd = _mm_castps_si128(_mm_shuffle_ps(a, b, 0xdd));
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(sums[0][r].v + 8 * h + 4 * q), _mm_add_epi32(even, odd));
+            }
+        }
+}
+
+#else
+
 template <class CODES, int FIRST, int LAST, int N, int ROWS>
 inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     for (int o = 0; o < LANES; ++o) {
@@ -197,6 +281,8 @@ inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I
         }
     }
 }
+
+#endif
 
 // ---------------------------------------------------------------------------------------------------- fours of bytes
 

@@ -80,6 +80,13 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     // Of V vectors of keys, from one on.
     template <int N, int V>
     void score(const State* states, int first, F16 (*scores)[VECTORS]) const {
+        if constexpr (PAIRS)
+            with_pairs([&](auto how) { score_by<decltype(how), N, V>(states, first, scores); });
+        else
+            score_by<Once, N, V>(states, first, scores);
+    }
+    template <class How, int N, int V>
+    FORERUN_INLINE void score_by(const State* states, int first, F16 (*scores)[VECTORS]) const {
         F16 sums[N][V];
         for (int n = 0; n < N; ++n)
             for (int i = 0; i < V; ++i) sums[n][i] = f16(0.0f);
@@ -91,9 +98,10 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
             for (int n = 0; n < N; ++n) {
                 const F16 x = f16(static_cast<const float*>(states[n].q)[d]);
 #pragma GCC unroll 4
-                for (int i = 0; i < V; ++i) sums[n][i] = madd(key[i], x, sums[n][i]);
+                for (int i = 0; i < V; ++i) sums[n][i] = How::add(key[i], x, sums[n][i]);
             }
         }
+        finish_sums(sums);
         for (int n = 0; n < N; ++n)
             for (int i = 0; i < V; ++i) store(floats_of(scores[n][first + i]), sums[n][i]);
     }
@@ -128,7 +136,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     }
 
     // Adds a lane that is seen, or zeros in place of one that is not and may be NaN. last_chunk: the dimensions of the last chunk.
-    template <int N, int CHUNKS>
+    template <class How, int N, int CHUNKS>
     FORERUN_INLINE void add_lane(int d, int lane, bool is_seen, int last_chunk, const Weights* weights,
                                  F16 (&sums)[N][CHUNKS]) const {
         if (d % NextBlock<T>::LINE == 0) this->fetch_value(lane, d, d + CHUNKS * LANES);
@@ -140,7 +148,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
         for (int n = 0; n < N; ++n) {
             const F16 weight = f16(weights[n].of[lane]);
 #pragma GCC unroll 4
-            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = madd(value[c], weight, sums[n][c]);
+            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = How::add(value[c], weight, sums[n][c]);
         }
     }
 
@@ -153,24 +161,33 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     template <int N, int CHUNKS>
     FORERUN_INLINE void add_chunks(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
         F16 sums[N][CHUNKS];
+        if constexpr (PAIRS)
+            with_pairs([&](auto how) { sum_lanes<decltype(how), N, CHUNKS>(d, some, weights, seen, to, sums); });
+        else
+            sum_lanes<Once, N, CHUNKS>(d, some, weights, seen, to, sums);
+        for (int n = 0; n < N; ++n)
+            for (int c = 0; c < CHUNKS; ++c) store(floats_of(to[n][c]), sums[n][c]);
+    }
+    template <class How, int N, int CHUNKS>
+    FORERUN_INLINE void sum_lanes(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS],
+                                  F16 (&sums)[N][CHUNKS]) const {
         for (int n = 0; n < N; ++n)
             for (int c = 0; c < CHUNKS; ++c) sums[n][c] = load(floats_of(to[n][c]));
         int lane = seen.first;
         if constexpr (PAIRS) {
             if (lane % 2 == 1) {
-                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
-                add_lane<N, CHUNKS>(d, lane - 1, false, some, weights, sums);
+                add_lane<How, N, CHUNKS>(d, lane, true, some, weights, sums);
+                add_lane<How, N, CHUNKS>(d, lane - 1, false, some, weights, sums);
                 ++lane;
             }
             for (; lane + 1 < seen.last; lane += 2) {
-                add_lane<N, CHUNKS>(d, lane + 1, true, some, weights, sums);
-                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
+                add_lane<How, N, CHUNKS>(d, lane + 1, true, some, weights, sums);
+                add_lane<How, N, CHUNKS>(d, lane, true, some, weights, sums);
             }
-            if (lane < seen.last) add_lane<N, CHUNKS>(d, lane + 1, false, some, weights, sums);
+            if (lane < seen.last) add_lane<How, N, CHUNKS>(d, lane + 1, false, some, weights, sums);
         }
-        for (; lane < seen.last; ++lane) add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
-        for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) store(floats_of(to[n][c]), sums[n][c]);
+        for (; lane < seen.last; ++lane) add_lane<How, N, CHUNKS>(d, lane, true, some, weights, sums);
+        finish_sums(sums);
     }
 };
 

@@ -18,7 +18,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
-from ops.native_cases import ROUND_ONCE
+from ops.native_cases import several_sets
 from parity.bitwise import Models, bits, cached, compare, cut_prompts, feed
 from parity.covering import LEAST, LEVELS, SIXTY, THOUSAND, Group, all_pairs, count_pairs, design
 from parity.trees import compare_trees
@@ -130,11 +130,11 @@ def one_by_one(isa: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     return feed(runner, 0, TEXT, 1), cached(runner, 0, 0, len(TEXT))
 
 
-@pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
+@several_sets
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sets_that_round_once_have_the_same_bits(dtype: str) -> None:
-    logits, keys_and_values = one_by_one(ROUND_ONCE[0], dtype)
-    for isa in ROUND_ONCE[1:]:
+def test_sets_have_the_same_bits(dtype: str) -> None:
+    logits, keys_and_values = one_by_one(ISAS[0], dtype)
+    for isa in ISAS[1:]:
         others = one_by_one(isa, dtype)
         assert torch.equal(others[0], logits), isa
         assert torch.equal(others[1], keys_and_values), isa

@@ -37,7 +37,7 @@ TINY = 2.0**-126  # the smallest normal float32
 
 # With FORERUN_REQUIRE_NATIVE=1 an extension that is not there fails the tests instead of leaving them out.
 ISAS = native.processor_isas() or (["none"] if os.environ.get("FORERUN_REQUIRE_NATIVE") == "1" else [])
-ROUND_ONCE = [isa for isa in ISAS if isa != "baseline"]  # a * b + c
+several_sets = pytest.mark.skipif(len(ISAS) < 2, reason="one set alone runs here")
 needs_native = pytest.mark.skipif(not ISAS, reason=f"no native operators here: {native.why_not()}")
 # Of what a process of its own takes by default.
 runs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"torch computes here: {native.why_not()}")

@@ -6,8 +6,10 @@ rounded to bfloat16 first; the products of two such numbers are exact in float32
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,36 @@ def test_every_nan_stays_one(isa: str, dtype: torch.dtype) -> None:
     bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
     x = bits.view(FLOAT32)[:, None].repeat(1, 3)
     assert bool(ops_of(isa).linear(x, ops_of(isa).pack(torch.ones(2, 3, dtype=dtype))).isnan().all())
+
+
+def nearest_float32(number: Fraction) -> np.float32:
+    """The nearest one; of two that are as near, the one whose last bit is 0."""
+    guess = np.float32(float(number))
+    near = [np.nextafter(guess, np.float32(-INF)), guess, np.nextafter(guess, np.float32(INF))]
+    return min(near, key=lambda x: (abs(Fraction(float(x)) - number), int(x.view(np.uint32)) & 1))
+
+
+def test_a_product_and_its_sum_are_rounded_once(isa: str) -> None:
+    """c + a b by two weights: sums half between two floats, next to there, of denormals, and of what cancels."""
+    random = np.random.default_rng(1)
+    b = random.standard_normal(24).astype(np.float32)
+    b[:8] = [1, 1 + 2.0**-23, 1 - 2.0**-24, 3, 2.0**-12, 1 + 2.0**-12, 1e-20, 2.0**-126]
+    a = random.standard_normal(400).astype(np.float32)
+    c = random.standard_normal(400).astype(np.float32)
+    c[:100] = np.ldexp(np.float32(1), random.integers(-3, 30, 100))
+    a[50:100] = np.ldexp(c[50:100], -24)  # half of the last place, times b
+    a[100:150], c[100:150] = 2.0**-24, 1 + random.integers(0, 4, 50) * np.float32(2.0**-23)
+    c[150:200] = -(a[150:200] * b[9])  # what is left is what was rounded off
+    a[200:250], c[200:250] = a[200:250] * np.float32(2.0**-120), c[200:250] * np.float32(2.0**-127)
+    a[250:300], c[250:300] = 2.0**-30, 2.0**-126
+    x = torch.tensor(np.stack((np.ones_like(b), b), axis=1))
+    found = ops_of(isa).linear(x, ops_of(isa).pack(torch.tensor(np.stack((c, a), axis=1)))).numpy()
+    for row, factor in zip(found, b, strict=True):
+        wanted = [
+            nearest_float32(Fraction(float(left)) * Fraction(float(factor)) + Fraction(float(added)))
+            for left, added in zip(a, c, strict=True)
+        ]
+        assert np.array_equal(row, wanted)
 
 
 def test_denormal_inputs_and_weights_in_float32(isa: str) -> None:

@@ -24,7 +24,6 @@ from ops.native_cases import (
     INF,
     ISAS,
     NAN,
-    ROUND_ONCE,
     AttentionCase,
     RunShape,
     attention_case,
@@ -35,6 +34,7 @@ from ops.native_cases import (
     ops_of,
     same_bits,
     seeded,
+    several_sets,
 )
 from tensors import load_model
 
@@ -300,11 +300,11 @@ def test_both_ways_to_multiply_pairs_give_the_same_bits(dim: int, window: int | 
     assert all(map(same_bits, results(True), results(False)))
 
 
-@pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
+@several_sets
 @pytest.mark.parametrize("window", [None, 23])
 @pytest.mark.parametrize("dim", [8, 40, 64, 80, 128])
 @every_dtype
-def test_sets_that_round_once_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | None) -> None:
+def test_sets_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | None) -> None:
     """Of products, and of attention of few rows, many, and trees; of numbers near the least ones and infinite ones.
 
     What is no number is none on each of them, and its sign and payload are the processor's.
@@ -322,8 +322,8 @@ def test_sets_that_round_once_have_the_same_bits(dtype: torch.dtype, dim: int, w
         products = [product_of(ops, 257, 97, dtype)(rows[:n]) for n in (1, 3, 8, 20)]
         return [found.nan_to_num(1.5) for found in (case.attend(ops, window), tiny.attend(ops, window), *products)]
 
-    first = results(ROUND_ONCE[0])
-    for isa in ROUND_ONCE[1:]:
+    first = results(ISAS[0])
+    for isa in ISAS[1:]:
         assert all(map(same_bits, results(isa), first)), isa
 
 

@@ -27,7 +27,7 @@ from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_tensors import tensor_of
 from ops.native_blocks import DELTA, GATED, NUM_POSITIONS, RMS, SHORT, Native, spec_of, with_state
-from ops.native_cases import DTYPES, FLOAT32, ISAS, ROUND_ONCE, needs_native, ops_of, seeded
+from ops.native_cases import DTYPES, FLOAT32, ISAS, needs_native, ops_of, seeded, several_sets
 from tensors import load_model
 
 pytestmark = needs_native
@@ -203,13 +203,13 @@ def test_with_weights_of_four_bits(isa: str) -> None:
     check(model, whole(model))
 
 
-@pytest.mark.skipif(len(ROUND_ONCE) < 2, reason="one set here rounds a product and its sum once")
+@several_sets
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_spec
-def test_sets_that_round_once_have_the_same_bits(name: str, dtype: torch.dtype, rounds: bool) -> None:
+def test_sets_have_the_same_bits(name: str, dtype: torch.dtype, rounds: bool) -> None:
     rounds = rounds and name == "wide"
-    first, *others = (whole(model_of(name, dtype, isa, rounds=rounds)) for isa in ROUND_ONCE)
+    first, *others = (whole(model_of(name, dtype, isa, rounds=rounds)) for isa in ISAS)
     assert all(other.tobytes() == first.tobytes() for other in others)
 
 
