@@ -233,8 +233,8 @@ class _Reader:
         if kind not in TYPES or (TYPES[kind].dtype == "int64" and name not in OF_IDS):
             known = ", ".join(one.name for one in TYPES.values() if one.dtype != "int64")
             raise UnsupportedModel(
-                f"{self.path} holds {name!r:.80} as {NAMES.get(kind, f'type {kind}')}, and forerun reads {known}: fetch "
-                "the model in one of these types"
+                f"{self.path} holds {name!r:.80} as {NAMES.get(kind, f'type {kind}')}, and forerun reads {known}: "
+                "fetch the model in one of these types"
             )
         return dims, TYPES[kind], offset
 
