@@ -42,7 +42,7 @@ inline F16 load_first(const T* p, int n) {
 
 // How a product is added: rounded once, as everywhere.
 struct Once {
-    static F16 add(F16 a, F16 b, F16 c) { return madd(a, b, c); }
+    FORERUN_INLINE static F16 add(F16 a, F16 b, F16 c) { return madd(a, b, c); }
 };
 // The same of two bfloat16, whose product a float32 holds: a multiplication and an addition, unless a number leaves the range of float32.
 struct Exact {

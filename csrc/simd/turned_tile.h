@@ -80,10 +80,10 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     // Of V vectors of keys, from one on.
     template <int N, int V>
     void score(const State* states, int first, F16 (*scores)[VECTORS]) const {
-        if constexpr (PAIRS)
-            with_pairs([&](auto how) { score_by<decltype(how), N, V>(states, first, scores); });
-        else
+        if constexpr (ROUNDS_ONCE || !PAIRS)
             score_by<Once, N, V>(states, first, scores);
+        else
+            with_pairs([&](auto how) { score_by<decltype(how), N, V>(states, first, scores); });
     }
     template <class How, int N, int V>
     FORERUN_INLINE void score_by(const State* states, int first, F16 (*scores)[VECTORS]) const {
@@ -101,7 +101,7 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
                 for (int i = 0; i < V; ++i) sums[n][i] = How::add(key[i], x, sums[n][i]);
             }
         }
-        finish_sums(sums);
+        if constexpr (!ROUNDS_ONCE) finish_sums(sums);
         for (int n = 0; n < N; ++n)
             for (int i = 0; i < V; ++i) store(floats_of(scores[n][first + i]), sums[n][i]);
     }
@@ -154,23 +154,26 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
 
     template <int N, int CHUNKS>
     void add(int d, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
-        const int left = dim - d - (CHUNKS - 1) * LANES;
-        if (left >= LANES) return add_chunks<N, CHUNKS>(d, LANES, weights, seen, to);
-        add_chunks<N, CHUNKS>(d, left, weights, seen, to);
-    }
-    template <int N, int CHUNKS>
-    FORERUN_INLINE void add_chunks(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
-        F16 sums[N][CHUNKS];
-        if constexpr (PAIRS)
-            with_pairs([&](auto how) { sum_lanes<decltype(how), N, CHUNKS>(d, some, weights, seen, to, sums); });
-        else
-            sum_lanes<Once, N, CHUNKS>(d, some, weights, seen, to, sums);
-        for (int n = 0; n < N; ++n)
-            for (int c = 0; c < CHUNKS; ++c) store(floats_of(to[n][c]), sums[n][c]);
+        if constexpr (ROUNDS_ONCE || !PAIRS) {
+            add_by<Once, N, CHUNKS>(d, weights, seen, to);
+        } else {
+            F16 before[N][CHUNKS];
+            std::memcpy(before, to, sizeof before);
+            with_pairs([&](auto how) {
+                std::memcpy(to, before, sizeof before);
+                add_by<decltype(how), N, CHUNKS>(d, weights, seen, to);
+            });
+        }
     }
     template <class How, int N, int CHUNKS>
-    FORERUN_INLINE void sum_lanes(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS],
-                                  F16 (&sums)[N][CHUNKS]) const {
+    FORERUN_INLINE void add_by(int d, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
+        const int left = dim - d - (CHUNKS - 1) * LANES;
+        if (left >= LANES) return add_chunks<How, N, CHUNKS>(d, LANES, weights, seen, to);
+        add_chunks<How, N, CHUNKS>(d, left, weights, seen, to);
+    }
+    template <class How, int N, int CHUNKS>
+    FORERUN_INLINE void add_chunks(int d, int some, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
+        F16 sums[N][CHUNKS];
         for (int n = 0; n < N; ++n)
             for (int c = 0; c < CHUNKS; ++c) sums[n][c] = load(floats_of(to[n][c]));
         int lane = seen.first;
@@ -187,7 +190,9 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
             if (lane < seen.last) add_lane<How, N, CHUNKS>(d, lane + 1, false, some, weights, sums);
         }
         for (; lane < seen.last; ++lane) add_lane<How, N, CHUNKS>(d, lane, true, some, weights, sums);
-        finish_sums(sums);
+        if constexpr (!ROUNDS_ONCE) finish_sums(sums);
+        for (int n = 0; n < N; ++n)
+            for (int c = 0; c < CHUNKS; ++c) store(floats_of(to[n][c]), sums[n][c]);
     }
 };
 
