@@ -19,6 +19,7 @@ from forerun.config import EngineConfig
 from forerun.drafters import mtp
 from forerun.engine.opened import Opened
 from forerun.models import next_tokens
+from forerun.models.loading import load_checkpoint
 from forerun.models.opened import OpenedCheckpoint
 from forerun.train import head as training, lm, loop
 from forerun.train.config import HeadConfig
@@ -100,6 +101,8 @@ def test_auto_is_the_block(hybrid: Path, ops: str) -> None:
             assert isinstance(llm.engine.drafter.first, mtp.MtpDrafter)
             outs = llm.generate(some_prompts(), GREEDY)
             found.append([(out.token_ids, out.report.num_accepted, out.report.num_drafted) for out in outs])
+    with LLM(load_checkpoint(hybrid / "mtp" / "model", with_tokenizer=True), max_seq_len=128) as llm:
+        assert isinstance(llm.engine.drafter.first, mtp.MtpDrafter), "of a model that somebody has loaded, too"
     assert found[0] == found[1]
     assert sum(num for _, num, _ in found[0]) > 20
     with LLM(str(target), **options) as llm:

@@ -111,6 +111,7 @@ class Opened:
         """Return what is known of a target that the caller has loaded, and may have changed. Raises UserError."""
         files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
         methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
+        methods.pop("auto", None)
         return cls(config, files, has_loaded_draft, methods=methods)
 
     def under(self, config: EngineConfig) -> Opened:
@@ -177,10 +178,11 @@ class Opened:
     @cached_property
     def next_tokens(self) -> NextTokens | None:
         """See drafters.Known. A model of the hub is fetched to look for it, where config.json says that it is there."""
-        if self.config_only or (self.files.is_of_hub and not next_tokens.is_said(self.files.raw)):
+        files = self.files.original or self.files
+        if self.config_only or (files.is_of_hub and not next_tokens.is_said(files.raw)):
             return None
-        self.files.fetch_weights()
-        return next_tokens.find(self.files)
+        files.fetch_weights()
+        return next_tokens.find(files)
 
     @property
     def shipped_draft(self) -> str | None:

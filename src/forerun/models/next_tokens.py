@@ -104,7 +104,8 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
     """Write a copy of a folder of safetensors whose files have a block, too, in a shard of its own.
 
-    tensors: of the block, see `published_block`. What was copied before stays, so that a run may write it anew.
+    tensors: of the block, see `published_block`. Shards that were copied before stay, so that a run may write it again
+    and again.
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
@@ -113,8 +114,8 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
     folder.mkdir(parents=True, exist_ok=True)
     places, num_bytes = dict[str, str](), 0
     for shard, name in zip(shards, files, strict=False):
-        if not (folder / name).exists() or (folder / name).stat().st_size != shard.stat().st_size:
-            shutil.copyfile(shard, folder / name)
+        if not (folder / name).exists() or _version(folder / name) != _version(shard):
+            shutil.copy2(shard, folder / name)
         for tensor, entry in safetensors_file.read_header(OpenFile(shard)).items():
             places[tensor], num_bytes = name, num_bytes + entry.num_bytes
     partial = folder / f"{files[-1]}.partial"
@@ -130,6 +131,11 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
     text = config.get("text_config")
     said = {"text_config": {**text, SAID: 1}} if isinstance(text, Mapping) else {SAID: 1}
     write_json(folder / CONFIG, {**config, **said})
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """Return what is another where a file was written anew, and the same of its copy."""
+    return file.stat().st_size, file.stat().st_mtime_ns
 
 
 SMALL = (".json", ".jinja", ".txt", ".model")  # endings of files beside weights that a model needs

@@ -30,8 +30,11 @@ class OpenedCheckpoint:
 
     asked: its name as a caller gave it. path: of its folder or file. raw: config.json without the keys that are to be
     ignored. spec: the same, read by its family. source: where its tensors are; None = they are in memory, or nowhere.
-    small: its small files; None = those of the source.
+    small: its small files; None = those of the source. original: what it was loaded from, where it is in memory and has
+    its sizes, for what else lies in those files.
     """
+
+    original: OpenedCheckpoint | None = None
 
     def __init__(
         self,
@@ -88,7 +91,10 @@ class OpenedCheckpoint:
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
         """Return what is known of a model that is made of this one in memory. tokenizer: None = this one's."""
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
-        return OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
+        widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
+        if (spec.hidden_size, spec.vocab_size) == (self.spec.hidden_size, self.spec.vocab_size):
+            widened.original = self.original or self
+        return widened
 
     @property
     def name(self) -> str:
