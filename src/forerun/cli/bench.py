@@ -22,6 +22,7 @@ app = App(
             name: name
             for name in (
                 "attacks",
+                "bits",
                 "gaps",
                 "newcomers",
                 "grammars",

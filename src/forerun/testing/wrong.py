@@ -206,7 +206,7 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
     """Count the wrong ones among the kept rows before the last committed token."""
     assert isinstance(cache, BlockCache)
     held = min(cache.length(slot), len(tokens) - 1)
-    ids, positions = (np.asarray(kept).ravel() for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
+    ids, positions = (np.asarray(kept)[:, 0, 0] for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
     return int(((ids != np.array(tokens[:held])) | (positions != np.arange(held))).sum())
 
 
