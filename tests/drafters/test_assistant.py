@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ TARGET = {**SIZES, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layer
 OWN = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
        "layer_types": [LOCAL, LOCAL, LOCAL, FULL], "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
        "num_kv_shared_layers": 4}  # fmt: skip
+OUTPUT = "model.layers.0.self_attn.o_proj.weight"
 LAYERS = {LOCAL: 3, FULL: 2}  # of the target, the last ones that keep keys
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 OPS = ["reference", *(["native"] if native.isa() != "reference" else [])]
@@ -201,8 +203,10 @@ def test_a_file_is_the_folder_that_it_was_made_of(folders: dict[str, Path], file
     assert any(drafts[0])
 
 
-def test_it_is_found_beside_its_target(folders: dict[str, Path], file: Path, tmp_path: Path) -> None:
-    """By the name of its folder; one that does not fit is not taken, nor one of another name."""
+def test_it_is_found_beside_its_target(
+    folders: dict[str, Path], file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the name of its folder; one that does not fit or is broken is not taken, nor one of another name."""
     target = tmp_path / "some-it"
     target.symlink_to(folders["target"])
     with LLM(str(target), max_seq_len=64) as llm:
@@ -218,6 +222,12 @@ def test_it_is_found_beside_its_target(folders: dict[str, Path], file: Path, tmp
             assert "assistant" not in llm.engine.drafter.members
         config = json.loads((folders["ordered"] / "config.json").read_text(encoding="utf-8"))
         beside.unlink()
+        shutil.copytree(folders["ordered"], beside)
+        (beside / "model.safetensors").write_bytes((beside / "model.safetensors").read_bytes()[:5000])
+        with caplog.at_level("WARNING"), LLM(str(folders["target"]), max_seq_len=64) as llm:
+            assert "assistant" not in llm.engine.drafter.members
+        assert "lies beside the target, and cannot draft for it" in caplog.text
+        shutil.rmtree(beside)
         beside.mkdir()
         (beside / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 61}))
         with LLM(str(folders["target"]), max_seq_len=64) as llm:
@@ -241,6 +251,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     weights = load_file(own / "model.safetensors")
     order = "masked_embedding.token_ordering"
     text = config["text_config"]
+    less = {name: weight for name, weight in weights.items() if name != OUTPUT}
     cases: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         "width": ({"backbone_hidden_size": 61}, {}, "belongs to a target with rows of 61 and 260 ids"),
         "heads": (
@@ -251,6 +262,7 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         "order": ({}, {order: weights[order] * 0}, "has another order of its LM head than of each id once"),
         "shared": ({"text_config": {**text, "num_kv_shared_layers": 2}}, {}, "must be all 4 layers"),
         "groups": ({"num_centroids": 21}, {}, "num_centroids=21.*must be a divisor of the ids"),
+        "shape": ({}, {OUTPUT: weights[OUTPUT][:, :29].clone()}, r"of shape \[32, 29\], and its config.json asks for"),
     }
     for name, (keys, tensors, message) in cases.items():
         path = tmp_path / name
@@ -260,6 +272,12 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         save_file({**weights, **tensors}, path / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match=message):
             LLM(target, draft=str(path), max_seq_len=64)
+    save_file(less, tmp_path / "shape" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"has no tensor model\.layers\.0\.self_attn\.o_proj\.weight"):
+        LLM(target, draft=str(tmp_path / "shape"), max_seq_len=64)
+    for method in ("tree", "cascade"):
+        with pytest.raises(BadOption, match=f"{method}:of=.* is not possible: it is no draft model"):
+            LLM(target, draft=f"{method}:of=(model:path={own})", max_seq_len=64)
 
 
 @pytest.mark.parametrize("kind", ["whole", "ordered"])

@@ -17,7 +17,7 @@ from drafters.published import DRAFT_IDS, EAGLE_3, EPS, FFN, HEAD_DIM, HEADS, KV
 from drafters.test_published_blocks import DFLASH, dflash_weights, published
 from forerun import LLM, BadOption, SamplingParams
 from forerun.drafters import head_gguf
-from forerun.errors import UnsupportedModel
+from forerun.errors import UnsupportedModel, UserError
 from models.gguf_files import byte_vocabulary, random_weights, write_model, write_tensors
 from tiny import tiny_config, write_tiny
 
@@ -160,6 +160,10 @@ def test_what_is_refused(target: str, tmp_path: Path) -> None:
     other = write_eagle(tmp_path / "other.gguf", eagle_weights(), target_hidden_size=48)
     with pytest.raises(BadOption, match="reads rows of 48, and the target has rows of 32: name a head of this target"):
         LLM(target, draft=f"eagle:path={other}", max_seq_len=64)
+    for wrong in ({"target_layers": "many"}, {"target_layers": [float("nan")] * 3}, {"norm_before_fc": "yes"}):
+        broken = write_eagle(tmp_path / "broken.gguf", eagle_weights(), **wrong)
+        with pytest.raises(UserError):
+            LLM(target, draft=f"eagle:path={broken}", max_seq_len=64)
     less = {name: weight for name, weight in eagle_weights().items() if "up_proj" not in name}
     short = write_eagle(tmp_path / "less.gguf", less)
     with pytest.raises(UnsupportedModel, match=r"has no tensor midlayer\.mlp\.up_proj\.weight"):

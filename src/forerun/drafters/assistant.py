@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from forerun import blocks
-from forerun.blocks import CacheShape, Spec
+from forerun.blocks import CacheShape, Spec, weight_shapes
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.head_matrices import beside_of
@@ -32,7 +32,7 @@ from forerun.kv.cache import BlockCache
 from forerun.kv.lent import LentCache
 from forerun.models import gemma4_assistant
 from forerun.models.families import run_by
-from forerun.models.loading import packed_schemes
+from forerun.models.loading import check_shapes, packed_schemes, stored_shapes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource
 from forerun.models.runner import NO_NUMBERS, float_type
@@ -186,6 +186,8 @@ class AssistantDrafter(SearchingDrafter):
         """Return the logits of a row [H], or the likeliest id, by the rows of the head that are worth a look."""
         assert self.ordered is not None
         ids, logits = self.ordered.logits(row.astype(np.float32))
+        if len(ids) == 0:  # the groups have no id with a token
+            return NO_NUMBERS
         if best_only:
             return int(ids[logits.argmax()]) if np.isfinite(logits).all() else NO_NUMBERS
         whole = np.full(self._num_ids, -np.inf, float_type(self.model))
@@ -213,7 +215,6 @@ def build(options: Options, target: Target) -> Drafter:
     shape = model.config.cache_shape
     layers = _layers_read(opened.spec, shape, opened.name)
     spec = _windowed(opened.spec, shape, layers)
-    opened.fetch_weights()
     ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
     spec = replace(spec, head=ordered is None)
     source = _source(opened, spec, _quantization(options, target.opened))
@@ -248,6 +249,9 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
             f"assistant:path={shown(options.path)} belongs to a target with rows of {width} and {ids} ids, and this "
             f"one has rows of {target.hidden_size} and {target.vocab_size} ids: name the target's own"
         )
+    opened.fetch_weights()
+    shapes = stored_shapes(opened.weights, opened.spec)
+    check_shapes(shapes, weight_shapes(opened.spec), str(opened.path), in_one_file=opened.path.is_file())
     return opened
 
 
@@ -283,7 +287,7 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
     """Return how its LM head is ordered; None where it is not. Raises UnsupportedModel for an order that is none."""
-    said = {**gemma4_assistant.USUAL, **opened.raw}
+    said = {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
     if not said[gemma4_assistant.ORDERED] or opened.source is None:
         return None
     tensors = opened.source.tensors

@@ -200,7 +200,8 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Load the model. Raises BadOption where the inner drafter makes trees."""
     model, inner = made([options.of, options.inner], target)
-    assert isinstance(model, ModelDrafter)
+    if not isinstance(model, ModelDrafter):
+        raise BadOption(f"cascade:of={shown(options.of)} is not possible: it is no draft model; name one")
     if inner.shape != "chain":
         raise BadOption(f"cascade:inner={shown(options.inner)} is not possible: it drafts trees; name one of chains")
     return CascadeDrafter(model, inner, options.inner_length)

@@ -17,8 +17,10 @@ from forerun.models.gguf.header import read_model
 from forerun.models.gguf.pieces import models_of
 from forerun.models.hub import is_hub_id
 from forerun.models.opened import OpenedCheckpoint
+from forerun.models.refusals import SINGLE
 
 ENDING = "-assistant"
+NUM_ALIKE = 4  # letters of a target's file that its drafter's name has as well
 WORDS = ("assistant", "mtp", "eagle", "dflash")  # of which a file's name has one
 
 
@@ -33,12 +35,18 @@ def _candidates(target: OpenedCheckpoint) -> list[str]:
         return []
     if is_hub_id(target.asked):
         return [f"{target.asked}{ENDING}"] if _is_cached(f"{target.asked}{ENDING}") else []
-    path = target.path.resolve()
+    named = dict.fromkeys((target.path.absolute(), target.path.resolve()))  # a link may lie apart from its file
+    return [name for path in named for name in _beside(path)]
+
+
+def _beside(path: Path) -> list[str]:
+    """Return the names of a folder or of files that lie beside a target and say so."""
     if path.is_dir():
         beside = path.with_name(path.name + ENDING)
         return [str(beside)] if beside.is_dir() else []
-    names = models_of(sorted(file.name for file in path.parent.glob("*.gguf") if file != path))
-    said = [name for name in names if any(word in name.lower() for word in WORDS)]
+    names = models_of(sorted(file.name for file in path.parent.glob("*.gguf") if file.name != path.name))
+    begins = path.name[:NUM_ALIKE].lower()
+    said = [name for name in names if begins in name.lower() and any(word in name.lower() for word in WORDS)]
     return [str(path.with_name(name)) for name in sorted(said, key=lambda name: (-_alike(name, path.name), name))]
 
 
@@ -52,7 +60,7 @@ def _is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        return all(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", SINGLE))
     except ValueError:  # what huggingface_hub takes for no id: a revision, or a file
         return False
 
@@ -62,7 +70,7 @@ def _spec(name: str, target: OpenedCheckpoint) -> str | None:
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
             is_plain = re.search(r"[,+()]", name) is None  # which mean something in a spec
-            return f"{method}:path={name}" if is_plain and head_gguf.width(name) == target.spec.hidden_size else None
+            return f"{method}:path={name}" if is_plain and head_gguf.fits(name, target.spec) else None
         opened = OpenedCheckpoint.of(name, config_only=True)
     except (UserError, OSError):
         return None

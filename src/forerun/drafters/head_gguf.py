@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.blocks import Spec
 from forerun.errors import BadOption, CapacityError, UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import safetensors_file
@@ -28,6 +29,8 @@ from forerun.native import cache_folder
 
 VERSION = 1  # of the folders that are written
 EMBEDDING = "token_embd.weight"
+WRONG = (ValueError, TypeError, LookupError, StopIteration)  # what comes of values that no head has
+MOST_PADDING = 1024  # rows of a target's embedding without a token
 LAYER = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -80,12 +83,14 @@ def method_of(header: Header) -> str | None:
     return None if kind is None else kind.method
 
 
-def width(path: str) -> int | None:
-    """Return how wide the rows of its target are, as a file says it; None where it does not. Raises as `read_model`."""
+def fits(path: str, target: Spec) -> bool:
+    """Whether a file says that its target has such rows, and as many ids, padding apart. Raises as `read_model`."""
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))
-    said = metadata.get(f"{name}.target_hidden_size", metadata.get(f"{name}.embedding_length"))
-    return said if type(said) is int else None
+    width = metadata.get(f"{name}.target_hidden_size", metadata.get(f"{name}.embedding_length"))
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    num_ids = tokens.num if isinstance(tokens, Texts) else -1
+    return width == target.hidden_size and 0 <= target.vocab_size - num_ids <= MOST_PADDING
 
 
 def unpacked(path: str, method: str) -> str:
@@ -102,9 +107,13 @@ def unpacked(path: str, method: str) -> str:
         raise BadOption(f"{shown(path)} has general.architecture={shown(name)}, which {method} does not read: {reads}")
     key = hashlib.sha256(f"{VERSION} {header.digest} {Path(path).resolve()} {Path(path).stat().st_mtime_ns}".encode())
     folder = cache_folder() / "heads" / key.hexdigest()[:32]
-    if not (folder / "config.json").is_file():
-        config, tensors = _published(Path(path), name, kind, header)
-        _write(folder, config, tensors)
+    if not _is_whole(folder):
+        try:
+            config, tensors = _published(Path(path), name, kind, header)
+            text = json.dumps(config, indent=2) + "\n"
+        except WRONG as error:
+            raise UnsupportedModel(f"{shown(path)} is no whole head of {name} ({error}): fetch it again") from error
+        _write(folder, text, tensors)
     return str(folder)
 
 
@@ -168,16 +177,25 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, HostTensor]) -> None:
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("config.json", "model.safetensors"))
+
+
+def _write(folder: Path, config: str, tensors: Mapping[str, HostTensor]) -> None:
     """Write a folder, all of it or nothing: another process may do the same."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             safetensors_file.write(made / "model.safetensors", tensors, {"format": "pt"})
-            (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            if not folder.exists():
+            (made / "config.json").write_text(config, encoding="utf-8")
+            made.chmod(0o755)
+            try:
                 made.rename(folder)
+            except OSError:
+                if not _is_whole(folder):  # what a cleaner of caches left of it; else another process was faster
+                    shutil.rmtree(folder, ignore_errors=True)
+                    made.rename(folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:

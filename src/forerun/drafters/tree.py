@@ -318,7 +318,8 @@ def build(options: Options, target: Target) -> Drafter:
     """Load the model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
     shares = _shares(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
     (model,) = made([options.of], target)
-    assert isinstance(model, ModelDrafter)
+    if not isinstance(model, ModelDrafter):
+        raise BadOption(f"tree:of={shown(options.of)} is not possible: it is no draft model; name one")
     return TreeDrafter(model, options, shares)
 
 

@@ -17,7 +17,7 @@ from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
 from forerun.drafters import companions
-from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
+from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel, UserError, shown
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
 from forerun.models import named, next_tokens
@@ -173,7 +173,21 @@ class Opened:
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if name != drafters.WITHOUT_MODEL or self.config_only:
             return name
-        return "mtp" if self.next_tokens is not None else companions.find(self.files) or name
+        if self.next_tokens is not None:
+            return "mtp"
+        beside = companions.find(self.files)
+        return name if beside is None or not self._serves(beside) else beside
+
+    def _serves(self, spec: str) -> bool:
+        """Whether a drafter that lies beside the target can serve it; where it cannot, a line says why."""
+        try:
+            layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
+            if max(layers, default=0) > self.num_layers:
+                raise BadOption(f"it reads rows behind {max(layers)} layers, and the target has {self.num_layers}")
+        except ForerunError as error:
+            LOG.warning("%s lies beside the target, and cannot draft for it: %s", spec, error)
+            return False
+        return True
 
     @cached_property
     def next_tokens(self) -> NextTokens | None:
@@ -200,7 +214,8 @@ class Opened:
         A name of a checkpoint that is no model by itself means the drafter that runs it.
         """
         if spec not in self.meant:
-            method, options = self.methods.get(spec) or drafters.resolve(spec, self.auto)
+            auto = self.auto if spec == "auto" else drafters.WITHOUT_MODEL
+            method, options = self.methods.get(spec) or drafters.resolve(spec, auto)
             own = run_by(self.open(options.path).raw) if method == drafters.BY_MODEL and options.path else None
             self.meant[spec] = (method, options) if own is None else drafters.instead(own, options)
         return self.meant[spec]

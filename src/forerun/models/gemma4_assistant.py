@@ -40,12 +40,12 @@ NAMES = Names(
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """llama.cpp's files are Gemma 4's without keys and values, and say how wide the target's rows are."""
     width, num, heads = (own.get(key) for key in ("embedding_length_out", "block_count", "attention.head_count_kv"))
-    if type(width) is not int:
+    if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
         raise UnsupportedModel(
-            "a GGUF file of gemma4-assistant does not say how wide its target's rows are (embedding_length_out): fetch "
-            "it again"
+            "a GGUF file of gemma4-assistant does not say how wide its target's rows are (embedding_length_out), or "
+            "how many blocks it has: fetch it again"
         )
-    by_layer = heads if isinstance(heads, list) or type(num) is not int else [heads] * num
+    by_layer = heads if isinstance(heads, list) else [heads] * num
     kept = {**own, "attention.head_count_kv": by_layer, "attention.shared_kv_layers": 0}
     return {**gemma4_text.GGUF.more(kept, tensors), "attention_k_eq_v": False, gemma4_text.SHARES: num, WIDTH: width}
 

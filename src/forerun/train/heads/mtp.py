@@ -57,8 +57,9 @@ class Head(SteppingHead):
         self.decoder = replace(decoder, tied=False, head=False)
         weights = {f"{side}.weight": torch.ones(width) for side in SIDES}
         weights["input.weight"] = torch.eye(width).repeat(1, 2)
-        for name in weight_shapes(self.decoder).keys() - {EMBEDDING}:
-            weights[name] = teacher.last[name].clone()
+        for name in weight_shapes(self.decoder):  # in order, by which an optimiser's state is resumed
+            if name != EMBEDDING:
+                weights[name] = teacher.last[name].clone()
         super().__init__(teacher, decoder, Vocabulary(teacher, options.draft_vocab), weights, options, 0)
 
     def features(self, batch: Batch) -> Tensor:
