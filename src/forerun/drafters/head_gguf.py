@@ -29,7 +29,7 @@ from forerun.native import cache_folder
 
 VERSION = 1  # of the folders that are written
 EMBEDDING = "token_embd.weight"
-WRONG = (ValueError, TypeError, LookupError, StopIteration)  # what comes of values that no head has
+WRONG = (ValueError, TypeError, LookupError, ArithmeticError, StopIteration)  # what comes of values that no head has
 MOST_PADDING = 1024  # rows of a target's embedding without a token
 LAYER = "eagle_aux_hidden_state_layer_ids"
 
