@@ -12,7 +12,7 @@ from forerun.drafters.continuations import Guess
 from forerun.engine.engine import philox_coins
 from forerun.sampling.grammar import vocabulary
 from forerun.testing.engines import letters
-from forerun.types import EDGES, Budget, Sequence, Stop
+from forerun.types import EDGES, Budget, DraftStep, Sequence, Stop
 
 needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
@@ -61,11 +61,15 @@ def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
     end = llm.listen(steps.append)
     params = SamplingParams(max_tokens=96, temperature=0)
     prompts = [TEXT * 4, "class Stack:\n", "import os\nimport sys\n" * 6]
-    drafted = llm.generate(prompts, params)
-    end()
     plain = llm.generate(prompts, dataclasses.replace(params, draft="none"))
-    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
-    own = [report.drafts["model"] for report in steps if "model" in report.drafts]
+    own = list[DraftStep]()
+    for _ in range(20):  # while this machine does something else, a search may seem to take long
+        drafted = llm.generate(prompts, params)
+        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+        own = [report.drafts["model"] for report in steps if "model" in report.drafts]
+        if any(step.num_nodes and not step.passes for step in own):
+            break
+    end()
     assert any(step.num_nodes and not step.passes for step in own)
     assert all(step.num_found == step.num_nodes for step in own if not step.passes)
     assert any(step.passes for step in own)
