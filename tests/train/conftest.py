@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from forerun import LLM, RequestOutput, SamplingParams
 from forerun.train import loop
 from forerun.train.config import LoopConfig, TrainConfig
+from forerun.train.model import TorchModel, load_decoder, read_shape, run_windows
+from forerun.train.ops import TrainingOps
 from forerun.train.shape import ModelShape
 
 
@@ -76,6 +79,33 @@ def read_log(config: LoopConfig) -> list[dict[str, Any]]:
     """The lines of a run's log, without times."""
     lines = loop.read_log(config.out)
     return [{k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
+
+
+def computes_as_transformers(config: TrainConfig, named: str, tolerance: float) -> tuple[TorchModel, RequestOutput]:
+    """Assert that a run's checkpoint is a model of that name for transformers, and computes and writes the same there.
+
+    Returns it as it is trained, and what the engine writes where it drafts for itself.
+    """
+    transformers = pytest.importorskip("transformers")
+    log, folder = read_log(config), config.out / "model"
+    assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    assert isinstance(theirs, getattr(transformers, named))
+    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
+    ours = load_decoder(folder, TrainingOps(32))
+    with torch.no_grad():
+        expected = theirs(tokens).logits.reshape(64, -1)
+        assert torch.allclose(ours.logits(run_windows(ours, tokens)), expected, atol=tolerance)
+    is_tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    assert is_tied == ours.config.tied
+    assert read_shape(folder) == config.shape
+    llm = LLM(folder, draft=f"model:path={folder}", dtype="float32", spec_length=3)
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    written = theirs.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert output.token_ids == written[0, 3:].tolist()
+    return ours, output
 
 
 Interrupt = Callable[[int, Callable[[], Any]], None]

@@ -16,16 +16,15 @@ from safetensors import safe_open
 from torch import Tensor
 from typer.testing import CliRunner
 
-from forerun import LLM, SamplingParams
 from forerun.cli.train import app
 from forerun.errors import BadOption
 from forerun.ops import load_model
 from forerun.train import lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import deepen, initial_weights, load_decoder, read_shape, run_windows
+from forerun.train.model import deepen, initial_weights, read_shape, run_windows
 from forerun.train.ops import TrainingOps
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, read_log, tiny_config
+from train.conftest import Interrupt, computes_as_transformers, read_log, tiny_config
 
 SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
 SMALL = ModelShape(16, 1, 2, 2, 32, 300, max_positions=32, family="gpt2")
@@ -42,28 +41,11 @@ def trained(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCon
 
 def test_the_checkpoint_is_a_gpt2_for_transformers_and_the_engine(trained: TrainConfig) -> None:
     """Its weights have all moved, so that a bias or norm that one side leaves out shows in the logits."""
-    transformers = pytest.importorskip("transformers")
-    log, folder = read_log(trained), trained.out / "model"
-    assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 2
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
-    assert isinstance(theirs, transformers.GPT2LMHeadModel)
-    assert theirs.lm_head.weight is theirs.transformer.wte.weight
-    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
-    ours = load_decoder(folder, TrainingOps(32))
-    with torch.no_grad():
-        expected = theirs(tokens).logits.reshape(64, -1)
-        assert torch.allclose(ours.logits(run_windows(ours, tokens)), expected, atol=1e-5)
-    assert read_shape(folder) == SHAPE
+    ours, output = computes_as_transformers(trained, "GPT2LMHeadModel", 1e-5)
+    assert ours.config.tied
     for name, weight in ours.weights.items():
         still = 0.0 if name.endswith(".bias") else 1.0
         assert (weight != still).float().mean() > 0.5, f"{name} was not trained"
-
-    llm = LLM(folder, draft=f"model:path={folder}", dtype="float32", spec_length=3)
-    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    written = theirs.generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert output.token_ids == written[0, 3:].tolist()
     assert output.report.acceptance_rate == 1, "a model is its own best draft"
 
 

@@ -10,40 +10,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from forerun import LLM, SamplingParams
 from forerun.cli.train import app
 from forerun.errors import BadOption
 from forerun.train import lm, losses
 from forerun.train.config import TrainConfig
-from forerun.train.model import load_decoder, read_shape, run_windows
-from forerun.train.ops import TrainingOps
+from forerun.train.model import read_shape, run_windows
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, read_log
+from train.conftest import Interrupt, computes_as_transformers, read_log
 
 SHAPE = ModelShape(32, 2, 4, 2, 32, 300, family="qwen3_moe", num_experts=4, num_chosen=2)
 Make = Callable[..., TrainConfig]
 
 
 def test_the_checkpoint_is_a_qwen3_moe_for_transformers_and_the_engine(tiny: Make) -> None:
-    transformers = pytest.importorskip("transformers")
     config = tiny("target", shape=SHAPE)
     lm.train(config, quiet=True)
-    log, folder = read_log(config), config.out / "model"
-    assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 2
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
-    assert isinstance(theirs, transformers.Qwen3MoeForCausalLM)
-    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(0))
-    ours = load_decoder(folder, TrainingOps(32))
-    with torch.no_grad():
-        expected = theirs(tokens).logits.reshape(64, -1)
-        assert torch.allclose(ours.logits(run_windows(ours, tokens)), expected, atol=1e-5)
-    assert read_shape(folder) == SHAPE
-    llm = LLM(folder, draft=f"model:path={folder}", dtype="float32", spec_length=3)
-    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    written = theirs.generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert output.token_ids == written[0, 3:].tolist()
+    computes_as_transformers(config, "Qwen3MoeForCausalLM", 1e-5)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:

@@ -2,11 +2,11 @@
 
 Its row stands for the target's last token: it begins with that token's embedding beside the target's row of the token
 before, behind the final norm, and each of its blocks attends to what the target keeps in the last layer that sees as
-far. For each further guess the row goes in again, made as wide as the target's, beside the guess's embedding; its
-position and what it sees stay those of the target's last token. So it never runs a prompt, and has no cache.
+far. For each further guess the row goes in again, made as wide as the target's, beside the guess's embedding. It keeps
+the position of the target's last token, and sees what that token sees. So it never runs a prompt, and has no cache.
 
-The LM heads of the smallest ones are ordered: each row of the head belongs to a group, and only those of the groups are
-computed whose centroids promise most.
+The smallest assistants have an ordered LM head: its rows are sorted into groups, each group has a centroid, and a guess
+computes only the groups whose centroids promise most.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Options:
 
 @dataclass(frozen=True)
 class OrderedHead:
-    """An LM head of which the rows of some groups are looked at: those whose centroids promise most.
+    """An LM head in groups of rows: a guess computes the groups whose centroids promise most, and no others.
 
-    centroids [groups, H]. ids [groups, n]: those of each group. rows [groups, n, H]. num_chosen: groups that are looked
-    at. num_ids: ids that may be drafted.
+    centroids [groups, H]. ids [groups, n] are the token ids of its rows [groups, n, H]. num_chosen: groups that are
+    computed. num_ids: ids that may be drafted.
     """
 
     centroids: Floats
@@ -275,14 +275,14 @@ def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
 
 def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
     """Return the spec of a row that poses as the one before it: its windows reach one row less far."""
-    windows, found = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
+    windows, narrowed = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
     for block, layer in zip(spec.blocks, layers, strict=True):
         reads, kept = block.attention, windows[layer]
         assert reads is not None
         if reads.window is not None and kept is not None:
             reads = replace(reads, window=max(1, min(reads.window, kept) - 1))
-        found.append(replace(block, attention=reads))
-    return replace(spec, blocks=tuple(found))
+        narrowed.append(replace(block, attention=reads))
+    return replace(spec, blocks=tuple(narrowed))
 
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:

@@ -21,7 +21,7 @@ from forerun.models.refusals import SINGLE
 
 ENDING = "-assistant"
 NUM_ALIKE = 4  # letters of a target's file that its drafter's name has as well
-WORDS = ("assistant", "mtp", "eagle", "dflash")  # of which a file's name has one
+WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of them in its name
 
 
 def find(target: OpenedCheckpoint) -> str | None:

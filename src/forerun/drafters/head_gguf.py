@@ -1,4 +1,4 @@
-"""Heads in GGUF files, as llama.cpp's converter writes those of EAGLE-3 and DFlash.
+"""EAGLE-3 and DFlash heads in GGUF files, as llama.cpp's converter writes them.
 
 Such a file is unpacked once, into a folder of the cache that is what was published: the same names, sizes and layer
 ids, so that one reader serves both. Its blocks are a llama's or a Qwen 3's and are read as one; what is around them has
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from forerun.blocks import Spec
-from forerun.errors import BadOption, CapacityError, UnsupportedModel, shown
+from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import safetensors_file
 from forerun.models.gguf.blocks import TYPES
 from forerun.models.gguf.header import Entry, Header, Texts, read_model
+from forerun.models.kept_folder import kept_folder
 from forerun.models.source.gguf import SUFFIX, GgufFile
-from forerun.native import cache_folder
 
 VERSION = 1  # of the folders that are written
 EMBEDDING = "token_embd.weight"
@@ -106,21 +104,24 @@ def unpacked(path: str, method: str) -> str:
         reads = f"name it as {kind.method}:path=FILE" if kind else f"name one of {', '.join(KINDS)}"
         raise BadOption(f"{shown(path)} has general.architecture={shown(name)}, which {method} does not read: {reads}")
     key = hashlib.sha256(f"{VERSION} {header.digest} {Path(path).resolve()} {Path(path).stat().st_mtime_ns}".encode())
-    folder = cache_folder() / "heads" / key.hexdigest()[:32]
-    if not _is_whole(folder):
+
+    def write(folder: Path) -> None:
         try:
             config, tensors = _published(Path(path), name, kind, header)
             text = json.dumps(config, indent=2) + "\n"
         except WRONG as error:
             raise UnsupportedModel(f"{shown(path)} is no whole head of {name} ({error}): fetch it again") from error
-        _write(folder, text, tensors)
-    return str(folder)
+        safetensors_file.write(folder / "model.safetensors", tensors, {"format": "pt"})
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+    files = ("config.json", "model.safetensors")
+    return str(kept_folder(f"heads/{key.hexdigest()[:32]}", files, write, f"the head of {shown(path)}"))
 
 
 def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
     """Return config.json and tensors as they were published."""
     said = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
-    own: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
+    of_head: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
     around = {tensor: ours for tensor, ours in kind.outer.items() if tensor in header.tensors}
     around |= {
         tensor: f"{_at(kind, tensor)}{ours}"
@@ -132,24 +133,24 @@ def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict
     names, tensors = source.names, dict[str, HostTensor]()
     for tensor in (*source.tensors, *source.next_tensors):
         if tensor in header.tensors and (tensor in around or tensor.startswith("blk.")):
-            found = names.ours(tensor)
-            ours = around.get(tensor) or (found[0][0] if found else tensor)
-            ours = ours.replace(f"model.layers.{tensor.split('.')[1]}.", _at(kind, tensor)) if found else ours
+            of_model = names.ours(tensor)
+            ours = around.get(tensor) or (of_model[0][0] if of_model else tensor)
+            ours = ours.replace(f"model.layers.{tensor.split('.')[1]}.", _at(kind, tensor)) if of_model else ours
             rows = HostTensor.joined([block[:] for block in source.blocks(tensor)])
             tensors[ours] = rows.to("bfloat16") if header.tensors[tensor].type.scheme else rows
     config = {key: value for key, value in source.config.items() if "." not in key}
-    layers = [int(layer) for layer in np.atleast_1d(own.get("target_layers", []))]
+    layers = [int(layer) for layer in np.atleast_1d(of_head.get("target_layers", []))]
     if (ids := tensors.get("d2t")) is not None:
         offsets = ids.values.astype(np.int64) - np.arange(len(ids))
         tensors["d2t"] = HostTensor.of(offsets)
     drafted = {} if ids is None else {"draft_vocab_size": len(ids)}
     if kind.method == "eagle":
-        switches = {key: value for key, value in own.items() if key != "target_layers"}
+        switches = {key: value for key, value in of_head.items() if key != "target_layers"}
         return {**config, "draft_vocab_size": config["vocab_size"], **drafted, **switches, LAYER: layers}, tensors
     mask = {"mask_token_id": header.metadata.get("tokenizer.ggml.mask_token_id")}
     ids_read = {"target_layer_ids": [layer - 1 for layer in layers], **{k: v for k, v in mask.items() if v is not None}}
-    more = {"block_size": own["block_size"]} if "block_size" in own else {}
-    causal = {"is_causal": True} if own.get("attention.causal") is True else {}
+    more = {"block_size": of_head["block_size"]} if "block_size" in of_head else {}
+    causal = {"is_causal": True} if of_head.get("attention.causal") is True else {}
     return {**config, **drafted, **more, **causal, "dflash_config": ids_read}, tensors
 
 
@@ -175,31 +176,3 @@ def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) 
 
 def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _is_whole(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("config.json", "model.safetensors"))
-
-
-def _write(folder: Path, config: str, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a folder, all of it or nothing: another process may do the same."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            safetensors_file.write(made / "model.safetensors", tensors, {"format": "pt"})
-            (made / "config.json").write_text(config, encoding="utf-8")
-            made.chmod(0o755)
-            try:
-                made.rename(folder)
-            except OSError:
-                if not _is_whole(folder):  # what a cleaner of caches left of it; else another process was faster
-                    shutil.rmtree(folder, ignore_errors=True)
-                    made.rename(folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-    except OSError as error:
-        raise CapacityError(
-            f"a head cannot be unpacked into {folder.parent} ({error.strerror}): set FORERUN_CACHE_DIR to a folder "
-            "with room that may be written to"
-        ) from error

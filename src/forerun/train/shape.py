@@ -12,18 +12,19 @@ from forerun.registry import check_fields, option
 if TYPE_CHECKING:
     from forerun.blocks import Spec
 
+LLAMA = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "max_positions": "max_position_embeddings",
+}
 # Of each family that is trained: what its config.json calls the sizes, and what else stands there.
 SIZES: Mapping[str, Mapping[str, str]] = {
-    "llama": {
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "ffn_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "rope_theta": "rope_theta",
-        "max_positions": "max_position_embeddings",
-    },
+    "llama": LLAMA,
     "gpt2": {
         "hidden_size": "n_embd",
         "num_layers": "n_layer",
@@ -33,27 +34,12 @@ SIZES: Mapping[str, Mapping[str, str]] = {
         "max_positions": "n_positions",
     },
     "qwen3_moe": {
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
+        **LLAMA,
         "ffn_size": "moe_intermediate_size",
         "num_experts": "num_experts",
         "num_chosen": "num_experts_per_tok",
-        "vocab_size": "vocab_size",
-        "rope_theta": "rope_theta",
-        "max_positions": "max_position_embeddings",
     },
-    "qwen3_5_text": {
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "ffn_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "rope_theta": "rope_theta",
-        "max_positions": "max_position_embeddings",
-    },
+    "qwen3_5_text": LLAMA,
 }
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-5},

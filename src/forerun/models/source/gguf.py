@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,14 +19,14 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from forerun.errors import CapacityError, UnsupportedModel
+from forerun.errors import UnsupportedModel
 from forerun.host_tensor import HELD_AS, Array, HostTensor
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
 from forerun.models.gguf.header import Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
+from forerun.models.kept_folder import kept_folder
 from forerun.models.naming import Gguf, Names
 from forerun.models.source import BLOCK_BYTES, Stored
-from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
 
 LOG = logging.getLogger(__name__)
@@ -74,10 +72,8 @@ class GgufFile:
         """See `Source.folder`; written where it is missing."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"".join(factors.tobytes() for factors in self._rope_factors.values())
-        folder = cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
-        if not _is_whole(folder):
-            self._write_folder(folder)
-        return folder
+        name = f"gguf/{hashlib.sha256(key).hexdigest()[:32]}"
+        return kept_folder(name, SMALL_FILES, self._write_small_files, f"the tokenizer of {self.path}")
 
     def check(self, with_tokenizer: bool) -> None:
         """See `Source.check`: opening a file has shown it all, but for what is only warned of."""
@@ -189,30 +185,11 @@ class GgufFile:
 
     # ---------------------------------------------------------------------------------------------------- small files
 
-    def _write_folder(self, folder: Path) -> None:
-        """Write the small files, all of them or none: another process may do the same."""
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=folder.parent))
-            try:
-                text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
-                (made / "config.json").write_text(text, encoding="utf-8")
-                rows = self._header.tensors["token_embd.weight"].shape[0]
-                write_tokenizer(self._header.metadata, rows, self.path, made)
-                made.chmod(0o755)
-                try:
-                    made.rename(folder)
-                except OSError:
-                    if not _is_whole(folder):  # what a cleaner of caches left of it; else another process was faster
-                        shutil.rmtree(folder, ignore_errors=True)
-                        made.rename(folder)
-            finally:
-                shutil.rmtree(made, ignore_errors=True)
-        except OSError as error:
-            raise CapacityError(
-                f"the tokenizer of {self.path} cannot be written to {folder.parent} ({error.strerror}): set "
-                "FORERUN_CACHE_DIR to a folder with room that may be written to"
-            ) from error
+    def _write_small_files(self, folder: Path) -> None:
+        text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        rows = self._header.tensors["token_embd.weight"].shape[0]
+        write_tokenizer(self._header.metadata, rows, self.path, folder)
 
 
 def _each_expert(header: Header) -> Header:
@@ -254,7 +231,3 @@ def _turned_back(rows: Array, turned: int) -> Array:
 def open_source(path: Path) -> GgufFile:
     """The source of a file."""
     return GgufFile(path)
-
-
-def _is_whole(folder: Path) -> bool:
-    return all((folder / name).exists() for name in SMALL_FILES)
