@@ -64,7 +64,7 @@ class Outlines:
                 path = needs.loads.path or opened.shipped_draft
                 if path is None:
                     raise BadOption(drafters.needs_a_model(method))
-                found[name] = Outline.of(opened.open(path), needs.loads.quantization, opened.packs)
+                found[name] = Outline.of(opened.open(path).as_model(), needs.loads.quantization, opened.packs)
         for name, method, needs in self._with_models():
             if (made := needs.makes) is not None:
                 if made.quantization is not None and self._has_no_more_bits(made.quantization):

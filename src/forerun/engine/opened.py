@@ -17,7 +17,7 @@ from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
 from forerun.drafters import companions
-from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel, UserError, shown
+from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel, UserError
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
 from forerun.models import named, next_tokens
@@ -96,13 +96,8 @@ class Opened:
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
-        files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only)
+        files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only).as_model()
         config = replace(config, target=target)
-        if (method := run_by(files.raw)) is not None:
-            raise BadOption(
-                f"{shown(str(target))} is no model by itself, but drafts for one: name its target, and it as the draft "
-                f"({method}:path={shown(str(target))})"
-            )
         methods.pop("auto", None)  # which its files may say more of
         return cls(config, files, has_loaded_draft, config_only, {named.place(target): files}, methods)
 

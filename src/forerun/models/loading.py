@@ -107,13 +107,13 @@ def load_checkpoint(
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 20 MB.
 
-    Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
-    the disk or the memory cannot hold it.
+    Raises NotFound for what is not there, BadOption for what is no model by itself, UnsupportedModel for what would be
+    computed wrongly, CapacityError where the disk or the memory cannot hold it.
     """
     opened = name
     if not isinstance(opened, OpenedCheckpoint):
         opened = OpenedCheckpoint.of(opened, ignore_config_keys, with_tokenizer=with_tokenizer)
-    opened.fetch_weights()
+    opened.as_model().fetch_weights()
     source, config = opened.weights, reaching(opened.spec, max_seq_len)
     if (kind := opened.raw.get("model_type")) != config.model_type:
         LOG.warning("%s is a %s, of which the text model runs alone, a %s", opened.asked, kind, config.model_type)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
-from forerun.errors import NotFound, UnsupportedModel, UserError
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
 from forerun.host_tensor import HELD_AS
 from forerun.models import naming, packings, refusals
-from forerun.models.families import computes, family, model_types, published_names
+from forerun.models.families import computes, family, model_types, published_names, run_by
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import fetch_weights, is_hub_id, locate
 from forerun.models.naming import NamedSource
@@ -87,6 +87,15 @@ class OpenedCheckpoint:
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}
         return opened
+
+    def as_model(self) -> OpenedCheckpoint:
+        """Return it, for who runs it. Raises BadOption for one that only drafts for another model."""
+        if (method := run_by(self.raw)) is not None:
+            raise BadOption(
+                f"{shown(str(self.asked))} is no model by itself, but drafts for one: name its target, and it as the "
+                f"draft ({method}:path={shown(str(self.asked))})"
+            )
+        return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
         """Return what is known of a model that is made of this one in memory. tokenizer: None = this one's."""
