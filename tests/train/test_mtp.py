@@ -132,6 +132,22 @@ def test_the_copy_is_the_target_and_a_block_as_published(hybrid: Path) -> None:
         assert block[name.replace("model.layers.3.", "mtp.layers.0.")].shape == original[name].shape
 
 
+def test_a_target_that_has_a_block_gets_another(hybrid: Path, tmp_path: Path) -> None:
+    """Its copy has the new one alone. A run that would write its copy over the target is refused before it begins."""
+    target = hybrid / "mtp" / "model"
+    made(target, tmp_path / "again", steps=2)
+    files = [load_file(path) for path in sorted((tmp_path / "again" / "model").glob("*.safetensors"))]
+    blocks = [{name for name in own if name.startswith("mtp.")} for own in files]
+    assert [bool(block) for block in blocks] == [False, False, True]
+    assert next_tokens.find(OpenedCheckpoint.of(tmp_path / "again" / "model")) is not None
+    index = json.loads((tmp_path / "again" / "model" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    size = sum(tensor.nbytes for own in files for tensor in own.values())
+    assert index["metadata"]["total_size"] == size
+    own = shutil.copytree(target, tmp_path / "own" / "model")
+    with pytest.raises(BadOption, match=r"would write over the target, in .*model: choose another"):
+        made(own, own.parent, steps=2)
+
+
 def test_a_block_is_read_as_it_was_written(hybrid: Path) -> None:
     """Also by a run that goes on from it, to the rounding of its file."""
     config = HeadConfig(out=hybrid / "mtp", samples=hybrid / "mtp" / "samples", method="mtp:steps=3", steps=60)

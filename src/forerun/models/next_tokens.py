@@ -102,7 +102,7 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a folder of safetensors whose files have a block, too, in a shard of its own.
+    """Write a copy of a folder of safetensors whose files have this block and no other, in a shard of its own.
 
     tensors: of the block, see `published_block`. Shards that were copied before stay, so that a run may write it again
     and again.
@@ -114,13 +114,15 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
     folder.mkdir(parents=True, exist_ok=True)
     places, num_bytes = dict[str, str](), 0
     for shard, name in zip(shards, files, strict=False):
-        if not (folder / name).exists() or _version(folder / name) != _version(shard):
+        entries = safetensors_file.read_header(OpenFile(shard))
+        kept = {tensor: entry for tensor, entry in entries.items() if not tensor.startswith(PREFIXES)}
+        if len(kept) < len(entries):
+            _write(folder / name, {tensor: entry.whole() for tensor, entry in kept.items()})
+        elif not (folder / name).exists() or _version(folder / name) != _version(shard):
             shutil.copy2(shard, folder / name)
-        for tensor, entry in safetensors_file.read_header(OpenFile(shard)).items():
-            places[tensor], num_bytes = name, num_bytes + entry.num_bytes
-    partial = folder / f"{files[-1]}.partial"
-    safetensors_file.write(partial, tensors, {"format": "pt"})
-    partial.replace(folder / files[-1])
+        places |= dict.fromkeys(kept, name)
+        num_bytes += sum(entry.num_bytes for entry in kept.values())
+    _write(folder / files[-1], tensors)
     num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     places |= dict.fromkeys(tensors, files[-1])
     write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": places})
@@ -131,6 +133,13 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
     text = config.get("text_config")
     said = {"text_config": {**text, SAID: 1}} if isinstance(text, Mapping) else {SAID: 1}
     write_json(folder / CONFIG, {**config, **said})
+
+
+def _write(file: Path, tensors: Mapping[str, HostTensor]) -> None:
+    """Write a file whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    safetensors_file.write(partial, tensors, {"format": "pt"})
+    partial.replace(file)
 
 
 def _version(file: Path) -> tuple[int, int]:
