@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,10 +25,12 @@ from transformers import (
     Gemma4TextConfig,
 )
 
+import processes
 from forerun import LLM, BadOption, SamplingParams, native
-from forerun.drafters import assistant, short_vocab
+from forerun.drafters import model_files, short_vocab
 from forerun.drafters.assistant import AssistantDrafter
 from forerun.errors import UserError
+from forerun.models.loading import load_checkpoint
 from forerun.models.opened import OpenedCheckpoint
 from models.gguf_files import byte_vocabulary, write_tensors
 from tiny import byte_tokenizer
@@ -218,6 +222,9 @@ def test_it_is_found_beside_its_target(
             drafter = llm.engine.drafter.first
             assert isinstance(drafter, AssistantDrafter)
             assert drafter.ordered is not None
+        loaded = load_checkpoint(folders["target"], with_tokenizer=True)
+        with LLM(loaded, max_seq_len=64) as llm:
+            assert isinstance(llm.engine.drafter.first, AssistantDrafter)
         with LLM(str(folders["target"]), draft="suffix", max_seq_len=64) as llm:
             assert "assistant" not in llm.engine.drafter.members
         config = json.loads((folders["ordered"] / "config.json").read_text(encoding="utf-8"))
@@ -237,10 +244,27 @@ def test_it_is_found_beside_its_target(
             beside.unlink()
 
 
+def test_of_the_hub_what_is_in_its_cache_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also beside a revision of the target. Nothing is asked of the hub."""
+    for name, kind, ref in (("it", "target", "v1"), ("it-assistant", "ordered", "main")):
+        cached = tmp_path / "hub" / f"models--org--{name}"
+        shutil.copytree(folders[kind], cached / "snapshots" / ("a" * 40))
+        (cached / "refs").mkdir()
+        (cached / "refs" / ref).write_text("a" * 40)
+    code = "from forerun import LLM\nprint(*LLM('org/it@v1', max_seq_len=64).engine.drafter.members)"
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    ran = processes.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120)
+    assert "assistant" in ran.stdout.split(), ran.stdout
+
+
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     target, own = str(folders["target"]), folders["ordered"]
     with pytest.raises(BadOption, match=r"is no model by itself, but drafts for one: name its target, and it as the"):
         LLM(str(own), max_seq_len=64)
+    with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
+        load_checkpoint(own)
+    with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
+        LLM(target, draft=f"translated:path={own}", max_seq_len=64)
     with pytest.raises(BadOption, match="assistant needs the checkpoint that was published for its target"):
         LLM(target, draft="assistant", max_seq_len=64)
     with pytest.raises(BadOption, match="is no assistant: name it as draft="):
@@ -308,7 +332,7 @@ def test_texts_are_the_targets_own(folders: dict[str, Path], kind: str, cache: s
 
 def test_a_short_vocabulary(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large one the first ids are drafted, as many as texts use; a number is taken as it is said."""
-    monkeypatch.setattr(assistant, "LARGE", 100)
+    monkeypatch.setattr(model_files, "LARGE", 100)
     monkeypatch.setattr(short_vocab, "SIZES", (64, 128, 192, 256))
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     for vocab, width in (("auto", None), ("64", 64)):

@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import weight_shapes
-from forerun.drafters import mtp, short_vocab
+from forerun.drafters import model_files, mtp, short_vocab
 from forerun.errors import UserError
 from forerun.models import next_tokens
 from forerun.models.opened import OpenedCheckpoint
@@ -166,7 +166,7 @@ def test_what_is_no_such_block(folder: Path, tmp_path: Path) -> None:
 
 
 def test_of_a_large_vocabulary_texts_say_how_much_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtp, "LARGE", 100)
+    monkeypatch.setattr(model_files, "LARGE", 100)
     monkeypatch.setattr(short_vocab, "SIZES", (64, 128, 192, 256))
     widths = set[int]()
     with LLM(str(folder), draft="mtp:search=none", pacing="fixed", dtype="float32", max_seq_len=200) as llm:

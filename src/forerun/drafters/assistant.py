@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from forerun import blocks
 from forerun.blocks import CacheShape, Spec, weight_shapes
-from forerun.config import AUTO, Quantization
+from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.head_matrices import beside_of
 from forerun.drafters.model import VOCAB, Chain, Row, head_rows, next_of, rounding
+from forerun.drafters.model_files import AS_TARGET, rounded, short_vocabulary, spread
 from forerun.drafters.searching import SEARCH, SearchingDrafter
-from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.drafters.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.host_tensor import Floats, HostTensor
 from forerun.kv import KVCache
@@ -34,7 +35,6 @@ from forerun.models import gemma4_assistant
 from forerun.models.families import run_by
 from forerun.models.loading import check_shapes, packed_schemes, stored_shapes
 from forerun.models.opened import OpenedCheckpoint
-from forerun.models.quantising import QuantisingSource
 from forerun.models.runner import NO_NUMBERS, float_type
 from forerun.models.source import Source
 from forerun.models.weights import StoredWeights
@@ -42,7 +42,6 @@ from forerun.ops import load_model
 from forerun.ops.model import FindsBest, Model
 from forerun.ops.passes import Lent
 from forerun.sampling import takes_the_best
-from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.largest import Ids
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -54,9 +53,7 @@ class Options:
     """Where the assistant lies, how it is kept in memory, and which ids it drafts."""
 
     path: str | None = field(default=None, metadata={"help": "folder, GGUF file, name or hub id of the assistant"})
-    quantization: str = field(
-        default=AUTO, metadata={"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
-    )
+    quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
     search: str = field(default="suffix", metadata=SEARCH)
 
@@ -178,7 +175,7 @@ class AssistantDrafter(SearchingDrafter):
                 ids, values = model.best(hidden, list(range(len(seqs))), self.width)
                 scored = [i if np.isfinite(value) else NO_NUMBERS for i, value in zip(ids, values, strict=True)]
             else:
-                scored = [self._spread(row) for row in model.rows.to_host(model.logits(hidden, self.width))]
+                scored = [spread(row, self._num_ids) for row in model.rows.to_host(model.logits(hidden, self.width))]
             model.wait()
         return scored, fed
 
@@ -194,17 +191,14 @@ class AssistantDrafter(SearchingDrafter):
         whole[ids] = logits
         return whole
 
-    def _spread(self, logits: Logits) -> Logits:
-        whole: Logits = np.full(self._num_ids, -np.inf, float_type(self.model))
-        whole[: len(logits)] = logits[: self._num_ids]
-        return whole
-
 
 def needs(options: Options, target: Known) -> Needs:
     """Return what its weights take. Refuses what is no assistant of this target."""
     opened = _opened(options, target)
-    source = _source(opened, opened.spec, _quantization(options, target))
-    return Needs(weights=beside_of(opened.spec, source.tensors))
+    tensors = dict(rounded(opened.weights, opened.spec, options.quantization, target).tensors)
+    if options.draft_vocab == AUTO and _is_ordered(opened):
+        tensors[blocks.HEAD] = replace(opened.weights.tensors[blocks.HEAD], scheme=None)
+    return Needs(weights=beside_of(opened.spec, tensors))
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -217,18 +211,14 @@ def build(options: Options, target: Target) -> Drafter:
     spec = _windowed(opened.spec, shape, layers)
     ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
     spec = replace(spec, head=ordered is None)
-    source = _source(opened, spec, _quantization(options, target.opened))
+    source = rounded(opened.weights, spec, options.quantization, target.opened)
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     lent = Lent(model, list(range(spec.vocab_size)))
     assistant: Model = load_model(spec, stored, model.ops, device=model.device, lent=lent)
     drafter = AssistantDrafter(assistant, target, layers, ordered)
     drafter.width = min(drafter.width, head_rows("assistant", options.draft_vocab) or drafter.width)
-    is_large = ordered is None and target.num_ids > LARGE
-    if options.draft_vocab == AUTO and is_large and isinstance(model.config, Spec):
-        num_head = target.num_ids * spec.hidden_size
-        tables = 0 if model.config.tied else model.config.vocab_size * model.config.hidden_size
-        cost = spec.num_weights / (model.config.num_weights - tables)  # weights stand for bytes, and bytes for time
-        drafter.short = ShortVocabulary(target.num_ids, num_head / spec.num_weights, cost)
+    if options.draft_vocab == AUTO and ordered is None:
+        drafter.short = short_vocabulary(model, spec, target.num_ids)
     drafter.search_by(options.search, "assistant", target)
     opened.close()
     return drafter
@@ -286,11 +276,13 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
-    """Return how its LM head is ordered; None where it is not. Raises UnsupportedModel for an order that is none."""
-    said = {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
-    if not said[gemma4_assistant.ORDERED] or opened.source is None:
+    """Return how its LM head is ordered; None where it is not. Its rows are kept as stored, or in bfloat16.
+
+    Raises UnsupportedModel for an order that is none.
+    """
+    if opened.source is None or not _is_ordered(opened):
         return None
-    tensors = opened.source.tensors
+    said, tensors = _said(opened), opened.source.tensors
     if not {CENTROIDS, ORDERING} <= tensors.keys():
         raise UnsupportedModel(f"{shown(opened.name)} has no {CENTROIDS} or {ORDERING}: fetch it again")
     groups = int(said[gemma4_assistant.GROUPS])
@@ -301,21 +293,21 @@ def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
         raise UnsupportedModel(
             f"{shown(opened.name)} has another order of its LM head than of each id once: fetch it again"
         )
-    rows = _whole(opened.weights, blocks.HEAD)[order].reshape(groups, -1, opened.spec.hidden_size)
+    rows = _whole(opened.weights, blocks.HEAD)
+    if opened.weights.tensors[blocks.HEAD].scheme is not None:
+        rows = rows.to("bfloat16")
+    rows = rows[order].reshape(groups, -1, opened.spec.hidden_size)
     return OrderedHead(centroids, order.reshape(groups, -1), rows, int(said[gemma4_assistant.TAKEN]), num_ids)
+
+
+def _is_ordered(opened: OpenedCheckpoint) -> bool:
+    return bool(_said(opened)[gemma4_assistant.ORDERED])
+
+
+def _said(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """Return config.json, with what is usual in place of what it leaves out."""
+    return {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
 
 
 def _whole(source: Source, name: str) -> HostTensor:
     return HostTensor.joined([block[:] for block in source.blocks(name)])
-
-
-def _quantization(options: Options, target: Known) -> Quantization | None:
-    """Return what its matrices are rounded to; None = they are as they are stored."""
-    said = target.config.quantization if options.quantization == AUTO else options.quantization
-    return None if said in (None, "none", AUTO) else Quantization.parse(str(said))
-
-
-def _source(opened: OpenedCheckpoint, spec: Spec, quantization: Quantization | None) -> Source:
-    if quantization is None:
-        return opened.weights
-    return cast(Source, QuantisingSource(opened.weights, spec, quantization))

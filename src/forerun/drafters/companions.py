@@ -25,7 +25,11 @@ WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of t
 
 
 def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of a drafter that lies beside a target and fits it; None where there is none."""
+    """Return the spec of a drafter that lies beside a target and fits it; None where there is none.
+
+    target: of one that somebody has loaded, and may have changed, what it was loaded from is looked at.
+    """
+    target = target.original or target
     return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
 
 
@@ -33,8 +37,9 @@ def _candidates(target: OpenedCheckpoint) -> list[str]:
     """Return the names that say so, those first that have most in common with the target's."""
     if target.source is None:
         return []
-    if is_hub_id(target.asked):
-        return [f"{target.asked}{ENDING}"] if _is_cached(f"{target.asked}{ENDING}") else []
+    if is_hub_id(target.asked) and not target.path.is_file():
+        beside = f"{str(target.asked).partition('@')[0]}{ENDING}"  # in the revision that is usual
+        return [beside] if _is_cached(beside) else []
     named = dict.fromkeys((target.path.absolute(), target.path.resolve()))  # a link may lie apart from its file
     return [name for path in named for name in _beside(path)]
 

@@ -16,21 +16,20 @@ from typing import cast
 import numpy as np
 
 from forerun.blocks import SIDES, Features, Norm, Spec
-from forerun.config import AUTO, Quantization
+from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, head_files
 from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.eagle_model import EagleConfig, HeadModel
 from forerun.drafters.head_matrices import beside_of
 from forerun.drafters.model import VOCAB, head_rows, rounding
+from forerun.drafters.model_files import AS_TARGET, rounded, short_vocabulary, spread
 from forerun.drafters.searching import SEARCH
-from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.drafters.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import next_tokens
 from forerun.models.loading import packed_schemes
 from forerun.models.next_tokens import NextTokens
-from forerun.models.quantising import QuantisingSource
-from forerun.models.source import Source
 from forerun.models.weights import StoredWeights
 from forerun.ops import load_model
 from forerun.ops.passes import Lent
@@ -50,9 +49,7 @@ class Options:
             "where the target's own do not; none = they do"
         },
     )
-    quantization: str = field(
-        default=AUTO, metadata={"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
-    )
+    quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
     search: str = field(default="suffix", metadata=SEARCH)
 
@@ -81,17 +78,14 @@ class MtpDrafter(EagleDrafter):
         super().end(seq)
 
     def _spread(self, logits: Logits) -> Logits:
-        whole: Logits = np.full(self._num_ids, -np.inf, logits.dtype)
-        whole[: len(logits)] = logits[: self._num_ids]
-        return whole
+        return spread(logits, self._num_ids)
 
 
 def needs(options: Options, target: Known) -> Needs:
     """Return the cache of its own, and what its weights take. Refuses a target that has no such block."""
     block = _block(options, target)
-    quantization = _quantization(options, target)
     spec = spec_of(block)
-    beside = beside_of(spec, _source(block, spec, quantization).tensors)
+    beside = beside_of(spec, rounded(block.source, spec, options.quantization, target).tensors)
     return Needs(makes=OwnModel(config=block.decoder), weights=beside)
 
 
@@ -101,19 +95,15 @@ def build(options: Options, target: Target) -> Drafter:
     spec = spec_of(block)
     if options.path is not None:
         head_files.check_target(options.path, model, target.num_ids)
-    source = _source(block, spec, _quantization(options, target.opened))
+    source = rounded(block.source, spec, options.quantization, target.opened)
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     ids = list(range(spec.vocab_size))
     made = load_model(spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids))
     head, config = cast(HeadModel, made), EagleConfig(block.decoder, (), norm_output=True)
     drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
-    if options.draft_vocab == AUTO and target.num_ids > LARGE and isinstance(model.config, Spec):
-        num_head = target.num_ids * spec.hidden_size
-        num_read = num_head + spec.num_weights
-        tables = 0 if model.config.tied else model.config.vocab_size * spec.hidden_size
-        cost = num_read / (model.config.num_weights - tables)  # weights stand for bytes, and bytes for time
-        drafter.short = ShortVocabulary(target.num_ids, num_head / num_read, cost)
+    if options.draft_vocab == AUTO:
+        drafter.short = short_vocabulary(model, spec, target.num_ids)
     drafter.search_by(options.search, "mtp", target)
     return drafter
 
@@ -165,13 +155,3 @@ def _block(options: Options, target: Known) -> NextTokens:
             f"rows of {others[0]} and {others[1]} ids: name the target's own"
         )
     return block
-
-
-def _quantization(options: Options, target: Known) -> Quantization | None:
-    """Return what its matrices are rounded to; None = they are as they are stored."""
-    said = target.config.quantization if options.quantization == AUTO else options.quantization
-    return None if said in (None, "none", AUTO) else Quantization.parse(str(said))
-
-
-def _source(block: NextTokens, spec: Spec, quantization: Quantization | None) -> Source:
-    return block.source if quantization is None else cast(Source, QuantisingSource(block.source, spec, quantization))

@@ -1,0 +1,49 @@
+"""Drafters whose weights are in the files of a model: the block of mtp, and an assistant.
+
+They are rounded as the target is, and draft the first ids of a large vocabulary, as many as pay (short_vocab.py).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from forerun.blocks import Spec
+from forerun.config import AUTO, Quantization
+from forerun.drafters import Known
+from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.models.quantising import QuantisingSource
+from forerun.models.source import Source
+from forerun.ops.model import Model
+from forerun.sampling.arithmetic import Row
+
+AS_TARGET = {"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
+
+
+def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
+    """Return a source whose matrices are rounded as the option says. Raises BadOption where that is not possible."""
+    said = target.config.quantization if option == AUTO else option
+    if said in (None, "none", AUTO):
+        return source
+    return cast(Source, QuantisingSource(source, spec, Quantization.parse(str(said))))
+
+
+def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:
+    """Return what chooses how many ids are drafted; None where there are few. Weights stand for bytes, bytes for time.
+
+    model: the target. spec: of the drafter, whose LM head is the target's where it has none.
+    """
+    if num_ids <= LARGE or not isinstance(model.config, Spec):
+        return None
+    num_head = num_ids * spec.hidden_size
+    num_read = spec.num_weights + (0 if spec.head else num_head)
+    tables = 0 if model.config.tied else model.config.vocab_size * model.config.hidden_size
+    return ShortVocabulary(num_ids, num_head / num_read, num_read / (model.config.num_weights - tables))
+
+
+def spread(logits: Row, num_ids: int) -> Row:
+    """Return logits of the first ids as logits of all, -inf elsewhere."""
+    whole = np.full(num_ids, -np.inf, logits.dtype)
+    whole[: len(logits)] = logits[:num_ids]
+    return whole
