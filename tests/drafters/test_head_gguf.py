@@ -151,6 +151,7 @@ def test_it_is_unpacked_once_and_again_where_it_changes(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     write_eagle(file, eagle_weights(), target_layers=[1, 2, 3])
     assert Path(head_gguf.unpacked(str(file), "eagle")) != folder
+    assert not folder.exists()
 
 
 def test_what_is_refused(target: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +104,8 @@ def unpacked(path: str, method: str) -> str:
     if kind is None or kind.method != method:
         reads = f"name it as {kind.method}:path=FILE" if kind else f"name one of {', '.join(KINDS)}"
         raise BadOption(f"{shown(path)} has general.architecture={shown(name)}, which {method} does not read: {reads}")
-    key = hashlib.sha256(f"{VERSION} {header.digest} {Path(path).resolve()} {Path(path).stat().st_mtime_ns}".encode())
+    place, changed_ns = Path(path).resolve(), Path(path).stat().st_mtime_ns
+    of_place, of_content = _digest(place), _digest(f"{VERSION} {header.digest} {changed_ns}")
 
     def write(folder: Path) -> None:
         try:
@@ -115,7 +117,10 @@ def unpacked(path: str, method: str) -> str:
         (folder / "config.json").write_text(text, encoding="utf-8")
 
     files = ("config.json", "model.safetensors")
-    return str(kept_folder(f"heads/{key.hexdigest()[:32]}", files, write, f"the head of {shown(path)}"))
+    folder = kept_folder(f"heads/{of_place}-{of_content}", files, write, f"the head of {shown(path)}")
+    for older in set(folder.parent.glob(f"{of_place}-*")) - {folder}:  # what the file was before
+        shutil.rmtree(older, ignore_errors=True)
+    return str(folder)
 
 
 def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
@@ -172,6 +177,10 @@ def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) 
         some = next(iter(tensors.values()))
         tensors[EMBEDDING] = Entry(some.file, (tokens.num, width), TYPES[1], 0, 0)
     return replace(header, metadata=metadata, tensors=tensors)
+
+
+def _digest(text: object) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()[:16]
 
 
 def _text(value: Any) -> str:
