@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from datetime import date
@@ -9,6 +10,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -21,9 +23,10 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text import sandbox
 from forerun.train import corpus
 from forerun.train.config import SampleConfig
+from forerun.train.questions import read_questions
 from forerun.train.samples import SampleWriter, read_samples, stream
 from forerun.train.sampling import shares_of, texts_for
-from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, first_ids, looped
+from forerun.train.writing import TEMPERATURES, Frame, Lengths, Shares, Writer, first_ids, looped
 from train.written import CONTINUATIONS, TEMPLATE, TEXTS, chatting, write, writer_of
 
 NUM_TOKENS = 900
@@ -222,3 +225,54 @@ def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> Non
     assert shares_of(replace(config, chat=0.5, task=0.5), bare) == Shares(0.5, 0.5, 0)
     with pytest.raises(BadOption, match="--chat 0"):
         writer_of("shipped", shares=ALL_KINDS)
+
+
+# ---------------------------------------------------------------------------------------------------------- questions
+
+ENTRIES = [
+    {"id": "a", "conversations": [{"from": "human", "value": " How far? "}, {"from": "gpt", "value": "Far."}]},
+    {"conversations": [{"from": "gpt", "value": "I began."}]},
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
+    {"turns": ["When?", "And then?"], "category": "time"},
+    {"prompt": "Who?"}, "What?", {"instruction": "Where?", "output": "There."}, "Why?", {"messages": []}, 3,
+    {"conversations": [{"from": "human", "value": "word " * 300}]},
+]  # fmt: skip
+
+
+def test_questions_are_read_from_files_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ENTRIES[:6]))
+    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(entry) for entry in ENTRIES[5:]))
+    questions = read_questions([tmp_path / "a.json", tmp_path / "b.jsonl"])
+    assert questions[:-1] == ["How far?", "Why?", "When?", "Who?", "What?", "Where?"]
+    assert questions[-1].startswith("word word")
+    for text, error in (("[1, 2]", UnsupportedModel), ("{", UnsupportedModel), ("[]", UnsupportedModel)):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(error, match=r"is not JSON|there is no question in"):
+            read_questions([tmp_path / "c.json"])
+    with pytest.raises(NotFound, match=r"cannot be read \(No such file"):
+        read_questions([tmp_path / "d.json"])
+
+
+def test_a_conversation_begins_with_a_question_that_was_given(folder: Path, tmp_path: Path) -> None:
+    """Each once, those alone that are short enough; a killed run goes on to the same bytes, and not with others."""
+    asked = [f"{i} rivers?" for i in range(40)]
+    llm = writer_of(folder, ops="reference_row_by_row").llm
+    how: dict[str, Any] = {"seed": 0, "shares": Shares(0.6, 0.2, 0.2), "lengths": Lengths((4, 8), 12, 24)}
+    writer = Writer(llm, TEXTS, [*asked, "too long " * 40], **how)
+    whole = write(writer, tmp_path / "whole", NUM_TOKENS)
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    assert write(Writer(llm, TEXTS, [*asked, "too long " * 40], **how), tmp_path / "cut", NUM_TOKENS) == whole
+    chats = [sample for sample in read_samples(tmp_path / "whole").samples if sample.kind == "chat"]
+    texts = [llm.tokenizer.decode(sample.ids[: sample.num_given].tolist()) for sample in chats]
+    said = [text.removeprefix("<user>").removesuffix("<|end|><A>") for text in texts]
+    assert len(said) > 5
+    assert len(set(said)) == len(said)
+    assert set(said) <= set(asked)
+    assert said != asked[: len(said)]
+    assert all(sample.answer_at == sample.num_given < len(sample.ids) for sample in chats)
+    with pytest.raises(BadOption, match="was begun with questions="):
+        SampleWriter(tmp_path / "whole", Writer(llm, TEXTS, asked[1:], **how).options())
+    with pytest.raises(BadOption, match="no question has at most 12 tokens"):
+        Writer(llm, TEXTS, ["too long " * 40], **how)
+    with pytest.raises(BadOption, match="there are too few questions"):
+        write(Writer(llm, TEXTS, asked[:3], **{**how, "shares": Shares(1, 0, 0)}), tmp_path / "few", NUM_TOKENS)

@@ -158,6 +158,11 @@ class SampleConfig:
     texts: tuple[Path, ...] = option(
         (), "file, or folder of files, to cut passages from", flag="--text", usual="those of installed packages"
     )
+    questions: tuple[Path, ...] = option(
+        (),
+        "file of questions, JSON or JSON lines: conversations begin with them, and not with the target's own",
+        flag="--questions",
+    )
     seed: int = option(0, "of prompts and draws")
 
     def __post_init__(self) -> None:

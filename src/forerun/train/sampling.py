@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from forerun.engine.llm import LLM
 from forerun.train.config import SampleConfig
+from forerun.train.questions import read_questions
 from forerun.train.samples import SampleWriter, begun_with
 from forerun.train.texts import packaged_texts, read_texts
 from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
@@ -48,7 +49,10 @@ def write(
     )
     shares = shares_of(config, llm)
     texts = texts_for(config, shares)
-    writer = Writer(llm, texts, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out))
+    questions = read_questions(config.questions)
+    writer = Writer(
+        llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
+    )
     file = SampleWriter(config.out, writer.options())
     start, had = time.perf_counter(), file.num_tokens
 
@@ -73,7 +77,7 @@ def shares_of(config: SampleConfig, llm: LLM) -> Shares:
     """Return the shares of the kinds, of those that were not given the usual ones for this target."""
     chat, task = config.chat, config.task
     if chat is None:
-        chat = Shares.chat if Frame.opens_a_turn(llm) else 0.0
+        chat = Shares.chat if config.questions or Frame.opens_a_turn(llm) else 0.0
     if task is None:
         task = (1 - chat) / 2 if chat > 0 else 0.0
     return Shares(chat, task, 1 - chat - task)

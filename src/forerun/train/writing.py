@@ -1,7 +1,8 @@
 """The target writes what a drafter learns from, for a drafter must guess what the target writes, not what people do.
 
-Three kinds of text. *chat*: the target gets only the opening of a user's turn, writes the question at temperature 1,
-and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464). *task*: an instruction with a passage of a given text.
+Three kinds of text. *chat*: the target answers a question that was given; without any it gets only the opening of a
+user's turn, writes the question at temperature 1, and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464).
+*task*: an instruction with a passage of a given text.
 *text*: a continuation of such a passage. Half of the answers and continuations are greedy, the others are drawn at
 temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data).
 What repeats itself ends with the third repetition: small models go on so for ever, and there is nothing to learn.
@@ -52,6 +53,7 @@ REPEATED = 3  # times, and
 LEAST_REPEATED = 32  # tokens of it at least, end a text
 LOOK_EVERY = 16  # tokens, while a text is written
 MOST_REPEATED = 64  # samples in a row whose beginnings were there before
+MOST_CHARACTERS = 16  # of a token: a longer text is not counted out
 WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
 
 
@@ -126,14 +128,16 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: where passages are cut from. begun: the options of a file that is to go on (samples.begun_with), whose frame
-    stays; some templates print the date of the day. Raises BadOption where there are no texts to cut from.
+    texts: where passages are cut from. questions: those that conversations begin with, as far as they are short enough;
+    without any the target writes its own. begun: the options of a file that is to go on (samples.begun_with), whose
+    frame stays; some templates print the date of the day. Raises BadOption where there are no texts to cut from.
     """
 
     def __init__(
         self,
         llm: LLM,
         texts: Seq[str],
+        questions: Seq[str] = (),
         *,
         seed: int,
         shares: Shares,
@@ -146,7 +150,8 @@ class Writer:
             known = begun.get("frame", ())
             self.frame = Frame(*map(tuple, known)) if any(known) else Frame.of_model(llm)
         self._writes_frame = not begun or "frame" in begun  # files once were begun without
-        if shares.chat > 0 and not self.frame.before:
+        self.questions = self._short_enough(questions) if shares.chat > 0 else []
+        if shares.chat > 0 and not self.questions and not self.frame.before:
             raise BadOption(
                 "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
                 "--chat 0"
@@ -173,9 +178,10 @@ class Writer:
             "passage_tokens": list(self.lengths.passage),
             "question_tokens": self.lengths.question,
             "answer_tokens": self.lengths.answer,
-            "texts": hashlib.sha256("\0".join(self.texts).encode("utf-8", "surrogatepass")).hexdigest(),
+            "texts": _digest(self.texts),
         }
-        return options | frame
+        asked = {"questions": _digest(self.questions)} if self.questions else {}
+        return options | frame | asked
 
     def plan(self, number: int) -> Plan:
         """What this number is to become; a function of the options."""
@@ -184,6 +190,9 @@ class Writer:
         temperature = rng.choice(TEMPERATURES)
         seed = rng.getrandbits(63)
         prompt = self.frame.before
+        if kind == "chat" and self.questions:
+            question = self.questions[number % len(self.questions)]
+            prompt = (*prompt, *self._encode(question), *self.frame.after)
         if kind != "chat":
             num = rng.randint(*self.lengths.passage)
             passage = self._passage(rng, num)
@@ -200,7 +209,7 @@ class Writer:
     ) -> None:
         """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
 
-        Raises BadOption where the texts have too few different passages for that.
+        Raises BadOption where the texts have too few different passages for that, or there are too few questions.
         """
         ended = SimpleQueue[tuple[int, Request]]()
         planned, answers, done = dict[int, Plan](), dict[int, int](), dict[int, Sample]()
@@ -231,12 +240,12 @@ class Writer:
                 plan, ids = planned[number], request.seq.tokens
                 end = looped(ids, request.seq.num_prompt_tokens)
                 ids, has_ended = ids[:end], end is None and request.seq.finish_reason == "stop"
-                if plan.kind == "chat" and number not in answers and has_ended:
+                if self._asks(plan) and number not in answers and has_ended:
                     answers[number] = len(ids) - 1 + len(self.frame.after)
                     start(number, [*ids[:-1], *self.frame.after], self._answer(plan))
                     continue
                 given = len(plan.prompt)
-                answer_at = answers.pop(number, len(ids) if plan.kind == "chat" else given)
+                answer_at = answers.pop(number, len(ids) if self._asks(plan) else given)
                 del planned[number]
                 done[number] = Sample(
                     number, plan.kind, plan.temperature, given, answer_at, np.array(ids, dtype=np.uint32)
@@ -245,18 +254,37 @@ class Writer:
                     num_repeated = 0 if out.append(done.pop(out.next_number)) else num_repeated + 1
                     say(out)
                 if num_repeated > MOST_REPEATED:
-                    raise BadOption("the texts have too few different passages: name more of them, or lower num_tokens")
+                    raise BadOption(
+                        "the texts have too few different passages, or there are too few questions: name more of them, "
+                        "or lower num_tokens"
+                    )
         finally:
             self.llm.end(list(going.values()))
 
     def _first(self, plan: Plan) -> SamplingParams:
         answer = self._answer(plan)
-        if plan.kind != "chat":
+        if not self._asks(plan):
             return answer
         return replace(answer, max_tokens=self.lengths.question, min_tokens=2, temperature=1.0)
 
     def _answer(self, plan: Plan) -> SamplingParams:
         return SamplingParams(max_tokens=self.lengths.answer, temperature=plan.temperature, seed=plan.seed)
+
+    def _asks(self, plan: Plan) -> bool:
+        """Whether the target writes the question, too."""
+        return plan.kind == "chat" and not self.questions
+
+    def _encode(self, text: str) -> list[int]:
+        return self.llm.tokenizer.encode(text, add_special_tokens=False)
+
+    def _short_enough(self, questions: Seq[str]) -> list[str]:
+        """Return the questions that have no more tokens than one may, shuffled. Raises BadOption where none has."""
+        most = self.lengths.question
+        short = [text for text in questions if len(text) <= MOST_CHARACTERS * most and len(self._encode(text)) <= most]
+        if questions and not short:
+            raise BadOption(f"no question has at most {most} tokens: name others, or raise --question-tokens")
+        random.Random(self.seed).shuffle(short)
+        return short
 
     def _passage(self, rng: random.Random, num: int) -> list[int]:
         """`num` ids of the given texts, or fewer where one ends, from the beginning of a line."""
@@ -265,6 +293,10 @@ class Writer:
         text = self.texts[which]
         start = text.rfind("\n", 0, at - int(self._sizes[which]) + len(text)) + 1
         return self.llm.tokenizer.encode(text[start : start + 12 * num], add_special_tokens=False)[:num] or [0]
+
+
+def _digest(texts: Seq[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def looped(ids: Seq[int], start: int) -> int | None:

@@ -1,0 +1,73 @@
+"""Questions of people, from files as conversations are published in: what a target answers, for drafters to learn from.
+
+A file is JSON (a list) or JSON lines. Each entry is a text or an object: a conversation (`conversations` as ShareGPT
+has them, `messages`, or `turns`), of which the first user's turn is taken, or a `prompt`, `question` or `instruction`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import NotFound, UnsupportedModel, shown
+
+TEXTS = ("prompt", "question", "instruction")
+PEOPLE = ("human", "user")
+
+
+def read_questions(paths: Seq[Path]) -> list[str]:
+    """Return the questions in some files, each once. Entries without a user's turn are left out.
+
+    Raises NotFound for a file that cannot be read, UnsupportedModel for one of another kind, or without a question.
+    """
+    questions = dict[str, None]()
+    for path in paths:
+        texts = [text for entry in _entries(path) if (text := _question(entry).strip())]
+        if not texts:
+            raise UnsupportedModel(
+                f"there is no question in {shown(str(path))}: name a file of JSON or JSON lines with texts, "
+                f"or objects with conversations, messages, turns, {', '.join(TEXTS[:-1])} or {TEXTS[-1]}"
+            )
+        questions |= dict.fromkeys(texts)
+    return list(questions)
+
+
+def _entries(path: Path) -> Iterator[Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise NotFound(f"the file {shown(str(path))} cannot be read ({reason}): name another") from error
+    try:
+        if path.suffix == ".json":
+            whole = json.loads(text)
+            yield from whole if isinstance(whole, list) else [whole]
+            return
+        for line in text.splitlines():
+            if line.strip():
+                yield json.loads(line)
+    except ValueError as error:
+        raise UnsupportedModel(f"the file {shown(str(path))} is not JSON ({error}): name another") from error
+
+
+def _question(entry: Any) -> str:
+    """Return the text of an entry, or its first user's turn; "" where it has none."""
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, Mapping):
+        return ""
+    for name in ("conversations", "messages", "turns"):
+        if isinstance(turns := entry.get(name), list) and turns:
+            return _first_turn(turns[0])
+    return next((text for name in TEXTS if isinstance(text := entry.get(name), str)), "")
+
+
+def _first_turn(turn: Any) -> str:
+    if isinstance(turn, str):
+        return turn
+    if not isinstance(turn, Mapping) or turn.get("from", turn.get("role")) not in PEOPLE:
+        return ""
+    text = turn.get("value", turn.get("content"))
+    return text if isinstance(text, str) else ""
