@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 patch.setenv("TRITON_INTERPRET", "1")
             importlib.import_module("triton.language")
             interpreter.patch_once()
+    config.addinivalue_line("markers", "drafter_fails: it makes a drafter raise, which fails other tests")
     config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
 
@@ -43,6 +46,29 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+
+
+class _Errors(logging.Handler):
+    """Keeps what is logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(logging.Formatter().format(record))
+
+
+@pytest.fixture(autouse=True)
+def _no_drafter_fails(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An engine goes on without a drafter that raises, with the right texts, so that no other test would show it."""
+    errors, logger = _Errors(), logging.getLogger("forerun.engine.router")
+    logger.addHandler(errors)
+    try:
+        yield
+    finally:
+        logger.removeHandler(errors)
+    assert not errors.messages or request.node.get_closest_marker("drafter_fails"), "\n".join(errors.messages)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -307,12 +307,16 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["whole", "ordered"])
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_texts_are_the_targets_own(folders: dict[str, Path], kind: str, cache: str) -> None:
-    """Greedy and drawn, many at once, shared beginnings, preemption, several texts of one prompt, rejections."""
+    """Greedy and drawn, many at once, shared beginnings, preemption, several texts of one prompt, rejections.
+
+    A prompt of one token has no row before its last.
+    """
     if native.isa() == "reference" and cache == "int8":
         pytest.skip("bytes are for native operators")
     rng = random.Random(7)
     shared = rng.choices(range(1, 257), k=40)
-    prompts = [shared[: rng.randrange(5, 40)] + rng.choices(range(1, 257), k=rng.randrange(1, 30)) for _ in range(24)]
+    prompts = [shared[: rng.randrange(5, 40)] + rng.choices(range(1, 257), k=rng.randrange(1, 30)) for _ in range(23)]
+    prompts.insert(7, [shared[0]])
     params = [
         SamplingParams(max_tokens=rng.randrange(5, 40), temperature=rng.choice([0, 0, 0.8]), seed=i, ignore_eos=True,
                        n=rng.choice([1, 1, 2]), acceptance="match")

@@ -157,7 +157,7 @@ class AssistantDrafter(SearchingDrafter):
 
     def _is_ready(self, seq: Sequence) -> bool:
         """Whether the target has run all tokens but the last, and its row of the one before is here."""
-        return self._cache is not None and self._rows.get(seq.id, (-1, None))[0] == len(seq.tokens) - 2
+        return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
         """Run a row of each sequence; return what follows each, and what stands for the target's rows [n, size]."""
