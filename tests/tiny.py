@@ -25,6 +25,9 @@ OTHERS = {
                      "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
              "block_multiple_of": 8},
+    "phi3": {**SIZES, "num_hidden_layers": 4},
+    "glm4": {**SIZES, "num_hidden_layers": 4},
+    "olmo2": {**SIZES, "num_hidden_layers": 4},
     "gpt2": {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import resized, weight_shapes
@@ -138,11 +138,22 @@ def test_a_target_that_has_a_block_gets_another(hybrid: Path, tmp_path: Path) ->
     made(target, tmp_path / "again", steps=2)
     files = [load_file(path) for path in sorted((tmp_path / "again" / "model").glob("*.safetensors"))]
     blocks = [{name for name in own if name.startswith("mtp.")} for own in files]
-    assert [bool(block) for block in blocks] == [False, False, True]
+    assert [bool(block) for block in blocks] == [False, True]
     assert next_tokens.find(OpenedCheckpoint.of(tmp_path / "again" / "model")) is not None
     index = json.loads((tmp_path / "again" / "model" / "model.safetensors.index.json").read_text(encoding="utf-8"))
     size = sum(tensor.nbytes for own in files for tensor in own.values())
     assert index["metadata"]["total_size"] == size
+    joined = shutil.copytree(target, tmp_path / "joined")
+    whole = {name: tensor for path in joined.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for path in [*joined.glob("*.safetensors"), joined / "model.safetensors.index.json"]:
+        path.unlink()
+    save_file(whole, joined / "model.safetensors", {"format": "pt"})
+    written = list[int]()
+    for _ in range(2):
+        next_tokens.save_with_block(tmp_path / "twice", OpenedCheckpoint.of(joined), {})
+        written.append((tmp_path / "twice" / "model-00001-of-00002.safetensors").stat().st_ctime_ns)
+    assert load_file(tmp_path / "twice" / "model-00001-of-00002.safetensors").keys() == whole.keys() - blocks[1]
+    assert written[0] == written[1]
     own = shutil.copytree(target, tmp_path / "own" / "model")
     with pytest.raises(BadOption, match=r"would write over the target, in .*model: choose another"):
         made(own, own.parent, steps=2)
@@ -164,9 +175,9 @@ def test_a_block_is_read_as_it_was_written(hybrid: Path) -> None:
     assert any("norm" in name and abs(float(w.mean()) - 1) > 1e-4 for name, w in found.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5", "lfm2", "phi3", "glm4", "olmo2"])
 def test_a_block_is_made_for_other_families(family: str, tmp_path: Path) -> None:
-    """One with the names of another family, and one inside of a checkpoint that sees images, too."""
+    """Also where files have other names, or join matrices, and inside of a checkpoint that sees images, too."""
     target = write_tiny(tmp_path / "target", "qwen3_5_text" if family == "qwen3_5" else family, num_layers=4)
     if family == "qwen3_5":
         nest(target)
@@ -184,8 +195,6 @@ def test_a_block_is_made_for_other_families(family: str, tmp_path: Path) -> None
 
 def nest(folder: Path) -> None:
     """Make a checkpoint of a text model one of a model that sees images, as published, without its eyes."""
-    from safetensors.torch import save_file
-
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
     (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
@@ -215,8 +224,6 @@ def test_nothing_is_added_to_a_gguf_file(tmp_path: Path) -> None:
 
 def test_a_block_of_another_target_is_refused(hybrid: Path, tmp_path: Path) -> None:
     target, block = shutil.copytree(hybrid / "target" / "model", tmp_path / "other"), hybrid / "mtp" / "head"
-    from safetensors.torch import save_file
-
     weights = load_file(target / "model.safetensors")
     weights["model.embed_tokens.weight"] = torch.randn(300, 32, generator=torch.Generator().manual_seed(0))
     save_file(weights, target / "model.safetensors", {"format": "pt"})

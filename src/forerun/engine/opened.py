@@ -24,6 +24,7 @@ from forerun.models import named, next_tokens
 from forerun.models.families import run_by
 from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
+from forerun.models.naming import says_next_tokens
 from forerun.models.next_tokens import NextTokens
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.outline import Outline
@@ -188,7 +189,7 @@ class Opened:
     def next_tokens(self) -> NextTokens | None:
         """See drafters.Known. A model of the hub is fetched to look for it, where config.json says that it is there."""
         files = self.files.original or self.files
-        if self.config_only or (files.is_of_hub and not next_tokens.is_said(files.raw)):
+        if self.config_only or (files.is_of_hub and not says_next_tokens(files.raw)):
             return None
         files.fetch_weights()
         return next_tokens.find(files)

@@ -150,9 +150,15 @@ def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, st
     return name, match[2]
 
 
-SAID = "mtp_num_hidden_layers"  # of config.json: whether there is a block that guesses further tokens (next_tokens.py)
+SAID = "mtp_num_hidden_layers"  # of config.json: blocks that guess further tokens (next_tokens.py)
 NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # how the names of its tensors begin
 USUAL = Names({}, "model.layers.{}.", {}, beside=NEXT)  # where tensors are called as here
+
+
+def says_next_tokens(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json says that there is a block that guesses further tokens."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    return any(part.get(key) for part in parts for key in (SAID, "num_mtp_layers"))
 
 
 @dataclass(frozen=True)

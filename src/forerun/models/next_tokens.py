@@ -8,6 +8,7 @@ arXiv 2412.19437, eq. 21 to 24). So its weights are read by the names of the mod
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from forerun.errors import UserError
 from forerun.host_tensor import HostTensor
 from forerun.models import safetensors_file
 from forerun.models.families import published_names
-from forerun.models.naming import SAID, USUAL, NamedSource, Names, published
+from forerun.models.naming import NEXT, SAID, USUAL, NamedSource, Names, published
 from forerun.models.open_file import OpenFile
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
@@ -49,12 +50,6 @@ class NextTokens:
     def side_offset(self) -> float:
         """What is added to the stored weights of the norms before the product, as of the model's other norms."""
         return (self.decoder.final_norm or Norm()).offset
-
-
-def is_said(raw: Mapping[str, Any]) -> bool:
-    """Return whether config.json says that there is such a block."""
-    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
-    return any(part.get(key) for part in parts for key in (SAID, "num_mtp_layers"))
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
@@ -109,17 +104,17 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
-    shards = [single] if single.exists() else [source / name for name in shard_names(source / INDEX)]
+    shards = dict[Path, dict[str, safetensors_file.Entry]]()
+    for shard in [single] if single.exists() else [source / name for name in shard_names(source / INDEX)]:
+        entries = safetensors_file.read_header(OpenFile(shard))
+        shards[shard] = {tensor: entry for tensor, entry in entries.items() if not tensor.startswith(NEXT)}
+        if not shards[shard]:  # of a block alone
+            del shards[shard]
     files = [f"model-{i + 1:05}-of-{len(shards) + 1:05}.safetensors" for i in range(len(shards) + 1)]
     folder.mkdir(parents=True, exist_ok=True)
     places, num_bytes = dict[str, str](), 0
-    for shard, name in zip(shards, files, strict=False):
-        entries = safetensors_file.read_header(OpenFile(shard))
-        kept = {tensor: entry for tensor, entry in entries.items() if not tensor.startswith(PREFIXES)}
-        if len(kept) < len(entries):
-            _write(folder / name, {tensor: entry.whole() for tensor, entry in kept.items()})
-        elif not (folder / name).exists() or _version(folder / name) != _version(shard):
-            shutil.copy2(shard, folder / name)
+    for (shard, kept), name in zip(shards.items(), files, strict=False):
+        _copy(shard, folder / name, kept)
         places |= dict.fromkeys(kept, name)
         num_bytes += sum(entry.num_bytes for entry in kept.values())
     _write(folder / files[-1], tensors)
@@ -142,9 +137,15 @@ def _write(file: Path, tensors: Mapping[str, HostTensor]) -> None:
     partial.replace(file)
 
 
-def _version(file: Path) -> tuple[int, int]:
-    """Return what is another where a file was written anew, and the same of its copy."""
-    return file.stat().st_size, file.stat().st_mtime_ns
+def _copy(shard: Path, to: Path, kept: Mapping[str, safetensors_file.Entry]) -> None:
+    """Copy these tensors of a shard, unless that was done. A copy has the time of its shard."""
+    changed_ns, is_whole = shard.stat().st_mtime_ns, len(kept) == len(safetensors_file.read_header(OpenFile(shard)))
+    is_there = to.exists() and to.stat().st_mtime_ns == changed_ns
+    if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):
+        shutil.copy2(shard, to)
+    elif not is_whole and not is_there:
+        _write(to, {tensor: entry.whole() for tensor, entry in kept.items()})
+        os.utime(to, ns=(changed_ns, changed_ns))
 
 
 SMALL = (".json", ".jinja", ".txt", ".model")  # endings of files beside weights that a model needs

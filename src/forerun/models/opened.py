@@ -6,6 +6,7 @@ Each of its small files is read when it is first asked for, and kept. `load_chec
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -183,10 +184,10 @@ def spec_of(name: str | Path) -> Spec:
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:
-    """The same source with the names of blocks.weights, where its family has others."""
+    """The same source with the names of blocks.weights, where its family has others, or a further block is there."""
     names = source.names or published_names(source.config, spec)
-    if names is None and source.config.get(naming.SAID):
-        names = naming.USUAL
+    if naming.says_next_tokens(source.config):
+        names = naming.USUAL if names is None else replace(names, beside=(*names.beside, *naming.NEXT))
     return source if names is None else cast(Source, NamedSource(source, names, spec))
 
 
