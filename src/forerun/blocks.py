@@ -434,6 +434,18 @@ class Spec:
             ),
         )
 
+    def only(self, layers: Seq[int]) -> Spec:
+        """Return the model of these layers alone, ascending. One that reads keys of a missing layer has its own."""
+        place = {layer: i for i, layer in enumerate(layers)}
+
+        def moved(block: Block) -> Block:
+            a = block.attention
+            if a is None or a.shares_kv_of is None:
+                return block
+            return replace(block, attention=replace(a, shares_kv_of=place.get(a.shares_kv_of)))
+
+        return replace(self, blocks=tuple(moved(self.blocks[layer]) for layer in layers))
+
     @property
     def layer_input(self) -> LayerInput | None:
         """What blocks read beside the residual stream; None where none does. Raises UnsupportedModel for several."""

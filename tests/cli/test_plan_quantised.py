@@ -24,6 +24,7 @@ from forerun.ops.cpu.model import CpuModel
 from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
 from models.test_packings import GPT_OSS, write_mxfp4
+from tiny import write_tiny
 
 pytestmark = needs_native
 WIDE = Plain("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256).spec
@@ -197,6 +198,28 @@ def test_layers_that_draft_are_counted_without_weights():
     plan, num_layers = found.plan(None), found.opened.num_layers
     assert plan.bytes_of("draft weights") == 0
     assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "num_kept", "num_states"),
+    [("layers=1", 0, 1), ("layers=4", 1, 3), ("skip=0+1+2", 1, 0), ("skip=1+3", 0, 2)],
+)
+def test_layers_that_draft_are_counted_as_they_were_chosen(
+    tmp_path: Path, draft: str, num_kept: int, num_states: int
+) -> None:
+    """Of a hybrid, layers 0 to 2 keep a state each, and layer 3 keeps keys. None may keep keys at all."""
+    folder = str(write_tiny(tmp_path / "target", "qwen3_5_text"))
+    config = EngineConfig(target=folder, draft=f"early_exit:{draft}", max_seq_len=64, kv_cache_dtype="int8")
+    plan, llm = outlines_of(config).plan(None), LLM.from_config(config)
+    runner = llm.engine.drafter.first.runner
+    assert runner is not None
+    shape = runner.cache.shape
+    assert (len(shape.kept), len(shape.states)) == (num_kept, num_states)
+    pools = runner.cache.pools.tensors()
+    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in pools)
+    allocated = sum(part.nbytes for pool in runner.cache.pools.states.values() for part in vars(pool).values())
+    assert plan.bytes_of("draft recurrent states") == allocated
+    assert bool(allocated) == bool(num_states)
 
 
 def test_a_target_that_has_no_more_bits_cannot_draft_for_itself():

@@ -208,13 +208,13 @@ class Drafter:
 class OwnModel:
     """A draft model that a drafter makes of the target, for the memory plan.
 
-    quantization: what its own copy of the weights is rounded to; None = it reads the target's. num_layers: how many of
-    the target's layers it runs, which have a cache of their own; None = all. config: of layers that are not the
+    quantization: what its own copy of the weights is rounded to; None = it reads the target's. layers: which of the
+    target's layers it runs, ascending, which have a cache of their own; None = all. config: of layers that are not the
     target's, whose weights `Needs.weights` counts.
     """
 
     quantization: str | None = None
-    num_layers: int | None = None
+    layers: tuple[int, ...] | None = None
     config: Spec | None = None
 
 

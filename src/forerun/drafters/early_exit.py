@@ -90,7 +90,7 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 def needs(options: Options, target: Known) -> Needs:
     """Return the model that it makes: the layers that draft, without weights of their own. Raises as `chosen`."""
     layers = chosen(options, target.num_layers, target.fingerprint)
-    return Needs(makes=OwnModel(num_layers=len(layers)))
+    return Needs(makes=OwnModel(layers=tuple(layers)))
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -73,7 +73,7 @@ class Outlines:
                         "weights have no more bits already; round them to fewer, use a target of more bits, or "
                         "dtype='float32'"
                     )
-                found[name] = opened.outline.made(made.quantization, made.num_layers, made.config)
+                found[name] = opened.outline.made(made.quantization, made.layers, made.config)
         return found
 
     def _has_no_more_bits(self, quantization: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.blocks import Spec
@@ -50,13 +50,13 @@ class Outline:
         schemes = _schemes(said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
-    def made(self, quantization: str | None, num_layers: int | None, config: Spec | None = None) -> Outline:
-        """Return the outline of a model that this one rounds, or of its first layers. num_layers: None = all.
+    def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
+        """Return the outline of a model that this one rounds, or of some of its layers. layers: None = all.
 
         config: of layers that stand beside this one's instead.
         """
         if config is None:
-            config = replace(self.config, blocks=self.config.blocks[:num_layers])
+            config = self.config if layers is None else self.config.only(layers)
         schemes = {} if quantization is None else _schemes(said_tensors(config, {}), config, quantization)
         return Outline(self.raw, config, quantization, schemes, is_made=True)
 

@@ -175,7 +175,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: boo
     reason = None
     if option not in kv_dtypes(name):
         reason = f"needs a CPU's native operators and contradicts ops={name!r}: drop one"
-    elif option == "int8" and max(shape.size_of(layer)[1] for layer in shape.kept) > MOST_HEAD_DIM:
+    elif option == "int8" and max((shape.size_of(layer)[1] for layer in shape.kept), default=0) > MOST_HEAD_DIM:
         reason = f"takes heads of up to {MOST_HEAD_DIM:,} dimensions, and this model's are larger: leave it out"
     if reason is None:
         return option
