@@ -123,14 +123,17 @@ class Text:
 def test_rows_of_a_model_are_those_of_torch_and_their_bits_those_of_rows_alone(
     operators: cuda.CudaOps, name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Chunks, a tree with a sequence beside it, and the same text one token at a time."""
+    """Chunks, a tree with a sequence beside it, and the same text one token at a time.
+
+    With these tokens no router's scores are equal, of which torch and the kernels choose different ones.
+    """
     if dtype != torch.float32 and name not in ("gemma3", "sums", "gpt_oss, experts"):
         pytest.skip("one family of joined kernels, one without, and one with experts stand for all in narrow types")
     spec = FOUND[name]
     weights = {n: w.to(DEVICE, dtype) for n, w in random_weights(spec, torch.float32, 0).items()}
     wide = {n: w.float() for n, w in weights.items()}
     own, exact, alone = Text(spec, weights, operators), Text(spec, wide, ReferenceOps()), Text(spec, weights, operators)
-    generator = seeded(5)
+    generator = seeded(6)
 
     def tokens(num: int) -> list[int]:
         return torch.randint(61, (num,), generator=generator).tolist()

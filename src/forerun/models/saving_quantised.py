@@ -38,7 +38,7 @@ def quantise_checkpoint(
 
     Raises UserError for a checkpoint that would not load, and for one that is quantised already.
     """
-    opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False)
+    opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False).as_model()
     config = opened.spec
     names = names_of(config)
     if names is not None and not names.only_renames:

@@ -153,7 +153,7 @@ def prepare(
     ranks = counts if before is None else counts.index_add(0, before.ids, torch.full(before.ids.shape, 0.5))
     teacher = Teacher.of(model, ranks, tokenizer.num_ids)
     head = module.Head(made, teacher, config.seed)
-    writes_model = hasattr(head, "save_beside") or hasattr(head, "backbone")
+    writes_model = hasattr(head, "save_beside") or getattr(head, "backbone", None) is not None
     if writes_model and (config.out / "model").resolve() == checkpoint.folder.resolve():
         raise BadOption(f"--out {config.out} would write over the target, in {config.out / 'model'}: choose another")
     if before is not None:  # and refuse, before hours of storing

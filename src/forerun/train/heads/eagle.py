@@ -24,6 +24,7 @@ from torch import Tensor
 from forerun.blocks import SIDES, Norm, Spec
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
+from forerun.errors import BadOption
 from forerun.registry import parse_list
 from forerun.train import losses
 from forerun.train.heads import (
@@ -77,6 +78,17 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
     num = config.num_layers
     return tuple(sorted({num // 2, max(0, last_attending(config)), num}))
+
+
+def stepping_block(target: Spec, **changes: Any) -> Spec:
+    """Return the spec of a head of one layer, see `own_blocks`. Raises BadOption where its norm is not trained."""
+    norm = target.final_norm or Norm()
+    if norm.kind != "rms" or norm.bias:
+        raise BadOption(
+            f"eagle and mtp cannot be trained for model_type={target.model_type!r}, whose last norm is a layer norm: "
+            "train medusa"
+        )
+    return own_blocks(target, 1, **changes)
 
 
 class SteppingHead:
@@ -177,7 +189,7 @@ class Head(SteppingHead):
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         vocab, read = Vocabulary(teacher, options.draft_vocab), layers(options, teacher.config)
-        decoder = own_blocks(teacher.config, 1, vocab_size=len(vocab.ids), tied=True)
+        decoder = stepping_block(teacher.config, vocab_size=len(vocab.ids), tied=True)
         self.config = EagleConfig(decoder, read)
         wanted = last_attending(teacher.config)
         fitted = read.index(wanted) if wanted in read else None

@@ -25,8 +25,8 @@ from forerun.models.naming import SAID
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.saving import config_to_dict
 from forerun.ops.torch_tensors import HostWeights, tensor_of
-from forerun.train.heads import Batch, Teacher, Vocabulary, last_attending, own_blocks
-from forerun.train.heads.eagle import LR, Learning, SteppingHead
+from forerun.train.heads import Batch, Teacher, Vocabulary, last_attending
+from forerun.train.heads.eagle import LR, Learning, SteppingHead, stepping_block
 
 __all__ = ["LR", "Head", "Options", "layers", "remark"]
 
@@ -52,7 +52,7 @@ class Head(SteppingHead):
     """The block of the drafter mtp."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        decoder, width = own_blocks(teacher.config, 1), teacher.config.hidden_size
+        decoder, width = stepping_block(teacher.config), teacher.config.hidden_size
         self._config = config_to_dict(decoder) | {SAID: 1}
         self.decoder = replace(decoder, tied=False, head=False)
         weights = {f"{side}.weight": torch.ones(width) for side in SIDES}
