@@ -242,6 +242,8 @@ def test_it_is_found_beside_its_target(
     finally:
         if beside.is_symlink():
             beside.unlink()
+        else:
+            shutil.rmtree(beside)
 
 
 def test_of_the_hub_what_is_in_its_cache_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -299,6 +301,9 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     save_file(less, tmp_path / "shape" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"has no tensor model\.layers\.0\.self_attn\.o_proj\.weight"):
         LLM(target, draft=str(tmp_path / "shape"), max_seq_len=64)
+    for search in ("tree", "mtp", "lookup"):
+        with pytest.raises(BadOption, match=f"assistant:search='{search}' is not possible: it must be suffix"):
+            LLM(target, draft=f"assistant:path={own},search={search}", max_seq_len=64)
     for method in ("tree", "cascade"):
         with pytest.raises(BadOption, match=f"{method}:of=.* is not possible: it is no draft model"):
             LLM(target, draft=f"{method}:of=(model:path={own})", max_seq_len=64)

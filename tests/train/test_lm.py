@@ -235,5 +235,7 @@ def test_deepened_model_computes_the_same_and_only_depth_may_differ() -> None:
     tokens = torch.randint(0, 300, (2, 8))
     models = [load_model(s.spec(), w, TrainingOps(8)) for s, w in ((shallow, weights), (deep, grown))]
     assert torch.equal(*(run_windows(model, tokens) for model in models))
-    with pytest.raises(BadOption, match="only layers can be added"):
-        deepen(weights, shallow, ModelShape(32, 3, 2, 1, 32, 300), seed=1)
+    with pytest.raises(BadOption, match=r"stay as they are: give --hidden-size 16 --heads 2$"):
+        deepen(weights, shallow, ModelShape(32, 3, 4, 1, 32, 300), seed=1)
+    with pytest.raises(BadOption, match="cannot be made shallower: give --layers 3, or more"):
+        deepen(grown, deep, shallow, seed=1)

@@ -107,7 +107,8 @@ def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams)
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
     """The numbers of an output in one line. seconds: from the prompt to the last token; None = no speed is said."""
     report, num_tokens = output.report, len(output.token_ids)
-    parts = [model_name(llm), drafting(llm, params.draft)]
+    other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have one of their own
+    parts = [model_name(llm), drafting(llm, other or params.draft)]
     parts += [f"{counted(num_tokens, 'token')} in {counted(report.num_steps, 'target pass')}"]
     if seconds is not None:
         parts.append(f"{num_tokens / seconds:.1f} tokens/s")

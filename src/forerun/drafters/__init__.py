@@ -401,7 +401,7 @@ def wanted(spec: str, target: Known) -> list[Wanted]:
     """
     name, options = target.resolve(spec)
     module = load(__name__, name, "drafter")
-    needs = module.needs(options, target) if hasattr(module, "needs") else Needs()
+    needs = module.needs(options, target) if has_needs(name) else Needs()
     own = Wanted(name, options, needs)
     return [own, *(found for part in needs.parts for found in wanted(part, target))]
 
@@ -410,6 +410,11 @@ def needs_a_model(name: str) -> str:
     """Return the sentence that refuses a method without its draft model."""
     example = "path/to/draft" if name == "model" else f"{name}:path=path/to/draft"
     return f"the drafter {name!r} needs a draft model: give its folder or hub id, as in draft={example!r}"
+
+
+def has_needs(method: str) -> bool:
+    """Return whether a method reads files, or needs something else that the memory plan counts."""
+    return hasattr(load(__name__, method, "drafter"), "needs")
 
 
 def make(spec: str, target: Target) -> Drafter:

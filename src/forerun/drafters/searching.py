@@ -35,8 +35,10 @@ class SearchingDrafter(Drafter):
         """
         if spec == "none" or not self.tells_confidence:
             return
-        self.search, self.searches = drafters.make(unwrapped(spec), target), True
-        if not (self.search.tells_confidence and self.search.is_free):
+        name, _ = target.opened.resolve(unwrapped(spec))
+        self.search = None if drafters.has_needs(name) else drafters.make(unwrapped(spec), target)
+        self.searches = True
+        if self.search is None or not (self.search.tells_confidence and self.search.is_free):
             raise BadOption(f"{method}:search={shown(spec)} is not possible: it must be suffix, with shape=path")
 
     def begin(self, seq: Sequence) -> None:

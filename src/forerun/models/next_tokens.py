@@ -211,7 +211,7 @@ class _Renamed:
 
     @cached_property
     def joining(self) -> Mapping[str, Stored]:
-        """Those before and behind it, by our names."""
+        """The tensors before and behind the block, by our names."""
         return {ours: self._tensors[theirs] for ours, theirs in self._outer.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:

@@ -90,11 +90,11 @@ class OpenedCheckpoint:
         return opened
 
     def as_model(self) -> OpenedCheckpoint:
-        """Return it, for who runs it. Raises BadOption for one that only drafts for another model."""
+        """Return this checkpoint. Raises BadOption where it only drafts for another one."""
         if (method := run_by(self.raw)) is not None:
             raise BadOption(
                 f"{shown(str(self.asked))} is no model by itself, but drafts for one: name its target, and it as the "
-                f"draft ({method}:path={shown(str(self.asked))})"
+                f"draft, {shown(f'{method}:path={self.asked}')}"
             )
         return self
 
