@@ -245,6 +245,8 @@ def test_questions_are_read_from_files_of_every_form(tmp_path: Path) -> None:
     questions = read_questions([tmp_path / "a.json", tmp_path / "b.jsonl"])
     assert questions[:-1] == ["How far?", "Why?", "When?", "Who?", "What?", "Where?"]
     assert questions[-1].startswith("word word")
+    (tmp_path / "cut.json").write_text(json.dumps(ENTRIES[:4], indent=1)[:-20])
+    assert read_questions([tmp_path / "cut.json"]) == ["How far?", "Why?"]
     for text, error in (("[1, 2]", UnsupportedModel), ("{", UnsupportedModel), ("[]", UnsupportedModel)):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(error, match=r"is not JSON|there is no question in"):

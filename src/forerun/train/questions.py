@@ -1,18 +1,23 @@
 """Questions of people, from files as conversations are published in: what a target answers, for drafters to learn from.
 
-A file is JSON (a list) or JSON lines. Each entry is a text or an object: a conversation (`conversations` as ShareGPT
-has them, `messages`, or `turns`), of which the first user's turn is taken, or a `prompt`, `question` or `instruction`.
+A file is JSON (a list, read as far as it is whole) or JSON lines. Each entry is a text or an object: a conversation
+(`conversations` as ShareGPT has them, `messages`, or `turns`), of which the first user's turn is taken, or a `prompt`,
+`question` or `instruction`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import NotFound, UnsupportedModel, shown
 
+LOG = logging.getLogger(__name__)
+BETWEEN = re.compile(r"[\s,]*")
 TEXTS = ("prompt", "question", "instruction")
 PEOPLE = ("human", "user")
 
@@ -42,14 +47,32 @@ def _entries(path: Path) -> Iterator[Any]:
         raise NotFound(f"the file {shown(str(path))} cannot be read ({reason}): name another") from error
     try:
         if path.suffix == ".json":
-            whole = json.loads(text)
-            yield from whole if isinstance(whole, list) else [whole]
+            yield from _listed(text, path)
             return
         for line in text.splitlines():
             if line.strip():
                 yield json.loads(line)
     except ValueError as error:
         raise UnsupportedModel(f"the file {shown(str(path))} is not JSON ({error}): name another") from error
+
+
+def _listed(text: str, path: Path) -> list[Any]:
+    """Return the entries of a list; those before the cut, where it is cut short. Raises ValueError."""
+    try:
+        whole = json.loads(text)
+        return whole if isinstance(whole, list) else [whole]
+    except ValueError:
+        decoder, entries, at = json.JSONDecoder(), list[Any](), text.find("[") + 1
+        while at := BETWEEN.match(text, at).end():  # type: ignore[union-attr]
+            try:
+                entry, at = decoder.raw_decode(text, at)
+            except ValueError:
+                break
+            entries.append(entry)
+        if not entries:
+            raise
+        LOG.warning("%s is cut short: its %d entries before that are read", path, len(entries))
+        return entries
 
 
 def _question(entry: Any) -> str:
