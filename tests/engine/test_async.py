@@ -636,6 +636,7 @@ def test_each_caller_hears_of_the_end_where_a_step_fails_late(
     assert_idle(llm)
 
 
+@pytest.mark.drafter_fails
 @pytest.mark.speculation("fixed")
 @pytest.mark.parametrize("method", ["begin", "propose", "observe", "catch_up", "end", "free_tokens"])
 def test_a_drafter_that_fails_is_done_without(

@@ -169,6 +169,7 @@ def test_a_hidden_layer_that_the_target_lacks_is_refused_when_the_engine_is_made
     Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
 
 
+@pytest.mark.drafter_fails
 @pytest.mark.parametrize("num_sequences", [1, 3])
 @pytest.mark.parametrize("parents", [[1, -1], [-1, 5], None])
 def test_a_drafter_whose_draft_is_no_tree_is_done_without(
