@@ -126,7 +126,10 @@ def test_every_key(tmp_path: Path, case: str) -> None:
             continue  # that is no model for transformers
         if found == spec and torch.equal(expected, plain):
             continue
-        ours = logits_of(raw, module, tmp_path)
+        try:
+            ours = logits_of(raw, module, tmp_path)
+        except UnsupportedModel:  # such as num_hidden_layers=False, by which GPT-2 has no layer
+            continue
         if ours.shape != expected.shape or float((ours - expected).abs().max()) > tolerance * float(
             expected.abs().max()
         ):
