@@ -175,7 +175,8 @@ class AssistantDrafter(SearchingDrafter):
                 ids, values = model.best(hidden, list(range(len(seqs))), self.width)
                 scored = [i if np.isfinite(value) else NO_NUMBERS for i, value in zip(ids, values, strict=True)]
             else:
-                scored = [spread(row, self._num_ids) for row in model.rows.to_host(model.logits(hidden, self.width))]
+                logits = model.rows.to_host(model.logits(hidden, self.width))
+                scored = [spread(row, self._num_ids, float_type(model)) for row in logits]
             model.wait()
         return scored, fed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
@@ -42,8 +43,8 @@ def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary 
     return ShortVocabulary(num_ids, num_head / num_read, num_read / (model.config.num_weights - tables))
 
 
-def spread(logits: Row, num_ids: int) -> Row:
+def spread(logits: Row, num_ids: int, dtype: npt.DTypeLike) -> Row:
     """Return logits of the first ids as logits of all, -inf elsewhere."""
-    whole = np.full(num_ids, -np.inf, logits.dtype)
+    whole: Row = np.full(num_ids, -np.inf, dtype)
     whole[: len(logits)] = logits[:num_ids]
     return whole

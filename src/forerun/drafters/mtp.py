@@ -78,7 +78,7 @@ class MtpDrafter(EagleDrafter):
         super().end(seq)
 
     def _spread(self, logits: Logits) -> Logits:
-        return spread(logits, self._num_ids)
+        return spread(logits, self._num_ids, logits.dtype)
 
 
 def needs(options: Options, target: Known) -> Needs:
