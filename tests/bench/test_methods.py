@@ -218,6 +218,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
+@pytest.mark.drafter_fails
 def test_a_drafter_that_fails_is_no_plain_decoding(
     failing: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

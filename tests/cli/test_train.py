@@ -76,6 +76,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "question-tokens": 160,
         "answer-tokens": 320,
         "text": None,
+        "questions": None,
         "dtype": "auto",
         "ops": "auto",
         "seed": 0,
@@ -91,5 +92,5 @@ def test_the_flags_of_a_command_and_their_defaults(name: str) -> None:
     params = group.commands[name].params
     assert {param.opts[0]: param.default for param in params} == {f"--{k}": v for k, v in FLAGS[name].items()}
     assert {param.opts[0] for param in params if param.required} == REQUIRED[name]
-    assert {param.opts[0] for param in params if param.multiple} <= {"--after", "--text"}
+    assert {param.opts[0] for param in params if param.multiple} <= {"--after", "--questions", "--text"}
     assert all(len(param.help) >= 10 for param in params)

@@ -678,6 +678,7 @@ def test_a_drafter_that_does_not_suit_a_request_serves_the_next(
     assert_idle(llm)
 
 
+@pytest.mark.drafter_fails
 @pytest.mark.speculation("fixed")
 def test_a_drafter_that_takes_more_than_it_was_granted_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

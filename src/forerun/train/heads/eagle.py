@@ -82,13 +82,13 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 def stepping_block(target: Spec, **changes: Any) -> Spec:
     """Return the spec of a head of one layer, see `own_blocks`. Raises BadOption where its norm is not trained."""
-    norm = target.final_norm or Norm()
+    decoder, norm = own_blocks(target, 1, **changes), target.final_norm or Norm()
     if norm.kind != "rms" or norm.bias:
         raise BadOption(
             f"eagle and mtp cannot be trained for model_type={target.model_type!r}, whose last norm is a layer norm: "
             "train medusa"
         )
-    return own_blocks(target, 1, **changes)
+    return decoder
 
 
 class SteppingHead:
