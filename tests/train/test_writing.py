@@ -274,6 +274,8 @@ def test_a_conversation_begins_with_a_question_that_was_given(folder: Path, tmp_
     assert all(sample.answer_at == sample.num_given < len(sample.ids) for sample in chats)
     with pytest.raises(BadOption, match="was begun with questions="):
         SampleWriter(tmp_path / "whole", Writer(llm, TEXTS, asked[1:], **how).options())
+    with pytest.raises(BadOption, match="questions begin conversations, and --chat 0 writes none"):
+        Writer(llm, TEXTS, asked, **{**how, "shares": Shares(0, 1, 0)})
     with pytest.raises(BadOption, match="no question has at most 12 tokens"):
         Writer(llm, TEXTS, ["too long " * 40], **how)
     with pytest.raises(BadOption, match="there are too few questions"):

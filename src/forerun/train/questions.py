@@ -1,8 +1,8 @@
 """Questions of people, from files as conversations are published in: what a target answers, for drafters to learn from.
 
-A file is JSON (a list, read as far as it is whole) or JSON lines. Each entry is a text or an object: a conversation
-(`conversations` as ShareGPT has them, `messages`, or `turns`), of which the first user's turn is taken, or a `prompt`,
-`question` or `instruction`.
+A file is JSON (a list, read as far as it is whole) or JSON lines. An entry is a text, an object with a `prompt`, a
+`question` or an `instruction`, or a conversation: `conversations` as ShareGPT has them, `messages`, or `turns`. A
+conversation gives its first turn, where a user said that.
 """
 
 from __future__ import annotations

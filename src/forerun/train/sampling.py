@@ -36,6 +36,7 @@ def write(
 
     Raises UserError where the file was begun otherwise, and where there is too little to begin with.
     """
+    questions = read_questions(config.questions)
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
     llm = LLM(
         target,
@@ -49,7 +50,6 @@ def write(
     )
     shares = shares_of(config, llm)
     texts = texts_for(config, shares)
-    questions = read_questions(config.questions)
     writer = Writer(
         llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
     )

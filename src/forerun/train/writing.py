@@ -14,6 +14,7 @@ passage and temperature, and the engine's draws depend on no neighbour where its
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.train.samples import Sample, SampleWriter
 from forerun.types import SamplingParams
 
+LOG = logging.getLogger(__name__)
 INSTRUCTIONS = (
     "Summarise this text in a few sentences.\n\n{}",
     "What are the main points of this text? Make a list.\n\n{}",
@@ -53,7 +55,6 @@ REPEATED = 3  # times, and
 LEAST_REPEATED = 32  # tokens of it at least, end a text
 LOOK_EVERY = 16  # tokens, while a text is written
 MOST_REPEATED = 64  # samples in a row whose beginnings were there before
-MOST_CHARACTERS = 16  # of a token: a longer text is not counted out
 WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
 
 
@@ -128,7 +129,7 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: where passages are cut from. questions: those that conversations begin with, as far as they are short enough;
+    texts: where passages are cut from. questions: what conversations begin with, where a question is short enough;
     without any the target writes its own. begun: the options of a file that is to go on (samples.begun_with), whose
     frame stays; some templates print the date of the day. Raises BadOption where there are no texts to cut from.
     """
@@ -150,7 +151,9 @@ class Writer:
             known = begun.get("frame", ())
             self.frame = Frame(*map(tuple, known)) if any(known) else Frame.of_model(llm)
         self._writes_frame = not begun or "frame" in begun  # files once were begun without
-        self.questions = self._short_enough(questions) if shares.chat > 0 else []
+        if questions and shares.chat == 0:
+            raise BadOption("questions begin conversations, and --chat 0 writes none: leave one of them out")
+        self.questions = self._short_enough(questions)
         if shares.chat > 0 and not self.questions and not self.frame.before:
             raise BadOption(
                 "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
@@ -278,11 +281,14 @@ class Writer:
         return self.llm.tokenizer.encode(text, add_special_tokens=False)
 
     def _short_enough(self, questions: Seq[str]) -> list[str]:
-        """Return the questions that have no more tokens than one may, shuffled. Raises BadOption where none has."""
+        """Return the questions that are short enough, shuffled. Raises BadOption where all are too long."""
         most = self.lengths.question
-        short = [text for text in questions if len(text) <= MOST_CHARACTERS * most and len(self._encode(text)) <= most]
+        short = [text for text in questions if len(self._encode(text)) <= most]
         if questions and not short:
             raise BadOption(f"no question has at most {most} tokens: name others, or raise --question-tokens")
+        if len(short) < len(questions):
+            LOG.warning("%d of %d questions are left out: they have over %d tokens (--question-tokens)",
+                        len(questions) - len(short), len(questions), most)  # fmt: skip
         random.Random(self.seed).shuffle(short)
         return short
 
