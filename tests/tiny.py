@@ -28,6 +28,7 @@ OTHERS = {
     "phi3": {**SIZES, "num_hidden_layers": 4},
     "glm4": {**SIZES, "num_hidden_layers": 4},
     "olmo2": {**SIZES, "num_hidden_layers": 4},
+    "starcoder2": {key: value for key, value in SIZES.items() if key != "head_dim"},
     "gpt2": {"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }  # fmt: skip
 

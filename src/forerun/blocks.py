@@ -435,7 +435,7 @@ class Spec:
         )
 
     def only(self, layers: Seq[int]) -> Spec:
-        """Return the model of these layers alone, ascending. One that reads keys of a missing layer has its own."""
+        """Return the model of these layers alone, ascending. What reads keys of a missing layer has its own."""
         place = {layer: i for i, layer in enumerate(layers)}
 
         def moved(block: Block) -> Block:

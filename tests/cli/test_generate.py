@@ -70,6 +70,8 @@ def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
     assert [text["text"] for text in plain] == [text["text"] for text in both]
     several = cli(*base, "--n", "2").stdout
     assert (several.count("==> 1: a <=="), several.count("==> 2: a <==")) == (1, 1)
+    found = cli("generate", "--target", "llama", *GREEDY, "--num-beams", "3", "a")
+    assert "drafts from the text (lookup)" in found.stderr  # which searches for beams
     assert "--rounds shows how one text grows" in cli(*base, "--rounds").stderr
     assert "add temperature=0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from cli.test_plan import needs_native, planned
 from forerun import LLM
-from forerun.blocks import Plain, weight_shapes
+from forerun.blocks import Plain, missing_keys, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.fitting import Outlines, with_room
 from forerun.engine.opened import SHIPPED_DRAFT, Opened
@@ -24,6 +25,7 @@ from forerun.ops.cpu.model import CpuModel
 from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
 from models.test_packings import GPT_OSS, write_mxfp4
+from ops.native_blocks import SPECS
 from tiny import write_tiny
 
 pytestmark = needs_native
@@ -229,3 +231,18 @@ def test_a_target_that_has_no_more_bits_cannot_draft_for_itself():
         _ = outlines_of(EngineConfig(**asked, dtype="bfloat16")).models
     assert outlines_of(EngineConfig(**asked, dtype="float32")).models["draft"].is_made
     assert outlines_of(EngineConfig(target="shipped", draft="self")).models["draft"].is_made
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, own inputs"])
+def test_chosen_layers_keep_what_their_cache_keeps(name: str) -> None:
+    """Also layers that read the keys of others, by whatever number these have among the chosen ones."""
+    spec = SPECS[name]
+    for layers in itertools.chain.from_iterable(itertools.combinations(range(spec.num_layers), n) for n in (1, 2, 3)):
+        if missing_keys(spec, layers):
+            continue
+        ours, engines = spec.only(layers).cache_shape, spec.cache_shape.only(layers)
+        assert [layers[i] for i in ours.kept] == list(engines.kept)
+        assert [ours.size_of(i) for i in ours.kept] == [engines.size_of(layer) for layer in engines.kept]
+        sources = [None if (a := block.attention) is None else a.shares_kv_of for block in spec.only(layers).blocks]
+        wanted = [None if (a := spec.blocks[i].attention) is None else a.shares_kv_of for i in layers]
+        assert [None if i is None else layers[i] for i in sources] == wanted

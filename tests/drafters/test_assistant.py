@@ -26,12 +26,15 @@ from transformers import (
 )
 
 import processes
-from forerun import LLM, BadOption, SamplingParams, native
+from forerun import LLM, BadOption, SamplingParams, drafters, native
+from forerun.config import EngineConfig, Quantization
 from forerun.drafters import model_files, short_vocab
 from forerun.drafters.assistant import AssistantDrafter
+from forerun.engine.opened import Opened
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import OpenedCheckpoint
+from forerun.models.saving_quantised import quantise_checkpoint
 from models.gguf_files import byte_vocabulary, write_tensors
 from tiny import byte_tokenizer
 
@@ -259,12 +262,30 @@ def test_of_the_hub_what_is_in_its_cache_is_found(folders: dict[str, Path], tmp_
     assert "assistant" in ran.stdout.split(), ran.stdout
 
 
+def test_an_ordered_head_is_counted_as_it_is_kept(tmp_path: Path) -> None:
+    """Its rows are never rounded, the other matrices are."""
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**{**TARGET, "hidden_size": 64}))
+    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**OWN), backbone_hidden_size=64, num_centroids=20,
+                                   use_ordered_embeddings=True, centroid_intermediate_top_k=4)  # fmt: skip
+    for name, model in (("target", target), ("own", Gemma4AssistantForCausalLM(config))):
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer("<|end|>").save(str(tmp_path / name / "tokenizer.json"))
+    opened = Opened.of(EngineConfig(target=str(tmp_path / "target")))
+    for vocab, num_whole in (("auto", 1), ("none", 0)):
+        spec = f"assistant:path={tmp_path / 'own'},quantization=int8:group=16,draft_vocab={vocab}"
+        (one,) = drafters.wanted(spec, opened)
+        assert one.needs.weights is not None
+        whole = [shape for shape, scheme in one.needs.weights.matrices if scheme is None]
+        assert whole == [(260, 32)] * num_whole
+
+
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     target, own = str(folders["target"]), folders["ordered"]
     with pytest.raises(BadOption, match=r"is no model by itself, but drafts for one: name its target, and it as the"):
         LLM(str(own), max_seq_len=64)
-    with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
-        load_checkpoint(own)
+    for load in (load_checkpoint, lambda path: quantise_checkpoint(path, tmp_path / "int8", Quantization(8, 16))):
+        with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
+            load(own)
     with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
         LLM(target, draft=f"translated:path={own}", max_seq_len=64)
     with pytest.raises(BadOption, match="assistant needs the checkpoint that was published for its target"):

@@ -78,3 +78,10 @@ def test_learned_positions_are_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "target", "gpt2")
     with pytest.raises(BadOption, match="a head with layers cannot be trained for model_type='gpt2'"):
         made("eagle", folder, tmp_path / "head")
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_a_layer_norm_behind_the_blocks_is_refused(tmp_path: Path, method: str) -> None:
+    folder = write_tiny(tmp_path / "target", "starcoder2")
+    with pytest.raises(BadOption, match="eagle and mtp cannot be trained for model_type='starcoder2', whose last norm"):
+        made(method, folder, tmp_path / "head")

@@ -157,6 +157,9 @@ def test_a_target_that_has_a_block_gets_another(hybrid: Path, tmp_path: Path) ->
     own = shutil.copytree(target, tmp_path / "own" / "model")
     with pytest.raises(BadOption, match=r"would write over the target, in .*model: choose another"):
         made(own, own.parent, steps=2)
+    files = {path.name: path.read_bytes() for path in own.iterdir()}
+    made(own, own.parent, method="medusa", steps=2)  # which writes no model
+    assert files == {path.name: path.read_bytes() for path in own.iterdir()}
 
 
 def test_a_block_is_read_as_it_was_written(hybrid: Path) -> None:

@@ -97,24 +97,22 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a folder of safetensors whose files have this block and no other, in a shard of its own.
+    """Write a copy of a folder of safetensors with this block in place of any other, in a shard of its own.
 
-    tensors: of the block, see `published_block`. Shards that were copied before stay, so that a run may write it again
-    and again.
+    tensors: the block's, see `published_block`. Shards that were copied before stay, so that a run may write the block
+    again and again.
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
-    shards = dict[Path, dict[str, safetensors_file.Entry]]()
-    for shard in [single] if single.exists() else [source / name for name in shard_names(source / INDEX)]:
-        entries = safetensors_file.read_header(OpenFile(shard))
-        shards[shard] = {tensor: entry for tensor, entry in entries.items() if not tensor.startswith(NEXT)}
-        if not shards[shard]:  # of a block alone
-            del shards[shard]
+    paths = [single] if single.exists() else [source / name for name in shard_names(source / INDEX)]
+    headers = {path: safetensors_file.read_header(OpenFile(path)) for path in paths}
+    shards = {path: entries for path, entries in headers.items() if _without_block(entries)}
     files = [f"model-{i + 1:05}-of-{len(shards) + 1:05}.safetensors" for i in range(len(shards) + 1)]
     folder.mkdir(parents=True, exist_ok=True)
     places, num_bytes = dict[str, str](), 0
-    for (shard, kept), name in zip(shards.items(), files, strict=False):
-        _copy(shard, folder / name, kept)
+    for (shard, entries), name in zip(shards.items(), files, strict=False):
+        _copy(shard, folder / name, entries)
+        kept = _without_block(entries)
         places |= dict.fromkeys(kept, name)
         num_bytes += sum(entry.num_bytes for entry in kept.values())
     _write(folder / files[-1], tensors)
@@ -137,10 +135,14 @@ def _write(file: Path, tensors: Mapping[str, HostTensor]) -> None:
     partial.replace(file)
 
 
-def _copy(shard: Path, to: Path, kept: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy these tensors of a shard, unless that was done. A copy has the time of its shard."""
-    changed_ns, is_whole = shard.stat().st_mtime_ns, len(kept) == len(safetensors_file.read_header(OpenFile(shard)))
-    is_there = to.exists() and to.stat().st_mtime_ns == changed_ns
+def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, safetensors_file.Entry]:
+    return {tensor: entry for tensor, entry in entries.items() if not tensor.startswith(NEXT)}
+
+
+def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
+    """Copy a shard without its block, unless that was done before: a copy bears the time of its shard."""
+    kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
+    is_whole, is_there = len(kept) == len(entries), to.exists() and to.stat().st_mtime_ns == changed_ns
     if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):
         shutil.copy2(shard, to)
     elif not is_whole and not is_there:

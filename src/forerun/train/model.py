@@ -64,10 +64,6 @@ def drawn_weights(
     return {name: weight.to(device) for name, weight in weights.items()}
 
 
-def _differ(old: ModelShape, new: ModelShape, name: str) -> bool:
-    return bool(getattr(old, name) != getattr(new, name))
-
-
 CONVOLUTIONS = ("conv", "conv1d")
 DECAYS, TIME_STEPS = (1e-2, 16.0), (1e-3, 1e-1)
 
@@ -82,9 +78,10 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
         raise BadOption(
             f"a model of {old.num_layers} layers cannot be made shallower: give --layers {old.num_layers}, or more"
         )
-    if others := [f for f in dataclasses.fields(old) if f.name != "num_layers" and _differ(old, new, f.name)]:
-        flags = [f.metadata.get("flag") or f"--{f.name.replace('_', '-')}" for f in others]
-        had = " ".join(f"{flag} {getattr(old, f.name)}" for flag, f in zip(flags, others, strict=True))
+    others = [f for f in dataclasses.fields(old) if f.name != "num_layers"]
+    if differing := [f for f in others if getattr(old, f.name) != getattr(new, f.name)]:
+        flags = [f.metadata.get("flag") or f"--{f.name.replace('_', '-')}" for f in differing]
+        had = " ".join(f"{flag} {getattr(old, f.name)}" for flag, f in zip(flags, differing, strict=True))
         raise BadOption(f"only layers can be added to a model, whose other sizes stay as they are: give {had}")
     grown = initial_weights(new, seed)
     for name, weight in grown.items():
