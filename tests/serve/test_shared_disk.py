@@ -25,8 +25,8 @@ from serve.running import Running, serving
 from tiny import write_tiny
 
 pytestmark = pytest.mark.once("it is about the folder, not about drafts")
-PROMPT_TOKENS, NUM_PROMPTS, NUM_TURNS = 1_500, 18, 2  # a prompt has 6 MB of rows; the folder holds 64
-OPTIONS = {"draft": "none", "max_seq_len": 1_600, "max_batch_size": 2, "kv_cache_tokens": 3_400}
+PROMPT_TOKENS, NUM_PROMPTS, NUM_TURNS = 1_500, 18, 2  # all prompts have 93 MB of rows; the folder holds 64
+OPTIONS = {"dtype": "float32", "draft": "none", "max_seq_len": 1_600, "max_batch_size": 2, "kv_cache_tokens": 3_400}
 FLAGS = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 YEAR_S = 365 * 86_400
 

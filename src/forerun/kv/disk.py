@@ -169,7 +169,7 @@ class Folder:
         self.is_writable = True
         self._said = set[str]()
         self._jobs: list[Callable[[], bool]] = []
-        self._wake = threading.Condition()
+        self._woken = threading.Event()
         self._is_open = True
         self.secret = self._secret()
         self._thread = threading.Thread(target=self._write, name="forerun-kv-disk", daemon=True)
@@ -229,19 +229,18 @@ class Folder:
 
     def wake(self) -> None:
         """Tell the thread that there is something to write."""
-        with self._wake:
-            self._wake.notify()
+        self._woken.set()
 
     def close(self, within_s: float = 20.0) -> None:
         """Write what waits, for so long at most, and end the thread."""
-        with self._wake:
-            self._is_open = False
-            self._wake.notify()
+        self._is_open = False
+        self._woken.set()
         self._thread.join(within_s)
 
     def _write(self) -> None:
         while True:
-            busy = False
+            is_open, busy = self._is_open, False
+            self._woken.clear()  # before the jobs look: what comes while they do wakes it again
             for job in list(self._jobs):
                 try:
                     busy |= job()
@@ -249,10 +248,9 @@ class Folder:
                     LOG.exception("kv_disk %s: a block was not written", self.path)
             if busy:
                 continue
-            with self._wake:
-                if not self._is_open:
-                    return
-                self._wake.wait(1.0)
+            if not is_open:
+                return
+            self._woken.wait(1.0)
 
     def failed(self, error: OSError) -> None:
         """Write nothing more: there is no room, or no right to."""
