@@ -596,11 +596,7 @@ def test_every_method_has_a_learning_rate_of_its_own() -> None:
         heads.rate_of("eagel")
 
 
-def test_the_command_trains_on_the_cpu_at_the_rate_of_the_method(
-    samples: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where there is a GPU: what a head reads, and its first weights, are on the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_the_command_trains_at_the_rate_of_the_method(samples: Path, folder: Path, tmp_path: Path) -> None:
     command = f"head --method pass --samples {samples} --target {folder} --out {tmp_path / 'run'} --quiet"
     sizes = "--max-steps 1 --tokens-per-step 128 --seq-len-tokens 64 --ops reference"
     done = CliRunner().invoke(train_app, [*command.split(), *sizes.split()])
