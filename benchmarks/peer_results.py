@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from statistics import geometric_mean, median
 
 from rich.console import Console
 
 from benchmarks.peer_process import Outcome
-from forerun.bench.tables import Column
+from forerun.bench.methods_results import broken
+from forerun.bench.tables import Column, table
 
 OWN = "forerun"
 PLAIN = "plain"
@@ -124,7 +126,46 @@ def _divergence(run: int, own: Seq[int], other: Seq[int], gap: Gap) -> Divergenc
     return Divergence(run, position, mine, theirs, top2_gap, theirs == second)
 
 
+@dataclass(frozen=True)
+class KindLine:
+    """A configuration by kinds of prompts: geometric means of its tokens per second over those of forerun's plain."""
+
+    engine: str
+    configuration: str
+    ratios: Mapping[str, float]
+    all: float
+
+
+def rates_by_kind(runs: Runs, kinds: Seq[str]) -> list[KindLine]:
+    """Return forerun's plain and usual configurations, and each peer's plain and best. kinds: of each run's prompt."""
+    engines = dict.fromkeys(engine for engine, _ in runs)
+    usual = next((v for v in reversed(list(runs)) if v[0] == OWN and v[1].endswith(OWN_LENGTHS)), (OWN, PLAIN))
+    shown = [(OWN, PLAIN), usual]
+    for engine in engines:
+        shown += [variant for variant in ((engine, PLAIN), best_of(runs, engine)) if variant in runs]
+    lines = []
+    for variant in dict.fromkeys(shown):
+        ratios = dict[str, list[float]]()
+        for kind, plain, outcome in zip(kinds, runs[OWN, PLAIN], runs[variant], strict=True):
+            ratios.setdefault(kind, []).append(outcome.tokens_per_s / plain.tokens_per_s)
+        means = {kind: geometric_mean(values) for kind, values in ratios.items()}
+        lines.append(KindLine(*variant, means, geometric_mean(means.values())))
+    return lines
+
+
 # ----------------------------------------------------------------------------------------------------------- output
+
+
+def print_kinds(lines: Seq[KindLine], console: Console) -> None:
+    """Print a table of kinds, and how it is read."""
+    columns = [Column(broken(kind), partial(_ratio, kind), "{:.2f}", is_text=False) for kind in lines[0].ratios]
+    names = Column("engine", "engine"), Column("configuration", "configuration")
+    console.print(table(lines, [*names, *columns, Column("all", "all", "{:.2f}")]))
+    console.print("tokens per second over those of forerun's plain decoding, geometric means, prompts included")
+
+
+def _ratio(kind: str, line: KindLine) -> float:
+    return line.ratios[kind]
 
 
 TABLE = (

@@ -36,10 +36,21 @@ from benchmarks.peer_process import (
     has,
     python_flag,
 )
-from benchmarks.peer_results import OWN, OWN_LENGTHS, PLAIN, TABLE, Runs, Variant, lines_of, print_notes
+from benchmarks.peer_results import (
+    OWN,
+    OWN_LENGTHS,
+    PLAIN,
+    TABLE,
+    Runs,
+    Variant,
+    lines_of,
+    print_kinds,
+    print_notes,
+    rates_by_kind,
+)
 from benchmarks.start import start
 from forerun import native
-from forerun.bench import latency
+from forerun.bench import latency, suites
 from forerun.bench.methods import conversation_ids, read_work
 from forerun.bench.plans import SHAPE_NAMES, WORK, MethodsPlan, Plan, prompt_file, shape
 from forerun.bench.results import print_ceiling, record_of
@@ -53,6 +64,7 @@ from forerun.config import AUTO, EngineConfig
 from forerun.drafters import WITHOUT_MODEL
 from forerun.engine.llm import LLM
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET, Opened
+from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -99,6 +111,10 @@ class PeersPlan(Plan):
         1, "times every prompt is run, or every pass", flag="--repeats", min=1, usual="1, of passes 15"
     )
     prompt_file: Path | None = prompt_file(f'"id" and "text", or for a target that answers {WORK}')
+    suite: str | None = option(None, f"public benchmark to ask: {', '.join(suites.names())}", usual="none")
+    prompts_per_kind: int | None = option(
+        None, "of a suite the first so many of each kind, in place of --prompts", flag="--per-kind", min=1, usual="none"
+    )
     num_threads: int | None = option(None, "of every engine", min=1, max=1024, usual="FORERUN_NUM_THREADS")
     llama_server: Path | None = option(None, "llama.cpp's llama-server, for GGUF files", usual="the one on the path")
     pythons: Mapping[str, Path | None] = field(default_factory=dict)
@@ -144,15 +160,18 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
         model = own.checkpoint.model
         console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {own.weights}")
         ceiling = print_ceiling(model, console)
-        names, prompts = own.read_prompts(plan)
+        names, kinds, prompts = own.read_prompts(plan)
         engines: list[Generating] = [own, *start_peers(plan.pythons, question, left_out, stack)]
         lengths = [own.answer_length(ids, plan.max_tokens) for ids in prompts] * plan.num_repeats
-        names, ids = names * plan.num_repeats, prompts * plan.num_repeats
+        names, kinds, ids = names * plan.num_repeats, kinds * plan.num_repeats, prompts * plan.num_repeats
         measured = measure(engines, ids, lengths, left_out)
     busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
     print_engines(engines, left_out, busy_s, console)
     lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
     console.print(table(lines, TABLE))
+    by_kind = rates_by_kind(measured, kinds)
+    if plan.suite is not None:
+        print_kinds(by_kind, console)
     print_notes(lines, measured, names, console)
     drafts = [] if own.draft is None else [own.draft.model]
     about: dict[str, Any] = {
@@ -163,6 +182,8 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
         "left_out": left_out,
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
         "prompts": names,
+        "kinds": kinds,
+        "by_kind": [asdict(line) for line in by_kind],
         "prompt_tokens": [len(one) for one in ids],
         "new_tokens": lengths,
     }
@@ -372,15 +393,38 @@ class OwnEngine:
         """Return a prompt as the ids that all engines get."""
         return self._llms[PLAIN].tokenizer.encode(text)
 
-    def read_prompts(self, plan: PeersPlan) -> tuple[list[str], list[list[int]]]:
-        """Return names and ids of the prompts: chats where the target answers them, else texts that it continues."""
+    def read_prompts(self, plan: PeersPlan) -> tuple[list[str], list[str], list[list[int]]]:
+        """Return names, kinds and ids of the prompts: chats where the target answers them, else texts to continue.
+
+        Each turn of a suite's conversation is a prompt of its own, with the plain answers to the turns before it.
+        """
         llm = self._llms[PLAIN]
+        if plan.suite is not None:
+            return self._turns(plan)
         if not self._answers:
             texts = latency.read_prompts(plan.num_prompts, plan.prompt_file)
-            return [name for name, _ in texts], [self.encode(text) for _, text in texts]
+            return [name for name, _ in texts], ["text"] * len(texts), [self.encode(text) for _, text in texts]
         work = read_work(MethodsPlan(prompts_per_kind=plan.num_prompts, prompt_file=plan.prompt_file))
         work = work[: plan.num_prompts]
-        return [prompt.id for prompt in work], [conversation_ids(llm, prompt.messages) for prompt in work]
+        ids = [conversation_ids(llm, prompt.messages) for prompt in work]
+        return [prompt.id for prompt in work], [prompt.kind for prompt in work], ids
+
+    def _turns(self, plan: PeersPlan) -> tuple[list[str], list[str], list[list[int]]]:
+        llm, names, kinds, prompts = self._llms[PLAIN], list[str](), list[str](), list[list[int]]()
+        suite = suites.read(str(plan.suite), plan.prompt_file)
+        num = plan.num_prompts if plan.prompts_per_kind is None else None
+        for conversation in suite.first(num, plan.prompts_per_kind).conversations:
+            messages = list[Message]()
+            for number, turn in enumerate(conversation.turns, 1):
+                messages += turn
+                names.append(f"{conversation.id}, turn {number}")
+                kinds.append(conversation.kind)
+                prompts.append(conversation_ids(llm, messages, conversation.tools))
+                if number < len(conversation.turns):
+                    params = SamplingParams(max_tokens=plan.max_tokens, temperature=0)
+                    (output,) = llm.generate([prompts[-1]], params)
+                    messages.append({"role": "assistant", "content": output.text})
+        return names, kinds, prompts
 
     def answer_length(self, ids: list[int], max_tokens: int) -> int:
         """Return the tokens of an answer, at least two. All engines write as many, and none ends before.

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from forerun import registry
 from forerun.bench import exhibits, methods
-from forerun.bench.methods import PROMPTS, Turn, Way, WorkPrompt, compare, read_work, run
+from forerun.bench.methods import PROMPTS, Way, compare, read_work, run
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.results import Tally, Variant
@@ -244,11 +244,11 @@ def test_a_changed_text_ends_the_measurement(tiny: Path, tmp_path: Path, monkeyp
 
 
 def test_a_text_that_is_only_shorter_is_another_one(tiny: Path) -> None:
-    turn = Turn(0, 0, WorkPrompt("chat-1", "chat", []), 1.0)
-    llm = LLM(str(tiny))
-    compare({"none": [5, 6, 7], "lookup": [5, 6, 7]}, turn, llm)
+    with LLM(str(tiny)) as llm:
+        tokenizer = llm.tokenizer
+    compare({"none": [5, 6, 7], "lookup": [5, 6, 7]}, "chat-1", 1.0, tokenizer)
     with pytest.raises(InternalError, match="chat-1 at temperature 1: behind 2 equal tokens it says ''"):
-        compare({"none": [5, 6, 7], "lookup": [5, 6]}, turn, llm)
+        compare({"none": [5, 6, 7], "lookup": [5, 6]}, "chat-1", 1.0, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers

@@ -19,7 +19,7 @@ import torch
 from benchmarks import peer_forwards, peers
 from benchmarks.peer_forwards import ForwardsPlan, OwnForward, text_of
 from benchmarks.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
-from benchmarks.peer_results import Divergence, best_of, lines_of
+from benchmarks.peer_results import Divergence, best_of, lines_of, rates_by_kind
 from benchmarks.peers import PeersPlan, measure, open_own, run, unpacked, widened
 from benchmarks.random_file import write
 from forerun import ops
@@ -33,6 +33,7 @@ from forerun.models.opened import OpenedCheckpoint
 from forerun.models.packings import layout_of
 from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.models.widening import WideShape
+from forerun.types import SamplingParams
 from models.gguf_files import write_model, write_tiny_model
 from models.gguf_vocabularies import smollm2
 from small_hybrid import small_hybrid
@@ -274,12 +275,34 @@ def test_chats_are_as_long_as_their_answers(tmp_path: Path) -> None:
     weights = {name: torch.zeros(shape) for name, shape in weight_shapes(spec).items()}  # id 0 is likeliest, the end
     write_model(tmp_path / "model.gguf", spec, weights, tokenizer__chat_template=template)
     own, _ = open_own(EngineConfig(target=str(tmp_path / "model.gguf")), PeersPlan(), tmp_path, 1)
-    names, prompts = own.read_prompts(PeersPlan(num_prompts=2))
-    assert names == ["chat-1", "summary-1"]
+    names, kinds, prompts = own.read_prompts(PeersPlan(num_prompts=2))
+    assert (names, kinds) == (["chat-1", "summary-1"], ["chat", "summary"])
     assert own.checkpoint.tokenizer is not None
     assert own.checkpoint.tokenizer.decode(prompts[0]) == "My bike's back brake"
     assert own.answer_length(prompts[0], 9) == 2
     assert len(own.generate("plain", prompts[0], 9).tokens) == 9
+
+
+def test_each_turn_of_a_suite_is_asked_behind_the_plain_answer(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}", "utf-8")
+    lines = [
+        {"question_id": i, "category": kind, "turns": [f"first {i}", "then?"]}
+        for i, kind in enumerate(("stem", "math", "stem"))
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    own, _ = open_own(EngineConfig(target=str(folder)), PeersPlan(shape="none"), tmp_path, 1)
+    plan = PeersPlan(suite="mt-bench", prompt_file=file, prompts_per_kind=1, max_tokens=5)
+    names, kinds, prompts = own.read_prompts(plan)
+    assert names == [f"mt-bench-{i}, turn {turn}" for i in (0, 1) for turn in (1, 2)]
+    assert kinds == ["stem", "stem", "math", "math"]
+    decode = own.checkpoint.text_tokenizer.decode
+    for i in (0, 1):
+        first, then = prompts[2 * i], prompts[2 * i + 1]
+        assert decode(first) == f"first {i}|"
+        (out,) = own._llms["plain"].generate([first], SamplingParams(max_tokens=5, temperature=0))
+        assert then == own.encode(f"first {i}|{out.text}|then?|")
 
 
 def test_workers_import_nothing_of_forerun() -> None:
@@ -521,6 +544,33 @@ def test_every_number_of_a_line() -> None:
     assert theirs.decode_ratio == pytest.approx(2.0 / 0.5)
     assert theirs.divergences == (Divergence(1, 2, 7, 9, 0.125, True),)
     assert asked == [(1, 2)]
+
+
+def test_kinds_are_compared_with_our_plain_decoding() -> None:
+    """forerun's plain, what it does by itself, and of each peer the plain and the best."""
+
+    def took(*seconds: float) -> list[Outcome]:
+        return [Outcome([1, 2], each, 0.1, 1) for each in seconds]
+
+    runs = {
+        ("forerun", "plain"): took(1, 2, 4),
+        ("forerun", "lookup K=5"): took(0.1, 0.1, 0.1),
+        ("forerun", "no model K=auto"): took(0.5, 1, 1),
+        ("peer", "plain"): took(2, 4, 8),
+        ("peer", "draft K=5"): took(1, 4, 4),
+        ("peer", "draft K=8"): took(3, 9, 9),
+    }
+    lines = rates_by_kind(runs, ["chat", "edit", "chat"])
+    assert [(line.engine, line.configuration) for line in lines] == [
+        ("forerun", "plain"),
+        ("forerun", "no model K=auto"),
+        ("peer", "plain"),
+        ("peer", "draft K=5"),
+    ]
+    assert lines[0].ratios == {"chat": 1, "edit": 1}
+    assert lines[1].ratios == pytest.approx({"chat": 8**0.5, "edit": 2})
+    assert lines[1].all == pytest.approx((8**0.5 * 2) ** 0.5)
+    assert lines[3].ratios == pytest.approx({"chat": 1, "edit": 0.5})
 
 
 # --------------------------------------------------------------------------------------------------------- llama.cpp

@@ -22,7 +22,7 @@ from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
 from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
-from forerun.bench.plans import MethodsPlan, Way
+from forerun.bench.plans import MethodsPlan, SuitePlan, Way
 from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of
 from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
@@ -37,6 +37,7 @@ from forerun.models.loading import Checkpoint
 from forerun.ops.model import LoadedModel
 from forerun.ops.operators import Operators
 from forerun.text.terminal import make_console
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import SamplingParams
 
 PROMPTS = named.DATA / "work.jsonl"
@@ -82,10 +83,10 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     ceiling = print_ceiling(checkpoint.model, console)
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
-    sizes = f"{_counted(len(prompts), 'prompt')} ({', '.join(kinds)}), at most {plan.max_tokens} tokens"
-    same = _same(ways)
+    sizes = f"{counted(len(prompts), 'prompt')} ({', '.join(kinds)}), at most {plan.max_tokens} tokens"
+    alike = same(ways)
     console.print(
-        f"{sizes}, at temperature {temperatures}{same}: plain decoding and {_counted(len(ways), 'way')} of drafting in "
+        f"{sizes}, at temperature {temperatures}{alike}: plain decoding and {counted(len(ways), 'way')} of drafting in "
         "turns, one request at a time"
     )
     with progress_bar() as progress:
@@ -95,8 +96,8 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     print_methods(cells, summaries, kinds, " and ".join(_compared(plan)), ceiling, console)
     print_compared(num_compared, ways, plan, checkpoint.model.ops, console)
     if plan.picture is not None:
-        about = f"{sizes}, {_counted(plan.num_repeats, 'run')} of each{same}."
-        draw(cells, summaries, kinds, plan.picture, _title(checkpoint, plan.shape, ceiling), about)
+        about = f"{sizes}, {counted(plan.num_repeats, 'run')} of each{alike}."
+        draw(cells, summaries, kinds, plan.picture, title_of(checkpoint, plan.shape, ceiling), about)
     return {
         "bench": "methods",
         "target": checkpoint.name,
@@ -178,41 +179,44 @@ def _build(
     llms = {
         spec: LLM(checkpoint, **{**options, "pacing": spec, "draft": PLAIN, "extra_drafts": specs}) for spec in pacings
     }
-    named = [
-        replace(way, name=", ".join(str(getattr(way, name)) for name in _FIELDS if _FIELDS[name] in _compared(plan)))
-        for way in ways
-    ]
-    return llms, named, left_out
+    return llms, named_ways(ways, plan), left_out
 
 
 _FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # of a way, and what tables call them
 
 
-def _compared(plan: MethodsPlan) -> list[str]:
+def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
+    """Return the ways, each named by what they differ in."""
+    fields = [name for name, what in _FIELDS.items() if what in _compared(plan)]
+    return [replace(way, name=", ".join(str(getattr(way, name)) for name in fields)) for way in ways]
+
+
+def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
     """What the names of the ways are made of: what a plan has several of; the drafters where it has several of none."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
     found = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
     return found or ["draft"]
 
 
-def _same(ways: Seq[Way]) -> str:
-    """What all ways have in common, behind commas."""
+def same(ways: Seq[Way]) -> str:
+    """Return what all ways have in common, behind commas."""
     found = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
     return "".join(f", {what} {value}" for what, (value, *others) in found.items() if value is not None and not others)
 
 
-def _title(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
-    """The model and the machine, in two lines."""
+def title_of(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
+    """Return the model and the machine, in two lines."""
     model, widened = checkpoint.model, "" if shape == "none" else f" widened to {shape}"
     name = "shipped model" if is_shipped(checkpoint.opened.path) else checkpoint.name
-    processor, threads = native.processor_name() or platform.machine(), _counted(model.ops.num_threads, "thread")
+    processor, threads = native.processor_name() or platform.machine(), counted(model.ops.num_threads, "thread")
     return (
         f"{name}{widened}, {model.precision}: speed-up over plain decoding\n{processor}, {threads}, memory at "
         f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {model.ops.build}"
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -232,10 +236,10 @@ def chats(llm: LLM) -> bool:
         return False
 
 
-def conversation_ids(llm: LLM, messages: Seq[Message]) -> list[int]:
+def conversation_ids(llm: LLM, messages: Seq[Message], tools: Seq[Mapping[str, Any]] = ()) -> list[int]:
     """A conversation as the model's chat template writes it; joined where the model has none."""
     if chats(llm):
-        return llm.apply_chat_template(messages)
+        return llm.apply_chat_template(messages, tools=list(tools) or None)
     return llm.tokenizer.encode("\n\n".join(str(message["content"]) for message in messages) + "\n\n")
 
 
@@ -293,7 +297,7 @@ def _measure(
             if way.keeps_texts(t):
                 texts[way.name] = text
         if llm.checkpoint.model.ops.row_invariant:
-            compare(texts, turn, llm)
+            compare(texts, turn.prompt.id, t, llm.tokenizer)
             num_compared += len(texts) - len(plain)
     return tallies, num_compared
 
@@ -317,22 +321,27 @@ def _clock(llm: LLM, drafter: Drafter) -> ForwardClock | None:
     return None if own is None or own is llm.engine.runner else ForwardClock(own)
 
 
-def compare(texts: Mapping[str, list[int]], turn: Turn, llm: LLM) -> None:
-    """Raise InternalError for the first way whose text is not plain decoding's, with both around the difference."""
+def compare(texts: Mapping[str, list[int]], name: str, temperature: float, tokenizer: Tokenizer) -> None:
+    """Raise InternalError for the first way whose text is not plain decoding's, with both around the difference.
+
+    name: of what was asked.
+    """
     plain = texts[PLAIN]
     for spec, text in texts.items():
         if text != plain:
-            same = next(
+            num_equal = next(
                 (i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), min(len(plain), len(text))
             )
-            said, wanted = (llm.tokenizer.decode(ids[same : same + 8]) for ids in (text, plain))
+            said, wanted = (tokenizer.decode(ids[num_equal : num_equal + 8]) for ids in (text, plain))
             raise InternalError(
-                f"{shown(spec)} changed the text of {turn.prompt.id} at temperature {turn.temperature:g}: behind "
-                f"{same} equal tokens it says {shown(said)}, and plain decoding {shown(wanted)}"
+                f"{shown(spec)} changed the text of {name} at temperature {temperature:g}: behind "
+                f"{num_equal} equal tokens it says {shown(said)}, and plain decoding {shown(wanted)}"
             )
 
 
-def print_compared(num_compared: int, ways: Seq[Way], plan: MethodsPlan, ops: Operators, console: Console) -> None:
+def print_compared(
+    num_compared: int, ways: Seq[Way], plan: MethodsPlan | SuitePlan, ops: Operators, console: Console
+) -> None:
     """Say how many texts were compared, or why none was."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")

@@ -21,6 +21,8 @@ from forerun.bench.tables import Column, table
 
 PLAIN, AGAIN = "none", "none again"  # the second is the same once more: what is not 1 is noise
 
+MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -136,7 +138,7 @@ def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head
         [*rows, *again],
         [
             Column(head, "name"),
-            *(Column(_broken(name), _starred(of, max(map(of, rows))), is_text=False) for name, of in speedups.items()),
+            *(Column(broken(name), _starred(of, max(map(of, rows))), is_text=False) for name, of in speedups.items()),
             Column("least\n-most", "speedup_range", "{:.2f}"),
             Column("tokens\n/s", "tokens_per_s", "{:.1f}"),
         ],
@@ -150,7 +152,7 @@ def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], hea
         [summary for summary in summaries if summary.name != AGAIN],
         [
             Column(head, "name"),
-            *(Column(_broken(kind), _on(kind, found), "{:.2f}") for kind in kinds),
+            *(Column(broken(kind), _on(kind, found), "{:.2f}") for kind in kinds),
             Column("all", "tokens_per_pass", "{:.2f}"),
             Column("alpha", "alpha_hat", "{:.2f}"),
             Column("draft-\ning", "draft_share", "{:.1%}"),
@@ -163,8 +165,10 @@ def _on(kind: str, found: Mapping[tuple[str, str], float]) -> Callable[[Summary]
     return lambda row: found[row.name, kind]
 
 
-def _broken(kind: str) -> str:
-    return kind.replace("question", "ques-\ntion").replace("summary", "sum-\nmary")
+def broken(kind: str) -> str:
+    """Return a long name in two lines."""
+    half = len(kind) // 2
+    return f"{kind[:half]}-\n{kind[half:]}" if len(kind) > MOST_UNBROKEN else kind
 
 
 def _starred(of: Callable[[Summary], float], best: float) -> Callable[[Summary], Text]:
@@ -199,4 +203,25 @@ def print_methods(
         console.print(speed_table(own_cells, own, kinds, head))
         console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
         console.print(counts_table(own_cells, own, kinds, head))
+    console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")
+
+
+Results = tuple[Seq[Cell], Seq[Summary]]
+
+
+def print_suite(whole: Results, behind: Results, kinds: Seq[str], console: Console) -> None:
+    """Print speed-ups of whole requests and behind their first tokens, and tokens per pass, for each temperature."""
+    for temperature in dict.fromkeys(summary.temperature for summary in whole[1]):
+        for (cells, summaries), what in ((whole, "whole requests"), (behind, "behind the first token")):
+            of_cells = [cell for cell in cells if cell.temperature == temperature]
+            of_summaries = [summary for summary in summaries if summary.temperature == temperature]
+            plain = next(summary for summary in of_summaries if summary.name == PLAIN)
+            console.print(
+                f"\nTemperature {temperature:g}, {what}: speed-up over plain decoding, which makes "
+                f"{plain.tokens_per_s:.1f} tokens/s",
+                style="bold",
+            )
+            console.print(speed_table(of_cells, of_summaries, kinds, "draft"))
+        console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
+        console.print(counts_table(of_cells, of_summaries, kinds, "draft"))
     console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")

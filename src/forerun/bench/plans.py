@@ -10,7 +10,7 @@ from typing import Any
 
 from forerun import verify
 from forerun.params import SamplingParams
-from forerun.registry import check_fields, option
+from forerun.registry import check_fields, inherited, option
 
 SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b (with as many layers as it has, at least)"
 SHAPE_HELP = f"the target is widened to it in memory: {SHAPE_NAMES}"
@@ -149,6 +149,37 @@ class MethodsPlan(Plan):
             cache_salt=salt,
             ignore_eos=ignore_eos,
         )
+
+
+@dataclass(frozen=True)
+class SuitePlan(Plan):
+    """What `forerun bench suite` measures.
+
+    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: the first so many, None = all;
+    prompts_per_kind: the first so many of each kind, None = all. most_rounds: a kind is run again while plain decoding
+    differs from itself.
+    """
+
+    drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")
+    kinds: tuple[str, ...] = option((), "of the suite's kinds of work", flag="--kind", usual="all")
+    num_prompts: int | None = option(None, "the first so many", flag="--prompts", min=1, usual="all")
+    prompts_per_kind: int | None = option(None, "the first so many of each kind", flag="--per-kind", min=1, usual="all")
+    temperatures: tuple[float, ...] = option((0.0,), "0 = greedy", flag="--temperature")
+    top_p: float = option(1.0, "share of probability that is drawn from at temperature > 0", min=0, max=1)
+    acceptances: tuple[str, ...] = inherited(MethodsPlan, "acceptances", ())
+    pacings: tuple[str, ...] = inherited(MethodsPlan, "pacings", ())
+    max_tokens: int = option(192, "tokens of an answer at most", min=2)
+    most_rounds: int = option(
+        3,
+        "times a kind is run at most: again while plain decoding differs from itself by over 3 %",
+        flag="--rounds",
+        min=1,
+    )
+    prompt_file: Path | None = option(
+        None, "the suite's questions as its authors publish them", usual="the file in an installed package"
+    )
+    seed: int = option(1, "of the sampled runs; each conversation adds its place")
+    picture: Path | None = inherited(MethodsPlan, "picture", None)
 
 
 @dataclass(frozen=True)

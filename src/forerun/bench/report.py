@@ -52,6 +52,7 @@ class View:
 VIEWS = {
     "latency": View(("draft", "spec_length", "temperature"), ("speedup", "tokens_per_s")),
     "methods": View(("name", "temperature"), ("speedup", "tokens_per_pass"), rows="summaries"),
+    "suite": View(("name", "temperature"), ("speedup", "tokens_per_pass"), rows="summaries"),
     "tune": View(("draft", "length"), ("measured", "tokens_per_pass"), rows="contenders"),
     "throughput": View((), ("plain_tokens_per_s", "fixed_tokens_per_s", "auto_tokens_per_s"), "concurrency"),
     "serving": View(("server", "load"), ("tokens_per_s", "ttft_s.p50")),

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.bench.plans import SHAPE_NAMES, LatencyPlan, MethodsPlan
+from forerun.bench import suites
+from forerun.bench.plans import SHAPE_NAMES, LatencyPlan, MethodsPlan, SuitePlan
 from forerun.cli import flags
 from forerun.cli.help import App
 from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
@@ -91,6 +92,23 @@ def methods(
         if name in plan:
             plan[name] = tuple(repeated(plan[name]))
     keep(bench.run(config, MethodsPlan(**plan)), json_file)
+
+
+@app.command()
+def suite(
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(suites.names())}", show_default=False)],
+    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "spec_length", *flags.MODEL, "max_seq_len")],
+    plan: Annotated[Given, Fields(SuitePlan, is_plan=True)],
+    json_file: JsonFile = None,
+) -> None:
+    """Compare plain decoding with what the engine does by default on a public benchmark, and check the texts."""
+    config = flags.engine_config(engine)
+    from forerun.bench import suite as bench
+
+    for field, repeated in (("temperatures", dict.fromkeys), ("pacings", parse_specs), ("acceptances", parse_specs)):
+        if field in plan:
+            plan[field] = tuple(repeated(plan[field]))
+    keep(bench.run(config, SuitePlan(**plan), name), json_file)
 
 
 @app.command()

