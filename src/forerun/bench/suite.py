@@ -206,7 +206,7 @@ class Measuring:
                             raise type(error)(f"{conversation.id}: {error}") from error
 
     def _longest(self, llm: LLM, conversation: Conversation) -> list[int]:
-        """Return the longest prompt of a conversation: its last turn, behind answers that are as long as they may be."""
+        """Return the longest prompt of a conversation: its last turn, behind the longest answers."""
         messages = list[Message]()
         for turn in conversation.turns:
             messages += [*turn, {"role": "assistant", "content": ""}]

