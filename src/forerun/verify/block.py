@@ -12,6 +12,16 @@ P(at least i tokens are accepted | x_1 .. x_i) = P_i: it holds at the last token
 so that P_i - R_i + (1 - P_i + R_i) h_i = P_i. The mass emitted behind x_1 .. x_i is then P_i p_(i+1) times the draft's.
 P_i is never below the product of min(1, p / q), which is what token by token keeps. A P_i that underflows to 0 loses no
 more than the mass that it stands for, so that no logarithms are needed.
+
+No exact rule keeps more in a round, on any prefix, if the target alone goes on behind it. Let A_i be the probability
+that the draft begins with x_1 .. x_i and the rule accepts them all. A text that begins with x_1 .. x_(i-1) in another
+way has ended its round there at the latest, and goes on with p_i. Hence those of A_(i-1) go on with p_i, too, and
+A_i <= A_(i-1) p_i(x_i). Nor is A_i more than the draft's probability of x_1 .. x_i. Divided by it, these two bounds are
+those of P_i.
+
+Hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is this rule where it is exact and has no state. It caps
+r_i, the product of p / q, by the largest so far, and r_i / max(r_0, ..., r_i) = P_i. It accepts by the excess R_i over
+the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i. tests/verify/test_hierarchical.py compares them.
 """
 
 from __future__ import annotations
