@@ -236,7 +236,7 @@ def test_it_is_found_beside_its_target(
         (beside / "model.safetensors").write_bytes((beside / "model.safetensors").read_bytes()[:5000])
         with caplog.at_level("WARNING"), LLM(str(folders["target"]), max_seq_len=64) as llm:
             assert "assistant" not in llm.engine.drafter.members
-        assert "lies beside the target, and cannot draft for it" in caplog.text
+        assert "was found for the target, and cannot draft for it" in caplog.text
         shutil.rmtree(beside)
         beside.mkdir()
         (beside / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 61}))

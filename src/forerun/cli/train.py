@@ -67,6 +67,7 @@ def head(
 ) -> None:
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
+    from forerun.drafters import trained
     from forerun.engine.opened import Opened
     from forerun.train import head as training, heads as methods, loop
 
@@ -78,6 +79,8 @@ def head(
         first = loop.read_log(config.out)[0]
         say("before: " + _numbers({key: first[key] for key in numbers}))
     say(_numbers(numbers))
+    if config.keep:
+        say(f"kept in {trained.keep(checkpoint.opened, config.out / 'head')}: draft=auto uses it for {checkpoint.name}")
 
 
 @app.command("heads")

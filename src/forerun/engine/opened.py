@@ -16,7 +16,7 @@ from typing import Any
 from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
-from forerun.drafters import companions
+from forerun.drafters import companions, trained
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel, UserError
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
@@ -164,9 +164,14 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        A block that guesses further tokens comes before a drafter beside the target, and that before a search.
+        A head that was trained here for the target comes first, then a block of its own that guesses further tokens, a
+        drafter beside it, and a search.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
+        if not (self.has_loaded_draft or self.config_only):
+            kept = trained.find(self.files)
+            if kept is not None and self._serves(kept):
+                return kept
         if name != drafters.WITHOUT_MODEL or self.config_only:
             return name
         if self.next_tokens is not None:
@@ -175,13 +180,13 @@ class Opened:
         return name if beside is None or not self._serves(beside) else beside
 
     def _serves(self, spec: str) -> bool:
-        """Whether a drafter that lies beside the target can serve it; where it cannot, a line says why."""
+        """Whether a drafter that was found for the target can serve it; where it cannot, a line says why."""
         try:
             layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
             if max(layers, default=0) > self.num_layers:
                 raise BadOption(f"it reads rows behind {max(layers)} layers, and the target has {self.num_layers}")
         except ForerunError as error:
-            LOG.warning("%s lies beside the target, and cannot draft for it: %s", spec, error)
+            LOG.warning("%s was found for the target, and cannot draft for it: %s", spec, error)
             return False
         return True
 

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import xxhash
+
 from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
 from forerun.host_tensor import HELD_AS
@@ -166,6 +168,20 @@ class OpenedCheckpoint:
         except (UserError, OSError):
             found = {}
         return found or said_tensors(self.spec, self.raw)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What identifies a model in any number of bits, hexadecimal: its sizes, norms and biases, in bfloat16.
+
+        Quantised files leave vectors as they were. Raises as `weights`.
+        """
+        spec, digest = self.spec, xxhash.xxh3_128()
+        digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
+        for name, stored in sorted(self.weights.tensors.items()):
+            if len(stored.shape) == 1:
+                for block in self.weights.blocks(name):
+                    digest.update(name.encode() + block.to("bfloat16").values.tobytes())
+        return digest.hexdigest()
 
     def fetch_weights(self) -> None:
         """Fetch the weights of a model of the hub, of the commit that was opened. Raises as `locate`."""

@@ -140,6 +140,7 @@ class HeadConfig(LoopConfig):
         "name, or a hub id",
     )
     validation_rows: int = option(8, "rows of held-out texts of one validation")
+    keep: bool = option(False, "draft=auto drafts with the head from then on, where this target is run")
     fit_tokens: int = 32768
 
 

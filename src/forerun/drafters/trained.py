@@ -1,0 +1,57 @@
+"""Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
+
+`forerun train head --keep` puts a head there, and `auto` drafts with it wherever that target is run, behind a search of
+the text, whose guesses cost nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from forerun.drafters import WITHOUT_MODEL, head_files
+from forerun.errors import CapacityError, UserError
+from forerun.models.opened import OpenedCheckpoint
+from forerun.native import cache_folder
+from forerun.text.json_files import read_json
+
+ROOM = "drafters"
+
+
+def find(target: OpenedCheckpoint) -> str | None:
+    """Return the spec of the head that is kept for a target; None where there is none."""
+    room = cache_folder() / ROOM
+    target = target.original or target
+    if target.source is None or not room.is_dir():
+        return None
+    try:
+        folder = room / target.fingerprint
+        if not (folder / head_files.CONFIG).is_file():
+            return None
+        method = read_json(folder / head_files.CONFIG)["forerun"]["method"]
+    except (UserError, OSError, KeyError, TypeError):  # what loads the target or the head says more
+        return None
+    return f"mixed:of=({WITHOUT_MODEL})+({method}:path={folder})"
+
+
+def keep(target: OpenedCheckpoint, head: Path) -> Path:
+    """Copy a head's folder to where `find` looks, in place of one that is kept there, and return that place.
+
+    Raises CapacityError where it cannot be written.
+    """
+    folder = cache_folder() / ROOM / (target.original or target).fingerprint
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as begun:
+            copy = Path(begun) / "head"
+            shutil.copytree(head, copy)
+            if folder.exists():
+                folder.rename(Path(begun) / "before")
+            copy.rename(folder)
+    except OSError as error:
+        raise CapacityError(
+            f"the head cannot be kept in {folder.parent} ({error.strerror}): set FORERUN_CACHE_DIR to a folder with "
+            "room that may be written to"
+        ) from error
+    return folder

@@ -1,0 +1,144 @@
+"""Heads that `forerun train head --keep` keeps: `auto` finds them by the fingerprint of their target, and no other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from forerun import LLM, SamplingParams
+from forerun.blocks import Plain, weight_shapes
+from forerun.cli.train import app
+from forerun.config import EngineConfig
+from forerun.drafters import WITHOUT_MODEL, trained
+from forerun.engine.opened import Opened
+from forerun.errors import CapacityError
+from forerun.models.opened import OpenedCheckpoint
+from models.gguf_files import write_model
+from tiny import write_tiny
+from train.written import write, writer_of
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def cache(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with a head that was trained for the target."""
+    folder = tmp_path_factory.mktemp("cache")
+    write(writer_of(target, ops="reference"), folder / "samples", 1500)
+    train(target, folder, "eagle:draft_vocab=200,steps=2")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(cache / "kept"))
+    return iter(())
+
+
+def train(target: Path, folder: Path, method: str) -> str:
+    """Train a head for two steps and keep it; returns what the command said."""
+    options = (
+        f"--method {method} --samples {folder / 'samples'} --target {target} --out {folder / 'run'} --keep --quiet"
+    )
+    sizes = "--max-steps 2 --tokens-per-step 128 --seq-len-tokens 64 --ops reference"
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORERUN_CACHE_DIR", str(folder / "kept"))
+        done = CliRunner().invoke(app, ["head", *options.split(), *sizes.split()])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def auto_of(target: Path) -> str:
+    return Opened.of(EngineConfig(target=str(target))).auto
+
+
+def place_of(spec: str | None) -> Path:
+    """The folder of the head in a spec."""
+    return Path(str(spec).partition(":path=")[2].removesuffix(")"))
+
+
+def test_auto_drafts_with_the_head_of_its_target(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = trained.find(OpenedCheckpoint.of(target))
+    assert spec == f"mixed:of=({WITHOUT_MODEL})+(eagle:path={place_of(spec)})"
+    assert auto_of(target) == spec
+    with LLM(target) as drafting, LLM(target, draft="none") as plain:
+        (out,), (wanted,) = drafting.generate("def f(", GREEDY), plain.generate("def f(", GREEDY)
+    assert out.report.num_drafted > 0
+    assert out.token_ids == wanted.token_ids
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    assert auto_of(target) == WITHOUT_MODEL
+
+
+def test_it_is_found_for_the_same_model_in_any_place_and_number_of_bits(target: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(target, tmp_path / "copy")
+    assert auto_of(copy) == auto_of(target) != WITHOUT_MODEL
+    spec = Plain("llama", 258, 64, 2, 4, 2, 16, 96, 1e-5, 256).spec
+    weights = {name: torch.rand(shape) for name, shape in weight_shapes(spec).items()}
+    for bits in ("F32", "Q8_0", "Q4_0"):
+        write_model(tmp_path / f"{bits}.gguf", spec, weights, lambda name, bits=bits: bits)  # type: ignore[misc]
+    assert len({OpenedCheckpoint.of(tmp_path / f"{bits}.gguf").fingerprint for bits in ("F32", "Q8_0", "Q4_0")}) == 1
+    weights["model.layers.0.input_layernorm.weight"][3] *= 2
+    write_model(tmp_path / "other.gguf", spec, weights)
+    assert (
+        OpenedCheckpoint.of(tmp_path / "other.gguf").fingerprint
+        != OpenedCheckpoint.of(tmp_path / "F32.gguf").fingerprint
+    )
+
+
+def test_it_is_not_found_for_another_model(target: Path, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", seed=1)
+    assert auto_of(other) != auto_of(target)  # norms of the two differ
+    changed = shutil.copytree(target, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    weights[norm] = weights[norm] * torch.linspace(1, 1.5, len(weights[norm]))
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    assert auto_of(changed) == WITHOUT_MODEL
+
+
+def test_what_is_kept_last_counts(target: Path, cache: Path) -> None:
+    before = auto_of(target)
+    try:
+        said = train(target, cache, "medusa:draft_vocab=200,heads=2")
+        assert "+(medusa:path=" in auto_of(target)
+        assert place_of(auto_of(target)) == place_of(before)
+        assert "draft=auto uses it for model" in " ".join(said.split())
+    finally:
+        train(target, cache, "eagle:draft_vocab=200,steps=2")
+    assert auto_of(target) == before
+    assert [path.name for path in (cache / "kept" / trained.ROOM).iterdir()] == [place_of(before).name]
+
+
+def test_a_broken_head_is_left_alone(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = place_of(auto_of(target))
+    weights = (folder / "model.safetensors").read_bytes()
+    try:
+        (folder / "model.safetensors").write_bytes(weights[:100])
+        assert auto_of(target) == WITHOUT_MODEL
+        assert "was found for the target, and cannot draft for it" in caplog.text
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        (folder / "config.json").write_text("{", encoding="utf-8")
+        assert auto_of(target) == WITHOUT_MODEL
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    finally:
+        (folder / "model.safetensors").write_bytes(weights)
+    assert "+(eagle:path=" in auto_of(target)
+
+
+def test_a_folder_that_cannot_be_written_is_said(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(CapacityError, match=r"the head cannot be kept in .*: set FORERUN_CACHE_DIR"):
+        trained.keep(OpenedCheckpoint.of(target), tmp_path)
