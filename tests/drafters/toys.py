@@ -54,9 +54,9 @@ def spoken(engine: Engine, prompt: list[int], max_tokens: int = 20, **params: ob
     return [report for report in reports if report.num_decoding]
 
 
-def crowded(drafter: Drafter) -> int:
+def crowded(drafter: Drafter, spec_length: int = 5) -> int:
     """Serve more requests than the cache has room for, abort one, and return how many were preempted."""
-    engine = engine_of(drafter, 5, num_tokens=64)
+    engine = engine_of(drafter, spec_length, num_tokens=64)
     wanted = SamplingParams(max_tokens=42, temperature=0.0)
     requests = [engine.add([i, 3, i, 3], wanted) for i in range(5)]
     for _ in range(6):

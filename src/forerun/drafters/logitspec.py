@@ -1,0 +1,169 @@
+"""LogitSpec: look up what the target's last logits held to be likely, one token further on (Liu et al. 2025).
+
+A search in the text finds nothing where its last tokens have not occurred before. But the logits that chose the next
+token also tell of the one behind it: what nearly came is likely to come next (arXiv 2507.01449, section 3). Here the
+next token is committed already, so the likeliest ids of the row before it, without the one that was chosen, are
+candidates for what follows. Before them come the ids that the target held to be likeliest behind the same token when it
+last ran it, in a rejected guess perhaps, as in Token Recycling (Luo et al. 2024, arXiv 2408.08696).
+
+A draft is one tree: what followed the longest end of the text that occurred before, then the candidates in order, each
+with what followed where the text had gone on with it, until the budget is used up. One search serves all these queries,
+for an occurrence of the text's end that went on with a candidate is an occurrence of both together.
+
+Every node is a point mass. It depends on committed tokens and on logits of passes before, which no coin of this round
+has touched, so each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import TextDrafter, Tokens
+from forerun.drafters.continuations import Guess, Level, grow, levels
+from forerun.drafters.recycle import Matrix
+from forerun.types import Budget, Coins, Draft, Sequence
+
+# Of a search in the text, as suffix decoding has them by default.
+MAX_MATCH, SPEC_FACTOR, MIN_PROB, NUM_OCCURRENCES = 64, 4, 0.1, 64
+MAX_ROWS = 16384  # tokens whose likeliest followers are kept; the longest unseen go first
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which candidates there are, and how far each is followed."""
+
+    top: int = field(
+        default=16,
+        metadata={"help": "candidates from the logits behind the token before the last", "min": 1, "max": 64},
+    )
+    recycled: int = field(
+        default=8,
+        metadata={
+            "help": "candidates before these, by an earlier row of the last token; 0 = none",
+            "min": 0,
+            "max": 64,
+        },
+    )
+    num_behind: int = field(
+        default=3,
+        metadata={"help": "tokens drafted behind a candidate that the text went on with", "min": 0, "max": 64},
+    )
+    unseen: bool = field(
+        default=True, metadata={"help": "draft candidates, too, that the text never went on with, each alone"}
+    )
+
+
+class Likely:
+    """The ids that the target held to be likeliest at places of one sequence."""
+
+    def __init__(self) -> None:
+        self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
+        self.place = -1
+        self.behind = Matrix(MAX_ROWS)  # token -> what follows it
+
+    def read(self, own: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
+        """Learn from a pass. ids: of each scored row, best first."""
+        kept = [row - own.scored.start for row in own.kept]
+        self.rivals, self.place = ids[kept[-1]], own.start + len(kept)
+        if num_behind:
+            # Where a token was run twice, the row of the text itself counts, not that of a rejected guess.
+            for token, row in {own.tokens[row]: row for row in (*range(len(ids)), *kept)}.items():
+                self.behind.put(token, ids[row][:num_behind])
+
+    def candidates(self, seq: Sequence) -> list[int]:
+        """Return what may follow the last token of a sequence, the best first."""
+        chosen, recycled = seq.tokens[-1], self.behind.rows.get(seq.tokens[-1], ())
+        # Behind tokens that are forced, and not committed yet, nothing is known of the row before the last.
+        rivals = self.rivals if self.place == len(seq.tokens) - 1 else ()
+        return list(dict.fromkeys((*recycled, *(token for token in rivals if token != chosen))))
+
+
+class LogitSpecDrafter(TextDrafter[Tokens]):
+    """Keeps, per sequence, its tokens and what the target said of it, and drafts trees of point masses."""
+
+    shape = "tree"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(Tokens, is_fast=True)
+        self.options = options
+        self.top_logits = max(options.top + 1, options.recycled)  # one of a row's ids is the token that was chosen
+        self._likely = defaultdict[int, Likely](Likely)  # by sequence
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
+        return Draft.joined([guess.draft(seqs[b], b, budget) for b, guess in enumerate(guesses)])
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        super().observe(seqs, seen)
+        for seq, own in zip(seqs, seen, strict=True):
+            ids = own.top(self.top_logits)[0].tolist()
+            if ids:  # a prompt chunk has none
+                self._likely[seq.id].read(own, ids, self.options.recycled)
+
+    def end(self, seq: Sequence) -> None:
+        super().end(seq)
+        self._likely.pop(seq.id, None)
+
+    def _guess(self, seq: Sequence, most: int) -> Guess:
+        if not most:
+            return Guess()
+        o, text = self.options, self._texts.whole(seq).ids
+        # The text's last token is left out of the search: nothing followed its end yet.
+        occurrences = levels(np.frombuffer(text, np.intc)[:-1], text[-MAX_MATCH:])
+        guess = Guess()
+        if occurrences:
+            limit = min(most, SPEC_FACTOR * occurrences[-1].length)
+            rows = [text[end : end + limit] for end in occurrences[-1].ends(NUM_OCCURRENCES)]
+            guess = grow(rows, limit, is_tree=True, min_prob=MIN_PROB, end_ids=seq.end_ids)
+        nodes = {key: node for node, key in enumerate(zip(guess.parents, guess.tokens, strict=True))}
+        places = followers(text, occurrences)
+        for token in self._likely[seq.id].candidates(seq):
+            if token in places:
+                rows = [text[place : place + 1 + o.num_behind] for place in places[token]]
+                add(guess, nodes, grow(rows, 1 + o.num_behind, is_tree=False, end_ids=seq.end_ids), most)
+            elif o.unseen:
+                add(guess, nodes, grow([[token]], 1, is_tree=False), most)
+        return guess
+
+
+def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
+    """Return where each token stands behind an earlier occurrence of the text's end, the latest place first.
+
+    occurrences: of the text's suffixes, the shortest first. Of a token that followed several suffixes, the places
+    behind the longest of them are returned.
+    """
+    places: dict[int, list[int]] = {}
+    for level in occurrences:
+        behind = defaultdict[int, list[int]](list)
+        for end in level.ends(NUM_OCCURRENCES):
+            behind[text[end]].append(end)
+        places |= behind
+    return places
+
+
+def add(guess: Guess, nodes: dict[tuple[int, int], int], chain: Guess, most: int) -> None:
+    """Put a chain into a tree that has at most `most` nodes; where it begins as another path, it branches off there.
+
+    nodes: by parent and token, the nodes that the tree has.
+    """
+    parent = -1
+    for token, prob in zip(chain.tokens, chain.probs, strict=True):
+        if (parent, token) not in nodes:
+            if len(guess.tokens) == most:
+                return
+            nodes[parent, token] = len(guess.tokens)
+            guess.tokens.append(token)
+            guess.parents.append(parent)
+            guess.probs.append(prob)
+        parent = nodes[parent, token]
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Return a drafter that needs no model."""
+    return LogitSpecDrafter(options)
