@@ -205,6 +205,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
     "recycle": [{"shape": "path"}, {"top": 2, "shared": True, "from_prompt": False, "max_rows": 2}],
     "logitspec": [{"top": 1, "recycled": 0, "num_behind": 0}, {"unseen": False}],
+    "stand": [{"shape": "path"}, {"top": 2, "max_context": 2, "shared": True, "from_prompt": False}],
     "lookahead": [{"guesses": 1}, {"window": 2, "ngram": 2, "guesses": 3}],
     "unigram": [{"draws": "sampled"}],
     "bigram": [{"draws": "sampled"}, {"draws": "sampled", "k": 0.0}],

@@ -1,0 +1,346 @@
+"""STAND: draw guesses from the logits that the target computed behind the same tokens before (Song et al. 2025).
+
+A table keeps the largest logits behind each context of 1 to `max_context` tokens, averaged over its occurrences (arXiv
+2506.04708, the logit-based n-gram module): of every row that the target scores, rejected guesses included. The longest
+context that is known speaks. What it keeps goes through the request's own pipeline, as the target's logits do, and the
+guess is *drawn* from the distribution q that comes out. So a guess is accepted with probability sum_x min(p(x), q(x)),
+which for p = q is 1, where a point mass at the likeliest token is accepted with max_x p(x). Siblings are drawn without
+replacement, each from what the earlier ones left, which is the order of Gumbel top-k; with the noise of the position
+where the target picks by it, too.
+
+Exactness. Every token is drawn from the distribution that is stated, as a function of earlier rounds and of tokens that
+were drawn before it, so by the rule's theorem the tokens of a round have the target's distribution *given all that the
+drafter has seen*: committed tokens, rejected draws, and what the table made of them. The coins of a round are new.
+Hence the distribution of the next tokens given the text is the target's, too, whatever the rejected draws were. The
+shape of a tree is fixed by counts; a node without a known context has no children, which is decided after it was drawn.
+
+An id that one of two lists lacks had at most the least logit of that list, and is averaged as if it had that one. A
+prompt is run without logits: its contexts guess the token that followed them last, until the target has computed logits
+behind them.
+
+The drafter runs no model, but it is not `is_free`: whoever drops its guess by looking at it takes a draw back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import READ_TOKENS
+from forerun.drafters.continuations import check_shape
+from forerun.drafters.tree import likeliest, without
+from forerun.errors import BadOption
+from forerun.models.runner import float_type
+from forerun.sampling import History, only_filters, probs
+from forerun.sampling.largest import Ids, Rows
+from forerun.theory.trees import best_first
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+
+# P(the sibling drawn as this number is the accepted one), given that the parent is. Measured; docs/methods/stand.md.
+SHARES = (0.53, 0.11, 0.045, 0.04, 0.02, 0.01)
+MAX_NODES = 64  # of a draft
+PART = 256  # contexts that are learned together, at most as many as the smallest table has
+
+Gram = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a table holds, and which drafts are drawn from it."""
+
+    shape: str = field(default="tree", metadata={"help": "tree, or path: one token behind another"})
+    max_context: int = field(default=4, metadata={"help": "longest context, in tokens", "min": 1, "max": 8})
+    top: int = field(default=8, metadata={"help": "logits kept behind a context, the largest", "min": 1, "max": 64})
+    shared: bool = field(
+        default=False, metadata={"help": "one table for all requests of a cache_salt; false = one per request"}
+    )
+    from_prompt: bool = field(default=True, metadata={"help": "begin with what followed the contexts of the prompt"})
+    max_contexts: int = field(
+        default=32768,
+        metadata={
+            "help": "contexts of a table, about 250 bytes each with top=8; the longest unseen go first",
+            "min": PART,
+            "max": 10**7,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_shape("stand", self.shape)
+
+
+class Table:
+    """Contexts, and the mean of the largest logits behind each: at most `max_contexts`, of `width` ids each.
+
+    A context that was only guessed, as those of a prompt are, has one id and a count of 0.
+    """
+
+    def __init__(self, max_contexts: int, width: int, dtype: npt.DTypeLike) -> None:
+        self._max_contexts = max_contexts
+        self._places: OrderedDict[Gram, int] = OrderedDict()  # the context that was seen last comes last
+        self._ids = np.zeros((PART, width), np.int32)
+        self._means = np.zeros((PART, width), dtype)
+        self._counts = np.zeros(PART, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
+        """Return ids, ascending, and mean logits behind the longest known end of a context; None where none is known.
+
+        longest: tokens of an end at most.
+        """
+        for length in range(min(longest, len(context)), 0, -1):
+            place = self._places.get(tuple(context[-length:]))
+            if place is not None:
+                width = self._ids.shape[1] if self._counts[place] else 1
+                ids = self._ids[place, :width].astype(np.int64)
+                order = ids.argsort()
+                return ids[order], self._means[place, :width][order]
+        return None
+
+    def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
+        """Add an occurrence of each context [n], with ids and values of the largest logits behind it [n, width]."""
+        for start in range(0, len(contexts), PART):  # so that none of a part is forgotten before it is learned
+            part = slice(start, start + PART)
+            places = np.array([self._place(context) for context in contexts[part]])
+            part_ids, part_logits = ids[part], logits[part]
+            left = np.arange(len(places))
+            while len(left):  # a context that occurs twice in a pass is averaged twice
+                once = left[np.unique(places[left], return_index=True)[1]]
+                self._average(places[once], part_ids[once], part_logits[once])
+                left = np.setdiff1d(left, once, assume_unique=True) if len(once) < len(left) else left[:0]
+
+    def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
+        """Let tokens follow contexts behind which no logits are known; of several the last one."""
+        places = np.array([self._place(context) for context in contexts], np.intp)
+        is_guess = self._counts[places] == 0
+        self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
+
+    def _place(self, context: Gram) -> int:
+        """Return the row of a context, which may be a new one."""
+        place = self._places.get(context)
+        if place is not None:
+            self._places.move_to_end(context)
+            return place
+        if len(self._places) < self._max_contexts:
+            place = len(self._places)
+            if place == len(self._counts):
+                self._grow(min(2 * place, self._max_contexts))
+        else:
+            _, place = self._places.popitem(last=False)
+        self._places[context] = place
+        self._counts[place] = 0
+        self._means[place] = 0
+        return place
+
+    def _grow(self, num_rows: int) -> None:
+        self._ids, self._means, self._counts = (
+            np.concatenate((rows, np.zeros((num_rows - len(rows), *rows.shape[1:]), rows.dtype)))
+            for rows in (self._ids, self._means, self._counts)
+        )
+
+    def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
+        """Add one occurrence to each of these rows, which differ."""
+        counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
+        is_same = known_ids[:, :, None] == ids[:, None, :]
+        again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id
+        again = np.where(is_same.any(2), again, logits.min(1, keepdims=True))
+        least = means.min(1, keepdims=True)  # what an id that is new had at most before
+        old = means + (again - means) / (counts + 1)
+        new = np.where(is_same.any(1), -np.inf, least + (logits - least) / (counts + 1))
+        all_ids, all_means = np.concatenate((known_ids, ids), 1), np.concatenate((old, new), 1)
+        best = np.argsort(-all_means, axis=1, kind="stable")[:, : ids.shape[1]]
+        is_first = counts == 0
+        self._ids[places] = np.where(is_first, ids, np.take_along_axis(all_ids, best, 1))
+        self._means[places] = np.where(is_first, logits, np.take_along_axis(all_means, best, 1))
+        self._counts[places] += 1
+
+
+def _ends(tokens: Seq[int]) -> list[Gram]:
+    """Return every end of some tokens, the longest first."""
+    return [tuple(tokens[start:]) for start in range(len(tokens))]
+
+
+@dataclass
+class _Request:
+    """What the drafter knows of a request.
+
+    params: what kept logits go through; of a greedy one, whose tokens are drafted by rank, without filters at
+    temperature 1. only_filters: whether that is done to the kept logits alone. num_read: tokens of the prompt that are
+    in the table.
+    """
+
+    params: SamplingParams
+    only_filters: bool
+    num_read: int = 0
+
+
+class StandDrafter(Drafter):
+    """Keeps a table per request, or per cache salt, and draws chains or trees from it."""
+
+    def __init__(self, options: Options, vocab_size: int, dtype: npt.DTypeLike) -> None:
+        self.options, self._vocab_size, self._dtype = options, vocab_size, dtype
+        is_tree = options.shape == "tree" and min(options.top, vocab_size) > 1
+        self.shape, self.draws = ("tree", "distinct") if is_tree else ("chain", "independent")
+        self.tells_confidence = not is_tree
+        self.top_logits = min(options.top, vocab_size)
+        self._order = best_first(SHARES[: options.top if is_tree else 1], MAX_NODES)
+        self._tables: dict[Hashable, Table] = {}  # the one that a request left last comes last
+        self._users: Counter[Hashable] = Counter()  # running requests of each table
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        params, key = dataclasses.replace(seq.params, logprobs=None), self._key(seq)
+        if params.greedy:
+            params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        is_plain = only_filters(params, seq.bad_word_ids) and params.forced_eos_token_id is None
+        self._requests[seq.id] = _Request(params, is_plain)
+        self._users[key] += 1
+        if key not in self._tables:
+            self._tables[key] = Table(self.options.max_contexts, self.top_logits, self._dtype)
+        if self.options.from_prompt:
+            source = seq.source_ids[-READ_TOKENS:]
+            self._read(self._tables[key], source, range(len(source) - 1))
+
+    def end(self, seq: Sequence) -> None:
+        key = self._key(seq)
+        self._requests.pop(seq.id, None)
+        self._users[key] -= 1
+        if self._users[key] <= 0:
+            del self._users[key]
+        table = self._tables.pop(key)
+        if self.options.shared:
+            self._tables[key] = table
+            self._drop_idle()
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.joined([self._tree(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, own in zip(seqs, seen, strict=True):
+            table, (ids, logits) = self._tables[self._key(seq)], own.top(self.top_logits)
+            if len(ids):
+                self._learn(table, seq, own, ids, logits)
+            elif self.options.from_prompt:
+                request, stop = self._requests[seq.id], own.start + len(own.kept)
+                self._read(table, seq.tokens, range(max(request.num_read, stop - READ_TOKENS), stop))
+                request.num_read = stop
+
+    def _key(self, seq: Sequence) -> Hashable:
+        return ("salt", seq.params.cache_salt) if self.options.shared else seq.id
+
+    def _drop_idle(self) -> None:
+        """Forget tables that no request uses, the oldest first, until these have at most `max_contexts` together."""
+        idle = [key for key in self._tables if not self._users[key]]
+        num_contexts = sum(len(self._tables[key]) for key in idle)
+        for key in idle[:-1]:
+            if num_contexts > self.options.max_contexts:
+                num_contexts -= len(self._tables.pop(key))
+
+    def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
+        """Guess by a text what follows the contexts that end at these tokens."""
+        contexts, followers = list[Gram](), list[int]()
+        for end in ends:
+            known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])
+            contexts += known
+            followers += [tokens[end + 1]] * len(known)
+        table.guess(contexts, followers)
+
+    def _learn(self, table: Table, seq: Sequence, own: Seen, ids: Ids, logits: Rows) -> None:
+        """Learn what the target computed behind each row, with the tokens on the way to it as its context."""
+        run, longest = own.scores.runs[own.run], self.options.max_context
+        before = {-1: seq.tokens[max(0, own.start + 1 - longest) : own.start]}  # of a row: the last tokens up to it
+        contexts, rows = list[Gram](), list[int]()
+        is_number = np.isfinite(logits.sum(1)).tolist()
+        for row, (token, parent) in enumerate(zip(run.tokens, run.behind(0), strict=True)):
+            if parent in before and not (run.vectors and row in run.vectors):  # else what was read is no token
+                before[row] = [*before[parent], token][-longest:]
+                if is_number[row]:
+                    contexts += _ends(before[row])
+                    rows += [row] * len(before[row])
+        table.learn(contexts, ids[rows], logits[rows])
+
+    def _tree(self, seq: Sequence, b: int, budget: Budget, coins: Coins) -> Draft:
+        shape, stop = self._order[: budget.num_tokens[b]], budget.stops.get(b)
+        num_children = Counter(node.parent for node in shape)
+        places, paths = {-1: -1}, {-1: list[int]()}  # by node of the shape: node of the draft, tokens down to it
+        siblings: dict[int, list[tuple[int, Probs, float]]] = {}  # by node of the shape: its children
+        lanes: Counter[int] = Counter()  # by depth: coins that were used
+        tokens, parents, drawn_from = list[int](), list[int](), list[Probs]()
+        for i, (parent, rank, depth, _) in enumerate(shape):
+            if parent not in paths:
+                continue
+            if rank == 0:
+                num = num_children[parent]
+                siblings[parent] = list(self._children(seq, b, paths[parent], num, budget, coins, lanes[depth]))
+                lanes[depth] += num
+            if rank >= len(siblings[parent]):
+                continue
+            token, stated, confidence = siblings[parent][rank]
+            places[i] = len(tokens)
+            tokens.append(token)
+            parents.append(places[parent])
+            drawn_from.append(stated)
+            goes_on = stop is None or stop.goes_on(confidence)
+            if goes_on and token not in seq.end_ids:  # which is decided behind a token that stays
+                paths[i] = [*paths[parent], token]
+        return Draft(tokens, parents, [0, len(tokens)], drawn_from)
+
+    def _children(
+        self, seq: Sequence, b: int, path: Seq[int], num: int, budget: Budget, coins: Coins, lane: int
+    ) -> Iterator[tuple[int, Probs, float]]:
+        """Yield at most `num` tokens behind a path, with the distributions that they were drawn from.
+
+        Each comes with its probability by what is kept, too, which the point of a greedy request does not tell.
+        """
+        depth, expected = len(path), self.expected(seq, path)
+        if expected is None or not budget.go_on(b, depth, expected):
+            return
+        if expected.point is not None:
+            yield expected.point, expected, 1.0
+        elif seq.params.greedy:
+            yield from ((token, Probs.of_point(token), expected.at(token)) for token in likeliest(expected, num))
+        else:
+            left: Probs | None = expected
+            for i in range(num):
+                if left is None:
+                    return
+                # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
+                is_match = seq.acceptance == "match"
+                token = coins.pick(left, depth) if is_match else coins.draft(left, depth, lane + i)
+                yield token, left, left.at(token)
+                left = without(left, token) if i + 1 < num else None
+
+    def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
+        """What the request's pipeline makes of the logits that are kept for the context at the end of a path.
+
+        None where none is known, or masks leave none of its ids. The pipeline of filters runs on the kept ids alone;
+        bias, penalties and masks name ids, so a row of the whole vocabulary is made for these.
+        """
+        longest, request = self.options.max_context, self._requests[seq.id]
+        kept = self._tables[self._key(seq)].find([*seq.tokens[-longest:], *path], longest)
+        if kept is None:
+            return None
+        ids, logits = kept
+        if request.only_filters and len(ids) == 1:
+            return Probs.of_point(int(ids[0]))
+        if request.only_filters:
+            return Probs(ids=ids, listed=probs(logits, request.params).weights)
+        row = np.full(self._vocab_size, -np.inf, self._dtype)
+        row[ids] = logits
+        try:
+            return probs(row, request.params, History.of(seq, path))
+        except BadOption:
+            return None
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter that needs no model."""
+    return StandDrafter(options, target.num_ids, float_type(target.model))
