@@ -373,6 +373,19 @@ def test_more_rounds(rule):
     assert_lossless(Case("model", five, {}, target, resembling(target), prompt=(0, 1, 0)))
 
 
+@pytest.mark.parametrize("rule", ["ratio", "match", "block"])
+def test_lengths_that_follow_from_what_was_accepted(rule):
+    """Phases of one round, so that `utility` goes through several of them and drafts nothing in some."""
+    target = ToyModel(2, 5)
+    five = dataclasses.replace(params(rule), max_tokens=5)
+    case = Case(
+        "model", five, {}, target, resembling(target), 3, "utility:test_rounds=1,set_rounds=1", prompt=(0, 1, 0)
+    )
+    ways = every_way(case)
+    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    assert {tuple(report.num_drafted for report in reports[:2]) for _, (_, reports) in ways} >= {(3, 1), (3, 2)}
+
+
 # ---------------------------------------------------------------------------------------------------- mean lengths
 
 
