@@ -14,7 +14,8 @@ import support
 from forerun import pacing
 from forerun.config import EngineConfig
 from forerun.drafters.artifacts import fingerprint, save
-from forerun.drafters.tree import Options, TreeDrafter
+from forerun.drafters.siblings import children_of
+from forerun.drafters.tree import Options
 from forerun.engine import fitting
 from forerun.engine.engine import Engine, philox_coins
 from forerun.engine.opened import Opened
@@ -82,13 +83,11 @@ def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[s
 def test_siblings_are_drawn_without_those_before_them() -> None:
     """Each is drawn from what it states. The law of a tree of few ids may not show it: what is left is certain then."""
     params = SamplingParams(temperature=1.0)
-    drafter = drafter_for(Case("tree", params, {"shape": "3x1"}))
-    assert isinstance(drafter, TreeDrafter)
-    assert drafter.draws == "distinct"
+    assert drafter_for(Case("tree", params, {"shape": "3x1"})).draws == "distinct"
     probs, seconds = Probs(dense=torch.tensor([0.6, 0.3, 0.1])), set[int]()
     for seed in range(40):
         seq = Sequence(seed, [1], 1, params, seed, 64)
-        children = list(drafter._children(probs, False, 3, seq, 0, philox_coins(seq), 0))
+        children = list(children_of(probs, "distinct", 3, 0, philox_coins(seq), 0))
         tokens = [token for token, _, _ in children]
         assert sorted(tokens) == [0, 1, 2]
         for i, (_, own, _) in enumerate(children):

@@ -10,14 +10,11 @@ next level has read them; of the accepted path they are kept, so no node is run 
     best_first   the nodes of the largest confidence of the draft model (EAGLE-2, Li et al. 2024, arXiv 2406.16858);
                  that looks at tokens, which is admissible for point masses alone (docs/exactness.md)
 
-Siblings are drawn without replacement ("distinct"; each states what the earlier ones left), independently, or they are
-the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the first ones of log
-probabilities plus the noise that the target shares.
+siblings.py has the ways in which the children of a node are drawn.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -26,9 +23,10 @@ import numpy as np
 from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts
 from forerun.drafters.compound import Compound, made, of_model
 from forerun.drafters.model import Feeds, ModelDrafter
+from forerun.drafters.siblings import children_of, distribution, kind_of
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
-from forerun.sampling import History, arithmetic, probs
+from forerun.sampling import History
 from forerun.sampling.arithmetic import Row
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
@@ -204,17 +202,15 @@ class TreeDrafter(Compound):
         coins: Coins,
     ) -> None:
         """Draw the children of a level's nodes."""
-        lane = 0
+        lane, params = 0, self.model.params(seq)
+        kind = kind_of(self.draws, params, seq)
         for at, row in zip(level, rows, strict=True):
-            try:
-                draft_probs, is_ranked = self._distribution(row, seq, tree.path(at))
-            except BadOption:
-                continue  # masks leave no token here
-            if not budget.go_on(b, depth, draft_probs, row):
+            draft_probs = distribution(row, params, History.of(seq, tree.path(at)), self.draws)
+            if draft_probs is None or not budget.go_on(b, depth, draft_probs, row):
                 continue
             wanted = self._wanted(tree, at, depth)
             above = tree.nodes[at].value if at >= 0 else 1.0
-            children = list(self._children(draft_probs, is_ranked, len(wanted), seq, depth, coins, lane))
+            children = list(children_of(draft_probs, kind, len(wanted), depth, coins, lane))
             lane += len(wanted)
             for place, (token, own, confidence) in zip(wanted, children, strict=False):
                 tree.places[place] = len(tree.nodes)
@@ -229,60 +225,6 @@ class TreeDrafter(Compound):
         return [
             i for i, node in enumerate(tree.shape) if node.depth == depth and tree.places.get(node.parent, None) == at
         ]
-
-    def _distribution(self, row: Row, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
-        """Return the distribution behind a path, and whether its likeliest tokens are drafted as points.
-
-        A greedy model knows one token; its further ones are the next in the order of its probabilities.
-        """
-        params = self.model.params(seq)
-        is_ranked = self.draws == "point" or (params.greedy and self.draws == "distinct")
-        if params.greedy and is_ranked:
-            params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-        return probs(row, params, History.of(seq, path)), is_ranked
-
-    def _children(
-        self, draft_probs: Probs, is_ranked: bool, num: int, seq: Sequence, depth: int, coins: Coins, lane: int
-    ) -> Iterator[tuple[int, Probs, float]]:
-        """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it."""
-        if draft_probs.point is not None:
-            yield draft_probs.point, draft_probs, 1.0
-        elif seq.acceptance == "match" and not seq.params.greedy:
-            confidences = [draft_probs.at(token) for token in likeliest(draft_probs, num)]
-            for token, confidence in zip(coins.picks(draft_probs, depth, num), confidences, strict=False):
-                yield token, Probs.of_point(token), confidence
-        elif is_ranked:
-            for token in likeliest(draft_probs, num):
-                yield token, Probs.of_point(token), draft_probs.at(token)
-        else:
-            left: Probs | None = draft_probs
-            for i in range(num):
-                if left is None:
-                    return
-                token = coins.draft(left, depth, lane + i)
-                yield token, left, draft_probs.at(token)
-                left = without(left, token) if self.draws == "distinct" else draft_probs
-
-
-def likeliest(draft_probs: Probs, num: int) -> list[int]:
-    """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
-    weights = draft_probs.weights
-    found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
-    found = found[weights[found] > 0]
-    found = found[np.lexsort((found, -weights[found]))]
-    best: list[int] = (found if draft_probs.ids is None else draft_probs.ids[found]).tolist()
-    return best
-
-
-def without(draft_probs: Probs, token: int) -> Probs | None:
-    """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
-    weights = draft_probs.weights.copy()
-    weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
-    mass = arithmetic.mass(weights)
-    if not mass > 0:
-        return None
-    weights = weights / mass
-    return Probs(dense=weights) if draft_probs.ids is None else Probs(ids=draft_probs.ids, listed=weights)
 
 
 def _draft(tree: _Tree) -> Draft:

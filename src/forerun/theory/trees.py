@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence as Seq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import NamedTuple
 
 
@@ -21,35 +22,48 @@ class Node(NamedTuple):
     value: float  # the probability that it is accepted
 
 
+def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
+    """Yield the nodes of a tree, those of the largest products of rates first, without end while there are any.
+
+    rates: what the children of a node have, by the number of the node in this order (-1 = the root), best first. Behind
+    each node the caller adds those of its children, before it asks for the next; without them it has none. A parent
+    comes before its children and a sibling before the later ones, because values never rise.
+    """
+    waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
+    arrivals, values = itertools.count(), {-1: 1.0}
+
+    def arrive(parent: int, rank: int, depth: int) -> None:
+        if rank < len(own := rates.get(parent, ())):
+            value = values[parent] * own[rank]
+            heapq.heappush(waiting, (-value, next(arrivals), Node(parent, rank, depth, value)))
+
+    arrive(-1, 0, 0)
+    for number in itertools.count():
+        if not waiting:
+            return
+        node = heapq.heappop(waiting)[2]
+        values[number] = node.value
+        yield node
+        arrive(number, 0, node.depth + 1)
+        arrive(node.parent, node.rank + 1, node.depth)
+
+
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
     """Return the nodes of the best tree, best first, where a falls with the rank: those of the largest products.
 
     widths: most children of a node by its children's depth, which also limits the depth; None = no limit but len(a).
-    A parent comes before its children and a sibling before the later ones, because values never rise.
     """
 
-    def limit(depth: int) -> int:
+    def at(depth: int) -> Seq[float]:
         if widths is None:
-            return len(a)
-        return min(len(a), widths[depth]) if depth < len(widths) else 0
+            return a
+        return a[: widths[depth]] if depth < len(widths) else ()
 
     found: list[Node] = []
-    waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
-    arrivals = 0
-
-    def arrive(parent: int, rank: int, depth: int, above: float) -> None:
-        nonlocal arrivals
-        if rank < limit(depth):
-            heapq.heappush(waiting, (-above * a[rank], arrivals, Node(parent, rank, depth, above * a[rank])))
-            arrivals += 1
-
-    arrive(-1, 0, 0, 1.0)
-    while waiting and len(found) < num_nodes:
-        node = heapq.heappop(waiting)[2]
-        above = 1.0 if node.parent < 0 else found[node.parent].value
+    rates = {-1: at(0)}
+    for node in itertools.islice(best_nodes(rates), num_nodes):
+        rates[len(found)] = at(node.depth + 1)
         found.append(node)
-        arrive(len(found) - 1, 0, node.depth + 1, node.value)
-        arrive(node.parent, node.rank + 1, node.depth, above)
     return found
 
 

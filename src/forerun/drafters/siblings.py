@@ -1,0 +1,88 @@
+"""How drafters of trees draw the children of a node from one distribution, and what each child states.
+
+Siblings are drawn without replacement ("distinct"; each states what the earlier ones left), independently, or they are
+the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the first ones of log
+probabilities plus the noise that the target shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from forerun.errors import BadOption
+from forerun.sampling import History, arithmetic, probs
+from forerun.sampling.arithmetic import Row
+from forerun.types import Coins, Probs, SamplingParams, Sequence
+
+
+def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
+    """Return how the siblings of one request are drawn: as its drafter's `draws` say, as "point", or by "match".
+
+    params: what the drafter samples with, which may be another temperature than the request's.
+    """
+    if seq.acceptance == "match" and not seq.params.greedy:
+        return "match"
+    return "point" if params.greedy and draws == "distinct" else draws
+
+
+def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
+    """Return what the children of a node are drawn from; None where masks leave no token.
+
+    A greedy model knows one token; its further ones are the next in the order of its probabilities.
+    """
+    if params.greedy and draws != "independent":
+        params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    try:
+        return probs(row, params, history)
+    except BadOption:
+        return None
+
+
+def children_of(
+    draft_probs: Probs, kind: str, num: int, depth: int, coins: Coins, lane: int
+) -> Iterator[tuple[int, Probs, float]]:
+    """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it.
+
+    kind: see `kind_of`. lane: of the first one's coin; the others have the lanes behind it. Points need no coins.
+    """
+    if draft_probs.point is not None:
+        yield draft_probs.point, draft_probs, 1.0
+    elif kind == "match":
+        confidences = [draft_probs.at(token) for token in likeliest(draft_probs, num)]
+        for token, confidence in zip(coins.picks(draft_probs, depth, num), confidences, strict=False):
+            yield token, Probs.of_point(token), confidence
+    elif kind == "point":
+        for token in likeliest(draft_probs, num):
+            yield token, Probs.of_point(token), draft_probs.at(token)
+    else:
+        left: Probs | None = draft_probs
+        for i in range(num):
+            if left is None:
+                return
+            token = coins.draft(left, depth, lane + i)
+            yield token, left, draft_probs.at(token)
+            left = without(left, token) if kind == "distinct" else draft_probs
+
+
+def likeliest(draft_probs: Probs, num: int) -> list[int]:
+    """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
+    weights = draft_probs.weights
+    found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
+    found = found[weights[found] > 0]
+    found = found[np.lexsort((found, -weights[found]))]
+    best: list[int] = (found if draft_probs.ids is None else draft_probs.ids[found]).tolist()
+    return best
+
+
+def without(draft_probs: Probs, token: int) -> Probs | None:
+    """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
+    weights = draft_probs.weights.copy()
+    weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
+    mass = arithmetic.mass(weights)
+    if not mass > 0:
+        return None
+    weights = weights / mass
+    return Probs(dense=weights) if draft_probs.ids is None else Probs(ids=draft_probs.ids, listed=weights)
