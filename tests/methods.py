@@ -227,6 +227,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "medusa": [{"shape": "2x1"}, {"shape": "1x1"}],
     "hydra": [{"shape": "1x1"}],
+    "dflash": [{"shape": "tree"}, {"shape": "tree", "draws": "point"}],
     "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
     "self": [{"quantization": "int8", "draft_temperature": 0.6}],
 }

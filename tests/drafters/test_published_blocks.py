@@ -6,7 +6,7 @@ The forward passes here are written from the descriptions, with torch alone, ove
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,34 @@ def test_dflash_drafts_as_its_description_says(folder: Path, target: TorchModel,
         laws = (block_logits(target, w, tokens[: one.position]) / 0.7).softmax(-1)
         found = [float(law[token]) for law, token in zip(laws, one.tokens, strict=False)]
         assert one.draft_probs == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("ops", ["reference", "auto"])
+def test_a_tree_has_the_likeliest_paths_of_a_block(folder: Path, target: TorchModel, tmp_path: Path, ops: str) -> None:
+    """Best first, and no other path is likelier than the last one."""
+    w = dflash_weights()
+    path = published(tmp_path / "dflash", DFLASH, w)
+    tokens, rounds = rounds_of(folder, f"dflash:path={path},shape=tree", ops, temperature=0)
+    plain, _ = rounds_of(folder, "none", ops, temperature=0)
+    assert tokens == plain
+    for one in rounds:
+        laws = block_logits(target, w, tokens[: one.position]).softmax(-1).tolist()
+        values = dict[tuple[int, ...], float]()
+        for token, parent in zip(one.tokens, one.parents, strict=True):
+            above = [*values][parent] if parent >= 0 else ()
+            values[(*above, token)] = values.get(above, 1.0) * laws[len(above)][token]
+        falling = list(values.values())
+        assert falling == sorted(falling, reverse=True)
+        assert set(likelier(laws, falling[-1] * (1 + 1e-4))) < set(values)
+    assert any(one.parents.count(-1) > 1 and max(one.parents) >= 0 for one in rounds)
+
+
+def likelier(laws: list[list[float]], least: float, path: tuple[int, ...] = (), value: float = 1.0) -> Iterator[Any]:
+    """All paths with more than so much of the probability, token by token."""
+    for token, share in enumerate(laws[len(path)] if len(path) < len(laws) else ()):
+        if value * share > least:
+            yield (*path, token)
+            yield from likelier(laws, least, (*path, token), value * share)
 
 
 @pytest.mark.parametrize("ops", ["reference", "auto"])

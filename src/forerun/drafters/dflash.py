@@ -7,28 +7,40 @@ row i says does not depend on the tokens drafted before it: its distribution is 
 chains judges exactly. Embedding and LM head are the target's; a head of `forerun train head --method dflash` reads the
 rows of the LM head of the ids that the target writes most often. A prefix that the target finds in its cache is not run
 again; the context then begins behind it.
+
+With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
+are known before a token is drafted, so the value of any path is, too: the product of what the rows give to its tokens.
+A heap finds the paths of the largest values. With `draws=point`, as in the paper, and for greedy requests their tokens
+are point masses, which each rule for trees judges exactly. Else siblings are drawn without replacement, and a child has
+the value of its rank, whatever token it is. So whether a child is drawn depends on distributions and on tokens drawn
+before it, never on its own token, as exactness asks (docs/exactness.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
+from forerun.drafters.continuations import SHAPES, check_shape
 from forerun.drafters.dflash_model import ContextModel, DFlashConfig, make, shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
+from forerun.drafters.siblings import children_of, distribution, kind_of, likeliest
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner, float_type, pack
-from forerun.sampling import takes_the_best
+from forerun.sampling import History, only_filters, takes_the_best
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.largest import Ids, Rows, best
+from forerun.theory.trees import best_nodes
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
@@ -36,17 +48,26 @@ MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them
 
 @dataclass(frozen=True)
 class Options:
-    """Which layers, and how they are kept in memory."""
+    """Which layers, how they are kept in memory, and what is drafted."""
 
     path: str | None = field(default=None, metadata={"help": head_files.path_help("dflash")})
     quantization: str = field(
         default="auto",
         metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
     )
+    shape: str = field(
+        default="path", metadata={"help": "path = a token of each row, tree = the likeliest paths through the rows"}
+    )
+    draws: str = field(default="distinct", metadata={"help": "of a tree's siblings: distinct or point"})
 
     def __post_init__(self) -> None:
         if self.quantization not in ("auto", "none"):
             Quantization.parse(self.quantization)
+        check_shape("dflash", self.shape)
+        if self.draws not in ("distinct", "point"):
+            raise BadOption(f"dflash:draws={shown(self.draws)} is not possible: distinct or point")
+        if self.draws == "point" and self.shape != "tree":
+            raise BadOption("dflash:draws=point is of siblings, which a path has not: add shape=tree")
 
 
 @dataclass
@@ -78,8 +99,13 @@ class DFlashDrafter(Drafter):
 
     drafts_behind = False  # it reads the target's rows of the committed tokens
 
-    def __init__(self, model: ContextModel, config: DFlashConfig, ids: Ids, cache: BlockCache, num_ids: int) -> None:
+    def __init__(
+        self, model: ContextModel, config: DFlashConfig, ids: Ids, cache: BlockCache, num_ids: int, options: Options
+    ) -> None:
         self.model, self.config, self.cache, self.hidden_layers = model, config, cache, config.layers
+        self.shape = SHAPES[options.shape]
+        if self.shape == "tree":
+            self.draws = options.draws
         self._runner = Runner(model, cache)
         self._ids, self._num_ids = ids, num_ids
         self._texts: dict[int, _Text] = {}
@@ -120,7 +146,15 @@ class DFlashDrafter(Drafter):
         guessed = self.model.rows.to_host(self._guess(ready, most))
         self.model.wait()
         logits = guessed.astype(float_type(self.model), copy=False).reshape(len(ready), most, -1)
-        guesses = {seq.id: _Guess(own, self._ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
+        guesses = {seq.id: Guess(own, self._ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
+        if self.shape == "tree":
+            empty = Draft.empty(1)
+            return Draft.joined(
+                [
+                    draw_tree(guesses[seq.id], seq, b, budget, coins[b], self.draws) if seq.id in guesses else empty
+                    for b, seq in enumerate(seqs)
+                ]
+            )
         return draw_chains(
             seqs,
             budget,
@@ -169,14 +203,39 @@ class DFlashDrafter(Drafter):
             text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
 
 
+Child = tuple[int, Probs, float]  # a token, what it states, and the head's confidence in it
+
+
+class Law(NamedTuple):
+    """What siblings are drawn from. rates: of their ranks, best first. points: all of them, where they are no draws."""
+
+    probs: Probs
+    rates: Seq[float]
+    points: Seq[Child]
+
+    @staticmethod
+    def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
+        """Return the law of at most so many siblings of a kind (siblings.py)."""
+        if kind == "distinct" and probs.point is None:
+            return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
+        points = list(children_of(probs, kind, most, depth, coins, 0))
+        return Law(probs, [confidence for *_, confidence in points], points)
+
+    def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
+        """Return the siblings, which are drawn as they are asked for."""
+        num = len(self.rates)
+        return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
+
+
 @dataclass
-class _Guess:
+class Guess:
     """What a pass said of one sequence: logits [K, n] of the drafted ids [n], and by depth those of all ids."""
 
     logits: Rows
     ids: Ids
     num_ids: int
     spread: dict[int, Logits] = field(default_factory=dict)
+    laws: dict[int, Law | None] = field(default_factory=dict)  # by depth, where no path changes them
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
         """The distribution of the token behind the drafted ones; None where none is left.
@@ -184,12 +243,27 @@ class _Guess:
         It depends on them by penalties and masks alone.
         """
         depth = len(drafted)
-        if depth >= len(self.logits) or not np.isfinite(self.logits[depth].max()):
+        if not self.has(depth):
             return None
         if takes_the_best(seq.params, seq.bad_word_ids):
             return Probs.of_point(int(self.ids[best(self.logits[depth : depth + 1])[0]]))
         found = next_of(self.whole(depth), seq, drafted)
         return None if found is None else found[0]
+
+    def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
+        """What at most so many siblings behind a path are drawn from; None where no token is left.
+
+        Without penalties and masks it is the same behind all paths of a depth.
+        """
+        depth, params = len(path), replace(seq.params, logprobs=None)
+        if depth not in self.laws or not only_filters(params, seq.bad_word_ids):
+            probs = distribution(self.whole(depth), params, History.of(seq, path), draws) if self.has(depth) else None
+            self.laws[depth] = None if probs is None else Law.of(probs, kind_of(draws, params, seq), most, depth, coins)
+        return self.laws[depth]
+
+    def has(self, depth: int) -> bool:
+        """Whether there is a row of numbers for a depth."""
+        return depth < len(self.logits) and bool(np.isfinite(self.logits[depth].max()))
 
     def whole(self, depth: int) -> Logits:
         """Logits of all ids [num_ids], -inf where they are not drafted."""
@@ -197,6 +271,43 @@ class _Guess:
             self.spread[depth] = np.full(self.num_ids, -np.inf, self.logits.dtype)
             self.spread[depth][self.ids] = self.logits[depth]
         return self.spread[depth]
+
+
+def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
+    """Draft the paths of the largest values through the rows of a guess, best first. b: index of the sequence.
+
+    The value of a path is the product of the probabilities that its rows give to its ranks, so it never rises with a
+    rank or with the depth: the heap of `best_nodes` meets the paths in their order without looking at others.
+    """
+    most = budget.num_tokens[b]
+    tokens, parents, probs = list[int](), list[int](), list[Probs]()
+    paths, laws = {-1: list[int]()}, dict[int, Law]()  # by node: the tokens down to it, and what its children are of
+    children = dict[int, Iterator[Child]]()  # drawn one by one
+    rates = dict[int, Seq[float]]()
+    num_parents = Counter[int]()  # by depth: the children of each have lanes of their own
+
+    def logits(depth: int) -> Logits | None:
+        return guess.whole(depth) if budget.reads_logits else None
+
+    def open_behind(node: int) -> None:
+        depth = len(paths[node])
+        law = guess.law(seq, paths[node], draws, most, coins)
+        if law is not None and budget.go_on(b, depth, law.probs, logits(depth)):
+            laws[node], rates[node] = law, law.rates
+            children[node] = law.children(depth, coins, most * num_parents[depth])
+            num_parents[depth] += 1
+
+    open_behind(-1)
+    for node, (parent, _, depth, _) in enumerate(islice(best_nodes(rates), most)):
+        token, own, _ = next(children[parent])
+        tokens.append(token)
+        parents.append(parent)
+        probs.append(own)
+        paths[node] = [*paths[parent], token]
+        goes_on = budget.go_behind(b, depth, token, laws[parent].probs, logits(depth))
+        if goes_on and token not in seq.end_ids and node + 1 < most:
+            open_behind(node)
+    return Draft(tokens, parents, [0, len(tokens)], probs)
 
 
 def _config(path: str, tokenizer: str | None) -> DFlashConfig:
@@ -237,4 +348,4 @@ def build(options: Options, target: Target) -> Drafter:
     rounded = quantization_of(options.quantization, shapes(config).values(), pays=is_packed(model))
     layers = make(config, weights, ids, model, rounded)
     cache = cache_for(layers, target, prefix_caching=False, kv_cache_dtype="auto")
-    return DFlashDrafter(layers, config, ids, cast(BlockCache, cache), target.num_ids)
+    return DFlashDrafter(layers, config, ids, cast(BlockCache, cache), target.num_ids, options)
