@@ -35,7 +35,7 @@ import numpy.typing as npt
 from forerun.drafters import Drafter, Seen, Target
 from forerun.drafters.chains import READ_TOKENS
 from forerun.drafters.continuations import check_shape
-from forerun.drafters.tree import likeliest, without
+from forerun.drafters.siblings import likeliest, without
 from forerun.errors import BadOption
 from forerun.models.runner import float_type
 from forerun.sampling import History, only_filters, probs
