@@ -137,7 +137,7 @@ class KindLine:
 
 
 def rates_by_kind(runs: Runs, kinds: Seq[str]) -> list[KindLine]:
-    """Return forerun's plain and usual configurations, and each peer's plain and best. kinds: of each run's prompt."""
+    """Return forerun's usual configuration, and each engine's plain and best. kinds: of each run's prompt."""
     engines = dict.fromkeys(engine for engine, _ in runs)
     usual = next((v for v in reversed(list(runs)) if v[0] == OWN and v[1].endswith(OWN_LENGTHS)), (OWN, PLAIN))
     shown = [(OWN, PLAIN), usual]

@@ -547,7 +547,7 @@ def test_every_number_of_a_line() -> None:
 
 
 def test_kinds_are_compared_with_our_plain_decoding() -> None:
-    """forerun's plain, what it does by itself, and of each peer the plain and the best."""
+    """forerun's plain, what it does by itself, and the plain and the best of every engine."""
 
     def took(*seconds: float) -> list[Outcome]:
         return [Outcome([1, 2], each, 0.1, 1) for each in seconds]
@@ -564,13 +564,14 @@ def test_kinds_are_compared_with_our_plain_decoding() -> None:
     assert [(line.engine, line.configuration) for line in lines] == [
         ("forerun", "plain"),
         ("forerun", "no model K=auto"),
+        ("forerun", "lookup K=5"),
         ("peer", "plain"),
         ("peer", "draft K=5"),
     ]
     assert lines[0].ratios == {"chat": 1, "edit": 1}
     assert lines[1].ratios == pytest.approx({"chat": 8**0.5, "edit": 2})
     assert lines[1].all == pytest.approx((8**0.5 * 2) ** 0.5)
-    assert lines[3].ratios == pytest.approx({"chat": 1, "edit": 0.5})
+    assert lines[4].ratios == pytest.approx({"chat": 1, "edit": 0.5})
 
 
 # --------------------------------------------------------------------------------------------------------- llama.cpp

@@ -62,6 +62,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "num-tokens": None,
         "features": None,
         "validation-rows": 8,
+        "keep": False,
         "dtype": "auto",
         "ops": "auto",
     },
