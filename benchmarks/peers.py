@@ -76,7 +76,7 @@ from forerun.ops.model import LoadedModel
 from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import option
 from forerun.text.terminal import make_console
-from forerun.types import SamplingParams, StepReport
+from forerun.types import SamplingParams
 
 WARM_UP_TOKENS = 16
 LOOKUP_MAX_N = 3  # for all engines; it is lookup's default
@@ -444,21 +444,8 @@ class OwnEngine:
 
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
         """Continue one prompt."""
-        llm, params = self._llms[configuration], self.params(max_tokens)
-        commits: list[tuple[float, int]] = []
-
-        def note(report: StepReport) -> None:
-            if report.num_committed:
-                commits.append((time.perf_counter(), report.num_committed))
-
-        end = llm.listen(note)
-        start = time.perf_counter()
-        try:
-            (output,) = llm.generate([ids], params)
-        finally:
-            end()
-        seconds, (first, num_first) = time.perf_counter() - start, commits[0]
-        return Outcome(output.token_ids, seconds, first - start, num_first)
+        output, took = latency.answered(self._llms[configuration], ids, self.params(max_tokens))
+        return Outcome(output.token_ids, took.seconds, took.first_s, took.num_first)
 
     def top2_gap(self, ids: list[int], position: int) -> tuple[float, int]:
         """Return the gap of the two best logits at one position of the plain output, and the id of the second best."""

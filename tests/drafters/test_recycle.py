@@ -30,7 +30,7 @@ def begun(tokens: list[int], **options: Any) -> tuple[RecycleDrafter, Sequence, 
     """A drafter that serves one sequence, the sequence, and its empty matrix."""
     made, seq = drafter(**options), sequence(tokens)
     made.begin(seq)
-    return made, seq, made._matrices[made._key(seq)]
+    return made, seq, made._matrices.of(seq)
 
 
 # ---------------------------------------------------------------------------------------------------------- the tree
@@ -90,7 +90,7 @@ def test_the_matrix_holds_what_the_target_said_behind_each_token_rejected_ones_t
 
     class Watched(RecycleDrafter):
         def end(self, seq: Sequence) -> None:
-            kept.update({token: row.tolist() for token, row in self._matrices[self._key(seq)].rows.items()})
+            kept.update({token: row.tolist() for token, row in self._matrices.of(seq).rows.items()})
             super().end(seq)
 
     reports = spoken(engine_of(Watched(Options(top=3)), 6), [5, 2, 7])
@@ -131,7 +131,7 @@ def test_a_source_seeds_the_matrix(from_prompt: bool, rows: dict[int, list[int]]
     made, seq = drafter(from_prompt=from_prompt), sequence([0])
     seq.source_ids = (1, 2, 1, 3)
     made.begin(seq)
-    assert {token: row.tolist() for token, row in made._matrices[made._key(seq)].rows.items()} == rows
+    assert {token: row.tolist() for token, row in made._matrices.of(seq).rows.items()} == rows
 
 
 def test_a_matrix_has_at_most_so_many_rows() -> None:
@@ -155,14 +155,14 @@ def test_texts_of_different_salts_never_share() -> None:
     assert first_drafted(engine, "a") == 0
     assert first_drafted(engine, "b") == first_drafted(engine, None) == 0
     assert first_drafted(engine, "a") == first_drafted(engine, "b") == first_drafted(engine, None) == 3
-    assert len(made._matrices) == 3
+    assert len(made._matrices.tables) == 3
 
 
 def test_requests_share_nothing_by_default() -> None:
     made = drafter(from_prompt=False)
     engine = engine_of(made, 3)
     assert first_drafted(engine, "a") == first_drafted(engine, "a") == 0
-    assert not made._matrices
+    assert not made._matrices.tables
 
 
 def test_matrices_that_nobody_uses_have_a_limit_together() -> None:
@@ -170,14 +170,14 @@ def test_matrices_that_nobody_uses_have_a_limit_together() -> None:
     engine = engine_of(made, 3)
     for salt in "abcdef":
         spoken(engine, [5, 2, 7], cache_salt=salt)
-    assert sum(len(matrix.rows) for matrix in made._matrices.values()) <= 8
-    assert made._key(sequence([1], salt="f")) in made._matrices, "the latest is kept"
+    assert sum(len(matrix.rows) for matrix in made._matrices.tables.values()) <= 8
+    assert ("salt", "f") in made._matrices.tables, "the latest is kept"
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_preempted_and_aborted_requests_leave_nothing(shared: bool) -> None:
     made = drafter(shared=shared)
     assert crowded(made) > 0
-    assert not made._users
+    assert not made._matrices.num_users
     assert not made._num_read
-    assert len(made._matrices) == shared
+    assert len(made._matrices.tables) == shared

@@ -41,7 +41,7 @@ def begun(tokens: list[int], **options: Any) -> tuple[StandDrafter, Sequence, Ta
     """A drafter that serves one sequence, the sequence, and its empty table."""
     made, seq = drafter(**options), sequence(tokens)
     made.begin(seq)
-    return made, seq, made._tables[made._key(seq)]
+    return made, seq, made._tables.of(seq)
 
 
 def learned(table: Table, rows: dict[tuple[int, ...], dict[int, float]]) -> None:
@@ -157,7 +157,7 @@ def test_a_guess_is_drawn_from_what_the_pipeline_makes_of_the_kept_logits(params
     made, seq = drafter(top=6, dtype=dtype, shape="path"), sequence([1, 2, 3, 4, 1], **params)
     made.begin(seq)
     order = sorted(KEPT, key=lambda token: -KEPT[token])
-    learned(made._tables[made._key(seq)], {(t,): {token: KEPT[token] for token in order} for t in range(V)})
+    learned(made._tables.of(seq), {(t,): {token: KEPT[token] for token in order} for t in range(V)})
     row = np.full(V, -np.inf, dtype)
     row[list(KEPT)] = list(KEPT.values())
     draft, path = drafted(made, seq, 3), list[int]()
@@ -172,7 +172,7 @@ def test_a_guess_is_drawn_from_what_the_pipeline_makes_of_the_kept_logits(params
 def test_masks_that_leave_none_of_the_kept_ids_leave_no_guess() -> None:
     made, seq = drafter(top=2), sequence([1], logit_bias={5: -float("inf"), 6: -float("inf")})
     made.begin(seq)
-    learned(made._tables[0], {(1,): {5: 2.0, 6: 1.0}})
+    learned(made._tables.tables[0], {(1,): {5: 2.0, 6: 1.0}})
     assert drafted(made, seq).tokens == []
 
 
@@ -196,7 +196,7 @@ ROWS = {(1,): {2: 3.0, 3: 2.0}, (2,): {4: 3.0, 5: 0.0}, (4,): {1: 1.0, END: 0.0}
 def test_greedy_guesses_are_the_largest_kept_logits() -> None:
     made, seq = drafter(top=2), sequence([9, 1], temperature=0.0, top_p=0.1)
     made.begin(seq)
-    learned(made._tables[0], ROWS)
+    learned(made._tables.tables[0], ROWS)
     draft = drafted(made, seq, 5)
     assert (draft.tokens, draft.parents) == ([2, 4, 1, 3, 2], [-1, 0, 1, -1, 2]), "rank 1 of the first is 3"
     assert draft.probs == [Probs.of_point(token) for token in draft.tokens]
@@ -206,7 +206,7 @@ def test_greedy_guesses_are_the_largest_kept_logits() -> None:
 def test_a_path_tells_how_sure_it_is_and_stops_behind_a_token_that_stays() -> None:
     made, seq = drafter(top=2, shape="path"), sequence([9, 1], temperature=0.0)
     made.begin(seq)
-    learned(made._tables[0], ROWS)
+    learned(made._tables.tables[0], ROWS)
     assert (made.shape, made.draws, made.tells_confidence) == ("chain", "independent", True)
     assert (drafter().shape, drafter().draws, drafter().tells_confidence) == ("tree", "distinct", False)
     assert drafter(top=1).shape == "chain"
@@ -230,7 +230,7 @@ def watched(made: StandDrafter, prompt: list[int], **params: Any) -> tuple[Table
     tables, end = list[Table](), made.end
 
     def keep(seq: Sequence) -> None:
-        tables.append(made._tables[made._key(seq)])
+        tables.append(made._tables.of(seq))
         end(seq)
 
     made.end = keep  # type: ignore[method-assign]
@@ -301,7 +301,7 @@ def test_a_source_is_guessed_from(from_prompt: bool, rows: dict[tuple[int, ...],
     made, seq = drafter(from_prompt=from_prompt, max_context=2), sequence([0])
     seq.source_ids = (1, 2, 1, 3)
     made.begin(seq)
-    table = made._tables[made._key(seq)]
+    table = made._tables.of(seq)
     assert {context: known(table, context) for context in table._places} == {c: {t: 0.0} for c, t in rows.items()}
 
 
@@ -313,7 +313,7 @@ def test_a_source_is_guessed_from(from_prompt: bool, rows: dict[tuple[int, ...],
 def test_what_a_perfect_table_drafts_is_always_accepted(acceptance: str, shape: str) -> None:
     """Behind every token the table has all of the target's logits, so q is p, and the noise of `match` is shared."""
     made = drafter(shape=shape, top=V, max_context=1, shared=True)
-    table = made._tables["salt", None] = Table(PART, V, np.float64)
+    table = made._tables.tables["salt", None] = Table(PART, V, np.float64)
     for token in range(V):
         row = TOY.logits_after([token])
         learned(table, {(token,): {int(i): row[i] for i in np.argsort(-row, kind="stable")}})
@@ -340,13 +340,13 @@ def test_a_tree_with_siblings_is_exact(rule: str, order: str, sampling: str) -> 
 
     class Wrong(StandDrafter):
         def begin(self, seq: Sequence) -> None:
-            self._tables.clear()
+            self._tables.tables.clear()
             super().begin(seq)
             rng = np.random.default_rng(1)
             for token in range(one_round.V):
                 row = np.sort(rng.normal(size=2))[::-1]
                 ids = rng.permutation(one_round.V)[:2].tolist()
-                learned(self._tables[self._key(seq)], {(token,): dict(zip(ids, row.tolist(), strict=True))})
+                learned(self._tables.of(seq), {(token,): dict(zip(ids, row.tolist(), strict=True))})
 
     params = dataclasses.replace(one_round.SAMPLING[sampling], acceptance=rule)
     made = Wrong(Options(top=2, from_prompt=False), one_round.V, np.float64)
@@ -384,14 +384,14 @@ def test_texts_of_different_salts_never_share() -> None:
     assert first_drafted(engine, "a") == 0
     assert first_drafted(engine, "b") == first_drafted(engine, None) == 0
     assert first_drafted(engine, "a") == first_drafted(engine, "b") == first_drafted(engine, None) == 3
-    assert len(made._tables) == 3
+    assert len(made._tables.tables) == 3
 
 
 def test_requests_share_nothing_by_default() -> None:
     made = drafter(from_prompt=False)
     engine = engine_of(made, 3)
     assert first_drafted(engine, "a") == first_drafted(engine, "a") == 0
-    assert not made._tables
+    assert not made._tables.tables
 
 
 def test_tables_that_nobody_uses_have_a_limit_together() -> None:
@@ -399,9 +399,9 @@ def test_tables_that_nobody_uses_have_a_limit_together() -> None:
     engine = engine_of(made, 5)
     for salt in "abcdefghij":
         spoken(engine, [5, 2, 7], 40, cache_salt=salt)
-    assert sum(len(table) for table in made._tables.values()) <= PART
-    assert len(made._tables) > 1
-    assert made._key(sequence([1], cache_salt="j")) in made._tables, "the latest is kept"
+    assert sum(len(table) for table in made._tables.tables.values()) <= PART
+    assert len(made._tables.tables) > 1
+    assert ("salt", "j") in made._tables.tables, "the latest is kept"
 
 
 @pytest.mark.parametrize("shape", ["tree", "path"])
@@ -418,6 +418,6 @@ def test_several_answers_of_a_request_are_those_of_plain_decoding(shape: str) ->
 def test_preempted_and_aborted_requests_leave_nothing(shared: bool) -> None:
     made = drafter(shared=shared)
     assert crowded(made) > 0
-    assert not made._users
+    assert not made._tables.num_users
     assert not made._requests
-    assert len(made._tables) == shared
+    assert len(made._tables.tables) == shared

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,6 +42,7 @@ from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opened import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.prompts import Prompt
+from forerun.engine.request import RequestOutput
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -360,6 +361,35 @@ def run_together(
     tally.num_tokens.append(sum(len(output.token_ids) for output in outputs))
     tally.seconds_per_token.append(seconds / tally.num_tokens[-1])
     return [output.token_ids for output in outputs]
+
+
+class Took(NamedTuple):
+    """Seconds of one answer, and of the part until its first tokens came; num_first: how many tokens came then."""
+
+    seconds: float
+    first_s: float
+    num_first: int
+
+
+def answered(
+    llm: LLM, ids: list[int], params: SamplingParams, hear: Callable[[StepReport], object] = lambda report: None
+) -> tuple[RequestOutput, Took]:
+    """Answer one prompt, and return what that took. hear: is told of every step."""
+    firsts = list[tuple[float, int]]()
+
+    def note(report: StepReport) -> None:
+        if report.num_committed and not firsts:
+            firsts.append((time.perf_counter(), report.num_committed))
+        hear(report)
+
+    end = llm.listen(note)
+    start = time.perf_counter()
+    try:
+        (output,) = llm.generate([ids], params)
+    finally:
+        end()
+    seconds, (first_at, num_first) = time.perf_counter() - start, firsts[0]
+    return output, Took(seconds, first_at - start, num_first)
 
 
 def progress_bar() -> Progress:

@@ -187,41 +187,32 @@ COUNTS_NOTE = (
 )
 
 
+Results = tuple[Seq[Cell], Seq[Summary]]
+
+
 def print_methods(
     cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str, ceiling: Ceiling, console: Console
 ) -> None:
     """Print two tables for each temperature, and how they are read. head: what the names of the ways are."""
-    for temperature in dict.fromkeys(summary.temperature for summary in summaries):
-        own_cells = [cell for cell in cells if cell.temperature == temperature]
-        own = [summary for summary in summaries if summary.temperature == temperature]
-        plain = next(summary for summary in own if summary.name == PLAIN)
-        console.print(
-            f"\nTemperature {temperature:g}: speed-up over plain decoding, which makes {plain.tokens_per_s:.1f} "
-            f"tokens/s ({plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit)",
-            style="bold",
-        )
-        console.print(speed_table(own_cells, own, kinds, head))
-        console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
-        console.print(counts_table(own_cells, own, kinds, head))
-    console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")
+    print_results({"": (cells, summaries)}, kinds, head, console, ceiling)
 
 
-Results = tuple[Seq[Cell], Seq[Summary]]
+def print_results(
+    results: Mapping[str, Results], kinds: Seq[str], head: str, console: Console, ceiling: Ceiling | None = None
+) -> None:
+    """Print for each temperature the speed-ups of each part of the requests, tokens per pass, and how they are read.
 
-
-def print_suite(whole: Results, behind: Results, kinds: Seq[str], console: Console) -> None:
-    """Print speed-ups of whole requests and behind their first tokens, and tokens per pass, for each temperature."""
-    for temperature in dict.fromkeys(summary.temperature for summary in whole[1]):
-        for (cells, summaries), what in ((whole, "whole requests"), (behind, "behind the first token")):
-            of_cells = [cell for cell in cells if cell.temperature == temperature]
-            of_summaries = [summary for summary in summaries if summary.temperature == temperature]
-            plain = next(summary for summary in of_summaries if summary.name == PLAIN)
-            console.print(
-                f"\nTemperature {temperature:g}, {what}: speed-up over plain decoding, which makes "
-                f"{plain.tokens_per_s:.1f} tokens/s",
-                style="bold",
-            )
-            console.print(speed_table(of_cells, of_summaries, kinds, "draft"))
-        console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
-        console.print(counts_table(of_cells, of_summaries, kinds, "draft"))
+    results: by the part in words, "" where there is one. ceiling: plain decoding's, if it is to be compared with it.
+    """
+    for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
+        begins, makes = f"\nTemperature {temperature:g}", "speed-up over plain decoding, which makes"
+        for part, (all_cells, all_summaries) in results.items():
+            cells = [cell for cell in all_cells if cell.temperature == temperature]
+            summaries = [summary for summary in all_summaries if summary.temperature == temperature]
+            plain = next(summary for summary in summaries if summary.name == PLAIN).tokens_per_s
+            limit = "" if ceiling is None else f" ({plain / ceiling.tokens_per_s:.0%} of its limit)"
+            console.print(f"{begins}{part and f', {part}'}: {makes} {plain:.1f} tokens/s{limit}", style="bold")
+            console.print(speed_table(cells, summaries, kinds, head))
+        console.print(f"{begins}: tokens per pass", style="bold")
+        console.print(counts_table(cells, summaries, kinds, head))
     console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")

@@ -8,7 +8,6 @@ itself by more than `NOISE` are run again. Texts are compared with plain decodin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -30,7 +29,7 @@ from forerun.bench.methods import (
     title_of,
 )
 from forerun.bench.methods_picture import draw
-from forerun.bench.methods_results import AGAIN, PLAIN, Cell, cells_of, print_suite, summaries_of
+from forerun.bench.methods_results import AGAIN, PLAIN, Cell, cells_of, print_results, summaries_of
 from forerun.bench.plans import SuitePlan, Way
 from forerun.bench.results import Tally, Variant, print_ceiling, record_of
 from forerun.bench.suites import Conversation, Suite
@@ -106,7 +105,8 @@ def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
     whole, behind = measuring.cells(is_whole=True), measuring.cells(is_whole=False)
     summaries = summaries_of(measuring.tallies(is_whole=True), whole)
     behind_summaries = summaries_of(measuring.tallies(is_whole=False), behind)
-    print_suite((whole, summaries), (behind, behind_summaries), suite.kinds, console)
+    parts = {"whole requests": (whole, summaries), "behind the first token": (behind, behind_summaries)}
+    print_results(parts, suite.kinds, "draft", console)
     for kind, num in measuring.num_rounds.items():
         if num > 1:
             console.print(f"{kind} was run {num} times, for plain decoding differed from itself by over {NOISE:.0%}.")
@@ -232,11 +232,8 @@ class Measuring:
                         self._ask_all(conversation, number, temperature, progress, task)
             for kind in kinds:
                 self.num_rounds[kind] += 1
-            noise = {cell.kind: 0.0 for cell in self.cells(is_whole=True)}
-            for cell in self.cells(is_whole=True):
-                if cell.name == AGAIN:
-                    noise[cell.kind] = max(noise[cell.kind], abs(cell.speedup - 1))
-            kinds = [kind for kind in noise if noise[kind] > NOISE]
+            again = [cell for cell in self.cells(is_whole=True) if cell.name == AGAIN]
+            kinds = list(dict.fromkeys(cell.kind for cell in again if abs(cell.speedup - 1) > NOISE))
             if not kinds:
                 break
             more = sum(one.kind in kinds for one in self.suite.conversations)
@@ -288,27 +285,18 @@ class Measuring:
         self, llm: LLM, ids: list[int], params: SamplingParams, asked: Run, clock: ForwardClock | None
     ) -> tuple[list[int], str]:
         """Answer one turn, and add what it took."""
-        firsts = list[tuple[float, int]]()
 
         def note(report: StepReport) -> None:
             draft_s = clock.take() if clock is not None else 0.0
-            if report.num_committed and not firsts:
-                firsts.append((time.perf_counter(), report.num_committed))
             if report.num_decoding:
                 asked.steps.append(report)
                 asked.draft_forward_s.append(draft_s)
 
-        end = llm.listen(note)
-        start = time.perf_counter()
-        try:
-            (output,) = llm.generate([ids], params)
-        finally:
-            end()
-        asked.seconds += time.perf_counter() - start
-        first_at, num_first = firsts[0]
-        asked.first_token_s += first_at - start
+        output, took = latency.answered(llm, ids, params, note)
+        asked.seconds += took.seconds
+        asked.first_token_s += took.first_s
         asked.num_tokens += len(output.token_ids)
-        asked.num_first_tokens += num_first
+        asked.num_first_tokens += took.num_first
         asked.num_passes += output.report.num_steps
         return output.token_ids, output.text
 

@@ -72,7 +72,7 @@ class Likely:
         kept = [row - own.scored.start for row in own.kept]
         self.rivals, self.place = ids[kept[-1]], own.start + len(kept)
         if num_behind:
-            # Where a token was run twice, the row of the text itself counts, not that of a rejected guess.
+            # A token that was run twice keeps the row of the text, and loses that of a rejected guess.
             for token, row in {own.tokens[row]: row for row in (*range(len(ids)), *kept)}.items():
                 self.behind.put(token, ids[row][:num_behind])
 

@@ -10,12 +10,12 @@ number of nodes where the rates fall with the rank (Sequoia, Chen et al. 2024, a
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Hashable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.by_salt import BySalt
 from forerun.drafters.chains import READ_TOKENS
 from forerun.drafters.continuations import check_shape
 from forerun.theory.trees import best_first
@@ -78,44 +78,37 @@ class RecycleDrafter(Drafter):
         self.shape = "tree" if options.shape == "tree" and options.top > 1 else "chain"
         self.top_logits = options.top
         self._order = best_first(RANK_RATES[: options.top if options.shape == "tree" else 1], MAX_NODES)
-        self._matrices: dict[Hashable, Matrix] = {}  # the one that a request left last comes last
-        self._users: Counter[Hashable] = Counter()  # running requests of each matrix
+        self._matrices = BySalt(
+            lambda: Matrix(options.max_rows),
+            lambda matrix: len(matrix.rows),
+            options.max_rows,
+            is_shared=options.shared,
+        )
         self._num_read: dict[int, int] = {}  # by sequence: prompt tokens whose pairs are in its matrix
 
     def begin(self, seq: Sequence) -> None:
-        self._users[self._key(seq)] += 1
-        matrix = self._matrices.setdefault(self._key(seq), Matrix(self.options.max_rows))
+        matrix = self._matrices.begin(seq)
         if self.options.from_prompt:
             for token, follower in pairwise(seq.source_ids[-READ_TOKENS:]):
                 matrix.put_first(token, follower, self.options.top)
 
     def end(self, seq: Sequence) -> None:
-        key = self._key(seq)
         self._num_read.pop(seq.id, None)
-        self._users[key] -= 1
-        if self._users[key] <= 0:
-            del self._users[key]
-        matrix = self._matrices.pop(key)
-        if self.options.shared:
-            self._matrices[key] = matrix
-            self._drop_idle()
+        self._matrices.end(seq)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.joined([self._tree(seq, b, budget) for b, seq in enumerate(seqs)])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, own in zip(seqs, seen, strict=True):
-            matrix, ids = self._matrices[self._key(seq)], own.top(self.options.top)[0].tolist()
+            matrix, ids = self._matrices.of(seq), own.top(self.options.top)[0].tolist()
             if ids:
-                # Where a token was run twice, the row of the text itself counts, not that of a rejected guess.
+                # A token that was run twice keeps the row of the text, and loses that of a rejected guess.
                 order = [*range(len(ids)), *(row - own.scored.start for row in own.kept)]
                 for token, row in {own.tokens[row]: row for row in order}.items():
                     matrix.put(token, ids[row])
             elif self.options.from_prompt:
                 self._read(seq, matrix, own.start + len(own.kept))
-
-    def _key(self, seq: Sequence) -> Hashable:
-        return ("salt", seq.params.cache_salt) if self.options.shared else seq.id
 
     def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
         """Take the pairs of the first `stop` tokens, and of the token behind them, that were not read yet."""
@@ -124,16 +117,8 @@ class RecycleDrafter(Drafter):
             matrix.put_first(token, follower, self.options.top)
         self._num_read[seq.id] = stop
 
-    def _drop_idle(self) -> None:
-        """Forget matrices that no request uses, the oldest first, until these have at most `max_rows` rows together."""
-        idle = [key for key in self._matrices if not self._users[key]]
-        num_rows = sum(len(self._matrices[key].rows) for key in idle)
-        for key in idle[:-1]:
-            if num_rows > self.options.max_rows:
-                num_rows -= len(self._matrices.pop(key).rows)
-
     def _tree(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        rows = self._matrices[self._key(seq)].rows
+        rows = self._matrices.of(seq).rows
         places = {-1: -1}  # node of the fixed order -> node of the draft
         tokens, parents = list[int](), list[int]()
         for node, (parent, rank, depth, _) in enumerate(self._order):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.by_salt import BySalt
 from forerun.drafters.chains import READ_TOKENS
 from forerun.drafters.continuations import check_shape
-from forerun.drafters.siblings import likeliest, without
+from forerun.drafters.siblings import children_of, kind_of
 from forerun.errors import BadOption
 from forerun.models.runner import float_type
 from forerun.sampling import History, only_filters, probs
@@ -78,7 +79,7 @@ class Options:
 class Table:
     """Contexts, and the mean of the largest logits behind each: at most `max_contexts`, of `width` ids each.
 
-    A context that was only guessed, as those of a prompt are, has one id and a count of 0.
+    A context of the prompt, behind which nothing was computed yet, has one id and a count of 0.
     """
 
     def __init__(self, max_contexts: int, width: int, dtype: npt.DTypeLike) -> None:
@@ -192,57 +193,41 @@ class StandDrafter(Drafter):
         self.tells_confidence = not is_tree
         self.top_logits = min(options.top, vocab_size)
         self._order = best_first(SHARES[: options.top if is_tree else 1], MAX_NODES)
-        self._tables: dict[Hashable, Table] = {}  # the one that a request left last comes last
-        self._users: Counter[Hashable] = Counter()  # running requests of each table
+        self._tables = BySalt(
+            lambda: Table(options.max_contexts, self.top_logits, dtype),
+            len,
+            options.max_contexts,
+            is_shared=options.shared,
+        )
         self._requests: dict[int, _Request] = {}
 
     def begin(self, seq: Sequence) -> None:
-        params, key = dataclasses.replace(seq.params, logprobs=None), self._key(seq)
+        params = dataclasses.replace(seq.params, logprobs=None)
         if params.greedy:
             params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         is_plain = only_filters(params, seq.bad_word_ids) and params.forced_eos_token_id is None
         self._requests[seq.id] = _Request(params, is_plain)
-        self._users[key] += 1
-        if key not in self._tables:
-            self._tables[key] = Table(self.options.max_contexts, self.top_logits, self._dtype)
+        table = self._tables.begin(seq)
         if self.options.from_prompt:
             source = seq.source_ids[-READ_TOKENS:]
-            self._read(self._tables[key], source, range(len(source) - 1))
+            self._read(table, source, range(len(source) - 1))
 
     def end(self, seq: Sequence) -> None:
-        key = self._key(seq)
         self._requests.pop(seq.id, None)
-        self._users[key] -= 1
-        if self._users[key] <= 0:
-            del self._users[key]
-        table = self._tables.pop(key)
-        if self.options.shared:
-            self._tables[key] = table
-            self._drop_idle()
+        self._tables.end(seq)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.joined([self._tree(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, own in zip(seqs, seen, strict=True):
-            table, (ids, logits) = self._tables[self._key(seq)], own.top(self.top_logits)
+            table, (ids, logits) = self._tables.of(seq), own.top(self.top_logits)
             if len(ids):
                 self._learn(table, seq, own, ids, logits)
             elif self.options.from_prompt:
                 request, stop = self._requests[seq.id], own.start + len(own.kept)
                 self._read(table, seq.tokens, range(max(request.num_read, stop - READ_TOKENS), stop))
                 request.num_read = stop
-
-    def _key(self, seq: Sequence) -> Hashable:
-        return ("salt", seq.params.cache_salt) if self.options.shared else seq.id
-
-    def _drop_idle(self) -> None:
-        """Forget tables that no request uses, the oldest first, until these have at most `max_contexts` together."""
-        idle = [key for key in self._tables if not self._users[key]]
-        num_contexts = sum(len(self._tables[key]) for key in idle)
-        for key in idle[:-1]:
-            if num_contexts > self.options.max_contexts:
-                num_contexts -= len(self._tables.pop(key))
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
         """Guess by a text what follows the contexts that end at these tokens."""
@@ -296,27 +281,12 @@ class StandDrafter(Drafter):
     def _children(
         self, seq: Sequence, b: int, path: Seq[int], num: int, budget: Budget, coins: Coins, lane: int
     ) -> Iterator[tuple[int, Probs, float]]:
-        """Yield at most `num` tokens behind a path, with the distributions that they were drawn from.
-
-        Each comes with its probability by what is kept, too, which the point of a greedy request does not tell.
-        """
+        """Yield at most `num` tokens behind a path, as `children_of` does."""
         depth, expected = len(path), self.expected(seq, path)
-        if expected is None or not budget.go_on(b, depth, expected):
-            return
-        if expected.point is not None:
-            yield expected.point, expected, 1.0
-        elif seq.params.greedy:
-            yield from ((token, Probs.of_point(token), expected.at(token)) for token in likeliest(expected, num))
-        else:
-            left: Probs | None = expected
-            for i in range(num):
-                if left is None:
-                    return
-                # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
-                is_match = seq.acceptance == "match"
-                token = coins.pick(left, depth) if is_match else coins.draft(left, depth, lane + i)
-                yield token, left, left.at(token)
-                left = without(left, token) if i + 1 < num else None
+        if expected is not None and budget.go_on(b, depth, expected):
+            # Kept logits of a greedy request are a distribution at temperature 1, of which it gets the likeliest ids.
+            kind = "point" if seq.params.greedy else kind_of(self.draws, seq.params, seq)
+            yield from children_of(expected, kind, num, depth, coins, lane)
 
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
         """What the request's pipeline makes of the logits that are kept for the context at the end of a path.
@@ -325,7 +295,7 @@ class StandDrafter(Drafter):
         bias, penalties and masks name ids, so a row of the whole vocabulary is made for these.
         """
         longest, request = self.options.max_context, self._requests[seq.id]
-        kept = self._tables[self._key(seq)].find([*seq.tokens[-longest:], *path], longest)
+        kept = self._tables.of(seq).find([*seq.tokens[-longest:], *path], longest)
         if kept is None:
             return None
         ids, logits = kept

@@ -23,11 +23,11 @@ class Node(NamedTuple):
 
 
 def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
-    """Yield the nodes of a tree, those of the largest products of rates first, without end while there are any.
+    """Yield the nodes of a tree in the order of their values, which are products of rates; the largest comes first.
 
-    rates: what the children of a node have, by the number of the node in this order (-1 = the root), best first. Behind
-    each node the caller adds those of its children, before it asks for the next; without them it has none. A parent
-    comes before its children and a sibling before the later ones, because values never rise.
+    rates: the rates of each node's children, best first, by the number of the node in this order (-1 = the root). When
+    a node was yielded the caller adds the rates of its children before it asks for the next node; a node without rates
+    has no children. Values never rise, so a parent comes before its children, and siblings in their order.
     """
     waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
     arrivals, values = itertools.count(), {-1: 1.0}

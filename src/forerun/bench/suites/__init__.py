@@ -31,7 +31,8 @@ Turn = tuple["Message", ...]
 class Conversation:
     """What a user says, turn by turn; behind each turn comes the model's own answer.
 
-    kind: of work. turns: messages, the last of which is the user's. tools: schemas of functions that may be called.
+    kind: the kind of work. turns: lists of messages, each of which the model answers. tools: schemas of the functions
+    that the model may call.
     """
 
     id: str

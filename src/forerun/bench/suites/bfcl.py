@@ -1,7 +1,7 @@
 """BFCL, the Berkeley Function Calling Leaderboard, version 4: questions that are answered by calls of functions.
 
-Patil et al. 2025, "The Berkeley Function Calling Leaderboard", ICML. Questions of one turn are read; those of several
-turns need the functions themselves, which are not run here.
+Patil et al. 2025, "The Berkeley Function Calling Leaderboard", ICML. Questions of one turn are read. Longer ones call
+functions and go on with the results, and no function is run here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""Tables that drafters learn: one for each request, or one for all requests of a cache salt, which outlives them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from forerun.types import Sequence
+
+T = TypeVar("T")
+
+
+class BySalt(Generic[T]):
+    """The tables of the requests that run, and where they are shared those that nobody uses, within a limit.
+
+    make: returns a new table. size: returns how much a table holds. most: what unused tables hold together; the one
+    that a request left last always stays. tables: by salt or request, the one that was left last comes last.
+    """
+
+    def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:
+        self._make, self._size, self._most, self._is_shared = make, size, most, is_shared
+        self.tables: dict[Hashable, T] = {}
+        self.num_users: Counter[Hashable] = Counter()  # running requests of each table
+
+    def begin(self, seq: Sequence) -> T:
+        """Return the table of a request that begins."""
+        key = self._key(seq)
+        self.num_users[key] += 1
+        if key not in self.tables:
+            self.tables[key] = self._make()
+        return self.tables[key]
+
+    def of(self, seq: Sequence) -> T:
+        """Return the table of a request that runs."""
+        return self.tables[self._key(seq)]
+
+    def end(self, seq: Sequence) -> None:
+        """Let go of a request's table, and forget what is unused beyond the limit, the oldest first."""
+        key = self._key(seq)
+        self.num_users[key] -= 1
+        if self.num_users[key] <= 0:
+            del self.num_users[key]
+        table = self.tables.pop(key)
+        if self._is_shared:
+            self.tables[key] = table
+            self._drop_idle()
+
+    def _key(self, seq: Sequence) -> Hashable:
+        return ("salt", seq.params.cache_salt) if self._is_shared else seq.id
+
+    def _drop_idle(self) -> None:
+        idle = [key for key in self.tables if not self.num_users[key]]
+        held = sum(self._size(self.tables[key]) for key in idle)
+        for key in idle[:-1]:
+            if held > self._most:
+                held -= self._size(self.tables.pop(key))
