@@ -40,4 +40,4 @@ def test_an_old_name_says_where_the_benchmark_is(old: str, capsys: pytest.Captur
 
 def test_what_stays_in_the_package_answers_a_user() -> None:
     kept = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    assert kept == ["latency", "methods", "widen", "report"]
+    assert kept == ["latency", "methods", "suite", "widen", "report"]
