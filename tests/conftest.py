@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 patch.setenv("TRITON_INTERPRET", "1")
             importlib.import_module("triton.language")
             interpreter.patch_once()
+        interpreter.multiply_in_order()
     config.addinivalue_line("markers", "drafter_fails: it makes a drafter raise, which fails other tests")
     config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")

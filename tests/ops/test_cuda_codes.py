@@ -221,6 +221,7 @@ def _product_sum(a: float, b: float, c: float) -> float:
     return a * b + c
 
 
+@pytest.mark.usefixtures("operators")  # whose import of the kernels is the first one, and so for the interpreter
 def test_texts_of_instructions_take_codes_apart_exactly() -> None:
     from forerun.ops.cuda import kernels as cuda_kernels
 
