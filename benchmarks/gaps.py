@@ -202,6 +202,8 @@ def _build(
         AUTO: {"draft": draft, "pacing": config.pacing or AUTO, "spec_length": config.spec_length},
     }
     llms = {variant: LLM(checkpoint, **{**options, **own}) for variant, own in wanted.items()}
+    for llm in llms.values():
+        llm.measure_passes()
     late = llms[f"{name}, late"].engine
     late.pacing.prepares = lambda seq: False  # type: ignore[method-assign]
     if late.drafter.first.runner is None:

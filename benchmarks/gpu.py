@@ -240,6 +240,7 @@ def pair(out: dict[str, Any]) -> None:
             name = f"{shape} {draft.split(':')[0]} {more}"
             try:
                 llm = LLM(checkpoint, draft=draft, device="cuda", max_batch_size=64, max_seq_len=512, **more)
+                llm.measure_passes()
                 own = found[name] = {}
                 for kind, temperature in (("greedy", 0.0), ("T=1", 1.0)):
                     params = SamplingParams(max_tokens=96, temperature=temperature, ignore_eos=True)

@@ -270,6 +270,7 @@ def run(config: EngineConfig, plan: NewcomersPlan) -> dict[str, Any]:
         for llm in (reading, whole, other):  # a first run pays for page faults and for choosing kernels
             bench.step_s(llm)
             bench.first_token_s(llm, min(512, plan.long_prompt_tokens))
+            llm.measure_passes()
         with latency.progress_bar() as progress:
             for number in progress.track(range(plan.num_repeats), description="measuring"):
                 runs.append(_repeat(bench, reading, whole, other, plan, number))

@@ -385,6 +385,8 @@ class OwnEngine:
                 self._llms[f"{method} K={spec_length}"] = llm
         for method, value in free.items():
             self._llms[f"{method} {OWN_LENGTHS}"] = LLM(checkpoint, **{**options, "draft": value})
+        for llm in self._llms.values():
+            llm.measure_passes()
         self.configurations, self._num_runs = list(self._llms), 0
         self._answers = config.target is not None and self._llms[PLAIN].answers_texts  # the shipped one continues texts
         self.about = about_own(model, weights)

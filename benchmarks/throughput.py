@@ -224,6 +224,7 @@ def _by_variant(llms: dict[str, LLM]) -> dict[Variant, LLM]:
 def _warm_up(llms: dict[str, LLM], prompts: Seq[list[int]]) -> None:
     """First runs pay for page faults and for kernels being chosen; that is no part of any variant."""
     for llm in llms.values():
+        llm.measure_passes()
         llm.generate(prompts[0], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
 
 

@@ -124,6 +124,8 @@ def tools(
     drafter = "lookup" if draft is None else "model"
     drafts = {PLAIN: PLAIN, FORCED: FORCED, drafter: draft or drafter, "both": draft or drafter}
     llms = {way: LLM(target, draft=own, max_seq_len=4096, max_batch_size=1) for way, own in drafts.items()}
+    for llm in llms.values():
+        llm.measure_passes()
     del llms[drafter].engine.drafter.members[FORCED]  # else it goes before, by default
     ways = tuple(llms)
     ceiling = print_ceiling(llms[PLAIN].checkpoint.model, console)

@@ -41,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
 
 
+@pytest.fixture(autouse=True)
+def _no_measuring_beside_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that live on would measure passes beside other tests; tests/pacing/test_cost.py has those that do."""
+    monkeypatch.setattr("forerun.engine.loop.PAUSE_S", 1e6)
+
+
 def pytest_collection() -> None:
     gc.disable()  # a million objects are made, and none is garbage
 

@@ -110,7 +110,7 @@ class EngineConfig:
     )
     calibrate: bool = option(
         True,
-        "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve",
+        "pacing=auto measures what passes take, once per machine and model, while no request comes; off: never",
         panel="Speculation",
     )
     dtype: str = option(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from forerun.pacing import Pacing
 from forerun.pacing.auto import Options, build
-from forerun.pacing.cost import WIDTHS, Costs, PassTime
+from forerun.pacing.cost import Costs
+from forerun.pacing.pass_time import WIDTHS, PassTime
 from forerun.params import SamplingParams
 from forerun.theory import formulas
 from forerun.types import DraftStep, Sequence, SequenceStep, StepReport

@@ -1,9 +1,10 @@
-"""cost.py: the curve is measured once, within a time limit, kept in a file, and never falls."""
+"""cost.py, measuring.py, pass_time.py: a usual curve, which steps correct until it is measured while nothing runs."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,23 +13,23 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
-from forerun.pacing.cost import (
+from forerun.pacing.cost import Costs
+from forerun.pacing.measuring import (
     CONTEXT_TOKENS,
     LEAST_LIMIT_S,
     LIMIT_PASSES,
-    WIDTHS,
-    Costs,
-    PassTime,
     calibrated,
+    kept,
     of_runner,
 )
+from forerun.pacing.pass_time import STEEPEST, WIDTHS, Fit, PassTime
 from forerun.types import DraftStep, SequenceStep, StepReport
 
 
 @pytest.fixture(autouse=True)
 def at_any_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs beside the tests, a curve is kept; the tests of that say otherwise."""
-    monkeypatch.setattr("forerun.pacing.cost.AGREEMENT", 1e9)
+    monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1e9)
 
 
 class Machine:
@@ -83,9 +84,8 @@ def test_a_cache_without_room_drops_widths():
 
 def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    params = SamplingParams(max_tokens=4, temperature=0)
     with caplog.at_level(logging.INFO):
-        LLM("shipped", max_seq_len=256).generate("def f(", params)
+        LLM("shipped", max_seq_len=256).measure_passes()
     files = sorted(tmp_path.glob("passes-*.json"))
     assert len(files) == 2, "one of the target, one of the draft model"
     said = [r for r in caplog.records if "once" in r.getMessage()]
@@ -95,12 +95,13 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     assert ratios == sorted(ratios)
     assert 0 < one_row_s < 10
     caplog.clear()
-    kept = {path: path.read_text() for path in files}
+    texts = {path: path.read_text() for path in files}
     with caplog.at_level(logging.INFO):
         llm = LLM("shipped", max_seq_len=256)
-        llm.generate("def f(", params)
+        llm.measure_passes()
     assert "once" not in caplog.text
-    assert {path: path.read_text() for path in tmp_path.iterdir()} == kept
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == texts
+    assert llm.pass_times()[""].one_row_s in {json.loads(text)[2] for text in texts.values()}
     cache = llm.engine.runner.cache
     cache.check_integrity()
     assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
@@ -114,23 +115,122 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_passes_are_measured_before_the_first_request_is_admitted(tmp_path, monkeypatch):
-    """While nothing runs, so that no stream waits; not for a request that drafts nothing."""
+def test_passes_are_measured_when_no_request_comes(tmp_path, monkeypatch):
+    """The first answer does not wait for it. Nothing is measured for requests that draft nothing."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("forerun.engine.loop.PAUSE_S", 0.01)
+    passes, llm = list[int](), LLM("shipped", max_seq_len=256, max_batch_size=1)
+    try_pass = llm.engine.runner.try_pass
+    monkeypatch.setattr(
+        llm.engine.runner,
+        "try_pass",
+        lambda num, behind=0: passes.append(len(llm.engine.scheduler.running)) or try_pass(num, behind),
+    )
+    params = SamplingParams(max_tokens=40, temperature=0)
+    llm.generate("def f(", SamplingParams(max_tokens=40, temperature=0, draft="none"))
+    time.sleep(0.1)
+    assert not passes
+    llm.generate("def f(", params)
+    while llm.engine.costs.runners or not passes:  # ended by the limit of all tests, if at all
+        time.sleep(0.01)
+    assert not any(passes), "what ran beside them"
+    assert len(list(tmp_path.iterdir())) == 2
+    assert llm.engine.costs.target.fit is None
+
+
+def test_a_request_that_comes_ends_the_measuring(tmp_path, monkeypatch):
+    """Behind the pass that runs; it begins anew the next time, and nothing of it stays in the cache."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     engine = LLM("shipped", max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
-    costs, ready, running = engine.costs, engine.costs.ready, list[int]()
+    request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
+    while request.seq.finish_reason is None:
+        engine.step()
+    for num_passes in (0, 1, 7):
+        asked = iter([True] * num_passes + [False])
+        engine.rest(lambda asked=asked: next(asked))  # a call behind the one that says no would raise
+        assert set(engine.costs.runners) == {"", "model"}
+        assert not list(tmp_path.iterdir())
+        engine.runner.cache.check_integrity()
+        assert engine.runner.cache.free_tokens() >= 256
+    engine.rest()
+    assert not engine.costs.runners
+    assert len(list(tmp_path.iterdir())) == 2
 
-    def watched() -> None:
-        running.append(len(engine.scheduler.running))
-        ready()
 
-    monkeypatch.setattr(costs, "ready", watched)
-    for draft in ("none", None, None):
-        request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, temperature=0, draft=draft))
-        while request.seq.finish_reason is None:
-            engine.step()
-        assert bool(costs.runners) == (draft == "none"), "what is to be measured"
-    assert running == [0, 0]
+def a_machine(name: str, machine: Machine, extra_row: float = 0.2) -> SimpleNamespace:
+    """A runner of a dense model whose passes move the machine's clock on."""
+    return SimpleNamespace(
+        fingerprint=name,
+        has_experts=False,
+        model=SimpleNamespace(ops=SimpleNamespace(extra_row=extra_row)),
+        try_pass=lambda num_rows, behind=0: machine.run(num_rows),
+    )
+
+
+@pytest.mark.parametrize(("usual_slope", "slope"), [(0.2, 0.03), (0.2, 0.2), (0.2, 0.6), (0.05, 0.15), (0.01, 0.05)])
+def test_steps_correct_a_usual_curve(usual_slope: float, slope: float):
+    """Whatever the machine: passes are noisy, the first one is cold, and another process holds one up."""
+    noise = random.Random(1)
+    machine = a_machine("unknown", Machine(lambda n: 0.0), usual_slope)
+    costs = Costs.of({"": [machine]}, {}, measures=False)
+    assert costs.target.ratio([1, 4]).tolist() == pytest.approx([1.0, 1 + 3 * usual_slope])
+    for i, rows in enumerate((1, 4, 2, 1, 8, 3) * 8):
+        took = 0.01 * (1 + slope * (rows - 1)) * noise.uniform(0.97, 1.03) * {0: 5, 7: 20}.get(i, 1)
+        costs.observe(StepReport(num_decoding=1, num_rows=rows, score_s=took, target_forward_s=took))
+    assert costs.target.one_row_s == pytest.approx(0.01, rel=0.15)
+    for rows in (2, 5, 8):
+        assert float(costs.target.ratio(rows)) == pytest.approx(1 + slope * (rows - 1), rel=0.15), rows
+
+
+def test_a_few_passes_move_a_usual_curve_a_little():
+    fit = Fit(PassTime(WIDTHS, [1 + 0.2 * (rows - 1) for rows in WIDTHS]))
+    assert fit.observe(0.01, 1.0) == pytest.approx(0.01)
+    assert fit.steepness == pytest.approx(1.0)
+    fit.observe(0.011, 1.2)  # half as steep as usual
+    assert 0.6 < fit.steepness < 1.0
+    for _ in range(10):
+        fit.observe(0.01, 1.0)
+        fit.observe(0.013, 1.6)
+    assert 0.49 < fit.steepness < 0.56
+    learned = fit.steepness
+    for _ in range(1000):
+        fit.observe(0.01, 1.0)
+    assert fit.steepness == pytest.approx(learned, abs=0.04), "plain steps say nothing of it"
+
+
+@pytest.mark.parametrize(("wide_s", "bound"), [(0.2, STEEPEST), (0.008, 1 / STEEPEST)])
+def test_a_curve_is_neither_falling_nor_too_steep(wide_s: float, bound: float):
+    """At the bound one row takes what makes the errors least there, not what it would without one."""
+    fit = Fit(PassTime(WIDTHS, [1 + 0.2 * (rows - 1) for rows in WIDTHS]))
+    for _ in range(200):
+        fit.observe(0.01, 1.5)
+        one_s = fit.observe(wide_s, 2.0)
+    assert fit.steepness == bound
+    narrow, wide = 1 + bound * 0.5, 1 + bound
+    weights = (1 / 1.5**2, 1 / 2.0**2)
+    best = (weights[0] * 0.01 * narrow + weights[1] * wide_s * wide) / (weights[0] * narrow**2 + weights[1] * wide**2)
+    assert one_s == pytest.approx(best, rel=0.05)
+
+
+def test_a_curve_that_was_kept_is_taken_at_once(tmp_path, monkeypatch):
+    """Of all models of a drafter, or of none; not where nothing is to be measured."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    machine = Machine(lambda n: 0.01 * (1 + n / 8))
+    monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
+    first, second = (a_machine(name, machine) for name in ("first", "second"))
+    of_runner(first)
+    assert kept(first).ratios == pytest.approx(of_runner(first).ratios)
+    assert kept(second) is None
+    costs = Costs.of({"": [first], "two": [first, second], "one": [first]}, {}, measures=True)
+    assert costs.runners == {"two": [first, second]}
+    assert costs.target.fit is None
+    assert costs.target.one_row_s == costs.draft("one").one_row_s == pytest.approx(0.01125)
+    assert costs.draft("two").one_row_s is None
+    costs.measure()
+    assert costs.draft("two").one_row_s == pytest.approx(0.0225)
+    blind = Costs.of({"": [first]}, {}, measures=False)
+    assert not blind.runners
+    assert blind.target.fit is not None
 
 
 def flat_steps(costs: Costs, num: int) -> None:
@@ -142,28 +242,28 @@ def flat_steps(costs: Costs, num: int) -> None:
 def test_a_curve_that_steps_contradict_is_measured_again(tmp_path, monkeypatch):
     """Once, when nothing runs: a curve from a busy moment is not kept for good."""
     machine = Machine(lambda n: 0.001 * n)
-    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
+    runner = a_machine("a machine", machine)
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    costs = Costs(runners={"": [runner]})
-    monkeypatch.setattr("forerun.pacing.cost.calibrated", lambda run: calibrated(run, machine.clock))
-    costs.ready()
+    monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
+    costs = Costs.of({"": [runner]}, {}, measures=True)
+    costs.measure()
     assert float(costs.target.ratio(8)) == pytest.approx(8)
     machine.curve = lambda n: 0.001  # what it is when nothing else runs
     flat_steps(costs, 20)
-    costs.ready()
+    costs.measure()
     assert float(costs.target.ratio(8)) == pytest.approx(8), "a few steps may be chance"
     flat_steps(costs, 200)
-    costs.ready()
+    costs.measure()
     assert float(costs.target.ratio(8)) == pytest.approx(1)
-    assert of_runner(runner).ratios[3] == pytest.approx(1), "in the file, too"
+    assert kept(runner).ratios[3] == pytest.approx(1), "in the file, too"
     num_passes = len(machine.ran)
     flat_steps(costs, 200)
-    costs.ready()
+    costs.measure()
     assert len(machine.ran) == num_passes
 
 
 def test_steps_as_the_curve_says_change_nothing():
-    costs = Costs(PassTime(WIDTHS, [1.0, 1.1, 1.2, 1.4, 2.0, 4.0]), _calibrated=["a runner"])
+    costs = Costs(PassTime(WIDTHS, [1.0, 1.1, 1.2, 1.4, 2.0, 4.0]), _measured=["a runner"])
     for rows in (1, 8) * 200:
         forward_s = 0.01 * float(costs.target.ratio(rows))
         costs.observe(StepReport(num_decoding=1, num_rows=rows, score_s=forward_s, target_forward_s=forward_s))
@@ -204,6 +304,7 @@ def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broke
     of_runner(runner)
     (path,) = tmp_path.iterdir()
     path.write_text(broken.replace("1e10", str(time.time())))
+    assert kept(runner) is None
     of_runner(runner)
     widths, ratios, one_row_s, _ = json.loads(path.read_text())
     assert widths == list(WIDTHS)
@@ -224,15 +325,51 @@ def test_a_curve_of_a_busy_moment_is_used_and_not_kept(tmp_path, monkeypatch, is
 
     runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=run)
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("forerun.pacing.cost.AGREEMENT", 1.1)
-    monkeypatch.setattr("forerun.pacing.cost.calibrated", lambda run: calibrated(run, machine.clock))
+    monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1.1)
+    monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
     assert float(of_runner(runner).ratio(8)) == pytest.approx(2 / 1.125, rel=0.5)
     assert len(list(tmp_path.iterdir())) == (not is_busy)
 
 
+def test_a_curve_of_a_busy_moment_is_corrected_by_steps(tmp_path, monkeypatch):
+    machine, num = Machine(lambda n: 0.01 * (1 + n / 8)), 0
+
+    def run(rows: int, behind: int = 0) -> None:
+        nonlocal num
+        num += 1
+        machine.speed = 1.5 if num % 3 == 0 else 1.0
+        machine.run(rows)
+
+    runner = a_machine("a machine", machine)
+    runner.try_pass = run
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1.1)
+    monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
+    costs = Costs.of({"": [runner]}, {}, measures=True)
+    costs.measure()
+    assert not list(tmp_path.iterdir())
+    assert costs.target.fit is not None
+    assert not costs.runners
+
+
+def test_a_model_that_fails_is_not_measured_again(tmp_path, monkeypatch):
+    """One for which the cache has no room now is, another time."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    full = a_machine("full", Machine(lambda n: 0.001 * n, most_rows=0))
+    costs = Costs.of({"": [full]}, {}, measures=True)
+    costs.measure()
+    assert set(costs.runners) == {""}
+    costs.runners[""][0].try_pass = lambda num_rows, behind=0: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        costs.measure()
+    costs.measure()
+    assert not costs.runners
+    assert costs.target.fit is not None
+
+
 def test_without_calibration_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    LLM("shipped", max_seq_len=256, calibrate=False).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+    LLM("shipped", max_seq_len=256, calibrate=False).measure_passes()
     assert not list(tmp_path.iterdir())
 
 
@@ -240,7 +377,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capl
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        LLM("shipped", max_seq_len=256).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+        LLM("shipped", max_seq_len=256).measure_passes()
     assert "cannot be written" in caplog.text
 
 

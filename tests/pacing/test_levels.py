@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun.pacing.auto import AutoPacing
-from forerun.pacing.cost import Costs, PassTime
+from forerun.pacing.cost import Costs
 from forerun.pacing.fixed import FixedPacing
 from forerun.pacing.levels import MOST_LEVELS, PROBE_PASSES, Levels
+from forerun.pacing.pass_time import PassTime
 from forerun.types import SamplingParams, Sequence, SequenceStep
 
 FLAT = PassTime((1, 32), (1.0, 1.1), one_row_s=1.0)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from forerun.pacing.auto import PROBE_SHARE, AutoPacing, Options, build
-from forerun.pacing.cost import Costs, PassTime, Traits
+from forerun.pacing.cost import Costs, Traits
+from forerun.pacing.pass_time import PassTime
 from forerun.pacing.searching import SHARE, Searching
 from forerun.params import SamplingParams
 from forerun.types import DraftStep, Sequence, SequenceStep, StepReport, Stop

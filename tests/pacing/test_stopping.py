@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from forerun.pacing.auto import AutoPacing, Options, build
-from forerun.pacing.cost import Costs, PassTime, Traits
+from forerun.pacing.cost import Costs, Traits
+from forerun.pacing.pass_time import PassTime
 from forerun.pacing.reading import Reading
 from forerun.pacing.stopping import FIRST_SHARES, Stopping, promised
 from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop

@@ -8,8 +8,9 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.pacing import Pacing, make
-from forerun.pacing.cost import WIDTHS, Costs, PassTime
+from forerun.pacing.cost import Costs
 from forerun.pacing.mixing import Mixture
+from forerun.pacing.pass_time import WIDTHS, PassTime
 from forerun.types import DraftStep, Sequence, SequenceStep, StepReport
 from pacing.simulator import CPU, Machine, World, oracle
 

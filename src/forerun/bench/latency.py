@@ -181,6 +181,7 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
             try:
                 draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
+                llm.measure_passes()
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
                 if plan.drafts or plan.draft_shape != "none":

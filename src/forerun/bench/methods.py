@@ -179,6 +179,8 @@ def _build(
     llms = {
         spec: LLM(checkpoint, **{**options, "pacing": spec, "draft": PLAIN, "extra_drafts": specs}) for spec in pacings
     }
+    for llm in llms.values():
+        llm.measure_passes()
     return llms, named_ways(ways, plan), left_out
 
 
@@ -282,7 +284,7 @@ def _measure(
         return token_ids
 
     warm_up = replace(plan, max_tokens=min(plan.max_tokens, WARM_UP_TOKENS))
-    for way in every:  # also calibrates the pacing policy
+    for way in every:
         params = warm_up.params(turns[0].temperature, way, "warm-up")
         once(way, turns[0], params, Tally(Variant(way.name, 0), turns[0].temperature))
     for turn in turns:

@@ -195,6 +195,7 @@ class Measuring:
             with self.engine(way) as llm:
                 if not chats(llm):
                     raise BadOption("a suite needs a model that answers: this one has no chat template")
+                llm.measure_passes()  # and kept for the engines of all conversations
                 models = latency.draft_models({Variant(way.name, 0): llm})
                 self.draft_models += [model for model in models if model not in self.draft_models]
                 for conversation in self.suite.conversations:

@@ -2,8 +2,8 @@
 
 1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding: that shows which of its
    guesses are right, and what drafting takes.
-2. The time of passes by their rows is measured (as in pacing/cost.py, and finer), and every length of every drafter is
-   predicted from both (tune_prediction.py).
+2. The time of passes by their rows is measured (as in pacing/measuring.py, and finer), and every length of every
+   drafter is predicted from both (tune_prediction.py).
 3. Those that promise most, some of them with `pacing=auto`, and plain decoding run in turns until the time is over.
    What their passes took makes the predictions better: a length that then promises more than all that were measured
    is measured, too. The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.

@@ -23,7 +23,8 @@ from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.pacing import Pacing
-from forerun.pacing.cost import PassTime, measured
+from forerun.pacing.measuring import measured
+from forerun.pacing.pass_time import PassTime
 from forerun.types import SamplingParams
 
 # Drafters that need no file, from the best on six kinds of work down (docs/when-it-pays.md).
@@ -147,9 +148,10 @@ class TuningEngine:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Run a few tokens of the first group one way; auto measures the times of passes then."""
+        """Run a few tokens of the first group one way, and measure what its pacing wants to know."""
         kept, self.groups = self.groups, [[(ids, _short(own)) for ids, own in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
+        self.llm.measure_passes()
         self.groups = kept
 
     def pass_times(self) -> PassTime:

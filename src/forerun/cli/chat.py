@@ -274,12 +274,13 @@ class Chat:
         self.messages = [*messages, answer.message]
         if self.kept is not None:
             self.kept.write(self.messages)
+        target = self.llm.pass_times()[""]
         line = numbers.summary(
             answer.finish_reason,
             self.params,
             answer.tv_price,
             verbose=self.verbose,
-            plain_token_s=self.llm.pass_times()[""].one_row_s,
+            plain_token_s=target.one_row_s if target.fit is None else None,
         )
         remarks = [LOOPED] * answer.is_loop + [LEFT_OUT] * (answer.num_broken_calls > 0)
         return "\n".join([line, *remarks])

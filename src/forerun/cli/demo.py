@@ -266,6 +266,7 @@ def _warm_up(llm: LLM, ids: Seq[int], params: SamplingParams) -> None:
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0, cache_salt="warm-up"
     )  # a salt, so that no drafter learns from it
     llm.generate(list(ids), warm_up)
+    llm.measure_passes()  # else it would do so while the other one runs
 
 
 def _live(llm: LLM, ids: Seq[int], params: SamplingParams, console: Console, beginning: str) -> Outcome:

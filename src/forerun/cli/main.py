@@ -164,6 +164,8 @@ def generate(
         _stream(llm, *encoded[0], verbose)
     else:
         _print_batch(llm, requests, encoded, verbose)
+    if llm.config.draft != "none":
+        llm.measure_passes()  # for the next process: the answer is there
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from forerun.kv.keeping import Keeper
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.model import LoadedModel
-from forerun.pacing.cost import Costs, Traits, usual
+from forerun.pacing.cost import Costs, Traits
 from forerun.text.unwritten import unwritten_ids
 from forerun.version import __version__
 
@@ -65,13 +65,10 @@ def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
 
 
 def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
-    """What steps take: a usual curve, and whose passes are to be measured."""
+    """What passes of the target and of drafters' models take."""
     traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
-    costs = Costs(usual(runner), traits=traits)
-    if config.calibrate:
-        models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
-        costs.runners = {"": [runner], **models}
-    return costs
+    models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
+    return Costs.of({"": [runner], **models}, traits, measures=config.calibrate)
 
 
 def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:

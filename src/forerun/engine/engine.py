@@ -28,6 +28,7 @@ from forerun.kv.disk import Folder
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
+from forerun.pacing.measuring import Pause
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.sampling.thinking import Limited
@@ -100,6 +101,7 @@ class Engine:
         )
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
+        self._has_drafted = False
         self._behind_s = 0.0  # of the last step, after its report
 
     def use_pacing(self, pacing: Pacing) -> None:
@@ -162,6 +164,15 @@ class Engine:
         for request in dict.fromkeys(request.searcher or request for request in requests):
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
+                self._has_drafted = self._has_drafted or request.seq.draft != NONE
+
+    def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Measure what pacing wants to know of this machine, if a request has drafted and none is there.
+
+        Given up as soon as goes_on() is False. Passes wait for their turn among the engines of the device.
+        """
+        if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
+            self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))
 
     def _sequence(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> Sequence:
         bad_word_ids, prediction_ids, grammar = texts
@@ -200,9 +211,6 @@ class Engine:
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
-        waiting = self.scheduler.waiting
-        if not self.scheduler.running and any(request.seq.draft != NONE for request in waiting):
-            self.pacing.prepare()  # now, while no stream waits for it
         try:
             with self.scheduler.fair.turn():
                 begun = time.perf_counter()

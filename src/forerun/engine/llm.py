@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import copy
 import gc
 import logging
 import weakref
@@ -34,8 +34,8 @@ from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, 
 from forerun.errors import BadOption, UserError, shown
 from forerun.kv.disk import Folder
 from forerun.models.loading import Checkpoint
-from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
+from forerun.pacing.pass_time import PassTime
 from forerun.text.chat import ChatTemplate
 from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer, needed
@@ -367,11 +367,18 @@ class LLM:
     def pass_times(self) -> dict[str, PassTime]:
         """What passes take on this machine by their rows: of the target under "", of drafters by name.
 
-        They are measured before the first request that drafts, if the pacing asks for them; until then `one_row_s` is
-        None, and the curve is a usual one.
+        If the pacing asks for them they are measured once on a machine, while no request has come for a second. Until
+        then a curve is a usual one, which the passes of requests correct, and its `one_row_s` None before the first.
         """
         costs = self.engine.costs
-        return {"": dataclasses.replace(costs.target), **{n: dataclasses.replace(t) for n, t in costs.drafts.items()}}
+        return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
+
+    def measure_passes(self) -> None:
+        """Measure what passes take now, where it is not known, instead of when no request has come for a second.
+
+        Requests that run wait meanwhile. Nothing is done where the pacing asks for no such times.
+        """
+        self._loop.call(self.engine.pacing.measure)
 
     def close(self) -> None:
         """End all requests and let go of weights and caches; any call is refused from then on, but another `close`.

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence as Seq
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from forerun.engine.engine import Engine
@@ -18,13 +18,14 @@ from forerun.errors import BadOption
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
+PAUSE_S = 1.0  # without a request, behind which the engine measures
 
 
 class Loop:
     """Owns an Engine: whatever touches it runs in one thread, between two steps.
 
-    The thread starts with the first request and sleeps while there is none. failure: what the last step that failed
-    as a whole has raised; the requests that ran are ended then, and the thread goes on.
+    The thread starts with the first request. While there is none it lets the engine measure, once, and sleeps. failure:
+    what the last step that failed as a whole has raised; the requests that ran are ended then, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -113,8 +114,9 @@ class Loop:
         """Go on in a child of fork(2), which copied no threads: possible where no step was running."""
         if self._is_busy:
             raise BadOption(
-                "this process was forked while its parent's engine was running requests, which cannot go on here: "
-                "make an LLM of its own in the child, or fork while no request runs"
+                "this process was forked while its parent's engine was running requests or measuring its passes, which "
+                "cannot go on here: make an LLM of its own in the child, or fork while no request runs and behind "
+                "`measure_passes()`"
             )
         self._commands, self._process = SimpleQueue(), os.getpid()
         self._stepping, self._posting = threading.Lock(), threading.Lock()
@@ -142,7 +144,7 @@ class Loop:
         while True:
             while not (going := self._unfinished()) or not self._commands.empty():
                 self._is_busy = bool(going)
-                command = self._commands.get()
+                command = self._next()
                 self._is_busy = True
                 if command is None:
                     return
@@ -159,6 +161,21 @@ class Loop:
                 self.failure = error
                 self._engine.recover(going, error)
             self._call_behind()
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for a command. Where none comes for a while the engine may measure, until one does."""
+        try:
+            return self._commands.get(timeout=PAUSE_S)
+        except Empty:
+            pass
+        self._is_busy = True
+        try:
+            self._engine.rest(self._commands.empty)
+        except BaseException:  # the thread goes on: others wait for it
+            LOG.exception("the engine could not measure what passes take")
+        finally:
+            self._is_busy = False
+        return self._commands.get()
 
     def _call_behind(self) -> None:
         for call in self.behind:

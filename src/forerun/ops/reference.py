@@ -132,6 +132,7 @@ class ReferenceOps(Operators):
     def __init__(self, *, row_by_row: bool = False) -> None:
         self.row_by_row = row_by_row
         self.row_invariant = row_by_row
+        self.extra_row = 1.0 if row_by_row else Operators.extra_row
         self.name = "reference_row_by_row" if row_by_row else "reference"
 
     @property

@@ -2,9 +2,10 @@
 
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
 is the engine's, None where none was named, and costs holds the time of passes. `auto` is built of files that any
-policy may use: cost.py (the time of a pass), acceptance.py (how likely each drafted token is to be accepted),
-mixing.py (what passes of a mixture of experts take), stopping.py (when a chain ends whose drafter tells how sure it
-is), reading.py (when a draft model reads a text).
+policy may use: cost.py (what the passes of an engine take), pass_time.py (the time of a pass by its rows), measuring.py
+(how it is measured), mixing.py (what passes of a mixture of experts take), acceptance.py (how likely each drafted token
+is to be accepted), stopping.py (when a chain ends whose drafter tells how sure it is), reading.py (when a draft model
+reads a text).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 
 from forerun.pacing.cost import Costs
+from forerun.pacing.measuring import NOW, Pause
 from forerun.registry import load, make_options, parse_spec
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence, StepReport, Stop
@@ -73,8 +75,8 @@ class Pacing:
         """Return whether the drafter is to run a sequence's prompt beside the target, ready for the first round."""
         return True
 
-    def prepare(self) -> None:
-        """Measure what the policy wants to know: called before a request that drafts is admitted, while none runs."""
+    def measure(self, pause: Pause = NOW) -> None:
+        """Measure what the policy wants to know: called between two steps. Given up where the pause ends."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""

@@ -1,9 +1,10 @@
 """Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
 
 Every few steps the nodes of all requests are sorted by their gain, and as many are taken as make the most tokens per
-second of the whole batch, given the time of a pass by its rows (cost.py) and how likely each node is to be accepted
-(acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves in place of a
-fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double in length.
+second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely each node is to be
+accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves in
+place of a fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double in
+length.
 
 A safety net does not depend on these estimates: now and then a few plain steps are timed against the drafting steps
 around them, and after drafting was slower twice in a row it pauses.
@@ -20,8 +21,10 @@ import numpy.typing as npt
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
-from forerun.pacing.cost import Costs, Floats
+from forerun.pacing.cost import Costs
 from forerun.pacing.levels import Levels
+from forerun.pacing.measuring import NOW, Pause
+from forerun.pacing.pass_time import Floats
 from forerun.pacing.reading import USUAL_ANSWER, Reading
 from forerun.pacing.searching import Searching
 from forerun.pacing.stopping import Prices, Stops, promised
@@ -160,8 +163,8 @@ class AutoPacing(Pacing):
     def prepares(self, seq: Sequence) -> bool:
         return self._of(seq).drafter_shares()[0] > 0.1 and not self.costs.traits_of(seq.draft).searches
 
-    def prepare(self) -> None:
-        self.costs.ready()
+    def measure(self, pause: Pause = NOW) -> None:
+        self.costs.measure(pause)
 
     def observe(self, report: StepReport) -> None:
         self.costs.observe(report)

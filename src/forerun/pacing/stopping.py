@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.pacing.cost import Costs, Floats
+from forerun.pacing.cost import Costs
+from forerun.pacing.pass_time import Floats
 from forerun.types import EDGES, Sequence, SequenceStep, StepReport, Stop
 
 SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model

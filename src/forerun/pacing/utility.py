@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
+from forerun.pacing.measuring import NOW, Pause
 from forerun.types import Sequence, SequenceStep, StepReport
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # neighbours differ by enough that a few rounds may tell which is better
@@ -106,8 +107,8 @@ class UtilityPacing(Pacing):
             self._requests[seq.id] = _Request(first, self.options.test_rounds)
         return self._requests[seq.id].length
 
-    def prepare(self) -> None:
-        self.costs.ready()
+    def measure(self, pause: Pause = NOW) -> None:
+        self.costs.measure(pause)
 
     def observe(self, report: StepReport) -> None:
         self.costs.observe(report)

@@ -258,6 +258,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
     opened = Opened.of(config)
     opened.text_tokenizer()  # the answers are texts
     llm = LLM.from_opened(opened)
+    llm.measure_passes()
     spare_what_is_loaded()
     return Requests(llm, (*served_names, *model_names(config.target or default()))[0], served_names, llm.usual_fields)
 

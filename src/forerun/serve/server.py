@@ -138,6 +138,7 @@ def loaded(opened: Opened) -> LLM:
         vocabulary(tokenizer)  # a second of one thread, for which no stream has to wait then
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
+    llm.measure_passes()
     return llm
 
 

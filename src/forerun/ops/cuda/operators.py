@@ -118,7 +118,7 @@ class CudaOps(ReferenceOps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.row_invariant, self.name = True, "cuda"
+        self.row_invariant, self.extra_row, self.name = True, 0.01, "cuda"
         self._biases: dict[int, tuple[Scoring, Tensor]] = {}  # of relative positions, with what they are of
         from forerun.ops.cuda import expert_kernels, kernels
 

@@ -1,0 +1,263 @@
+"""Measures what passes of a model take by their rows, while nothing else runs, and keeps it in a file.
+
+Drafting pays where a pass over several rows takes little more time than a pass over one row. That ratio depends on the
+machine, the weights and the kernels, not on the text, so it is measured once. Until then a usual curve stands for it
+(`usual`). Of a mixture of experts it depends on the text, too: see mixing.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.blocks import Spec
+from forerun.errors import CapacityError
+from forerun.models.runner import Runner
+from forerun.native import cache_folder
+from forerun.pacing.mixing import Mixture, expected
+from forerun.pacing.pass_time import WIDTHS, PassTime
+from forerun.theory.roofline import expert_part
+
+LOG = logging.getLogger(__name__)
+NARROW_ROWS = 8  # of the passes that are timed before the wide ones
+SETTLING_PASSES = 40  # at most, before the first that is timed
+NUM_ROUNDS = 5
+LEAST_LIMIT_S, LIMIT_PASSES = 0.7, 12  # a calibration takes at most the larger of 0.7 s and 12 passes of one row
+UNLIKE_PASSES = 36  # in place of 12, where each row brings experts of its own, so that 8 rows take 5 times as long
+AGREEMENT = 1.1  # by which the middle rounds of a calibration may differ that is kept for later processes
+KEPT_S = 30 * 86400.0  # for so long
+CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
+
+
+class Unwanted(Exception):
+    """A calibration was given up, for a request waits."""
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Pause:
+    """When passes may be measured: as long as goes_on() is True, each in a turn(). By itself: all of them, now."""
+
+    goes_on: Callable[[], bool] = _always
+    turn: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Return the context of one pass. Raises Unwanted where there is no time for it."""
+        if not self.goes_on():
+            raise Unwanted
+        with self.turn():
+            yield
+
+
+NOW = Pause()
+
+
+def kept(runner: Runner) -> PassTime | None:
+    """Return the curve of a model that was measured on this machine before, None where none was."""
+    return _read(_path_of(runner), runner.has_experts)
+
+
+def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
+    """Measure the curve of a model on this machine, and keep it for later processes where its rounds agree.
+
+    Its `one_row_s` is None where nothing could be measured. Raises Unwanted where the pause ends.
+    """
+    found = measured(runner, CONTEXT_TOKENS, pause)
+    if found.one_row_s is None:  # such a text may have no room
+        found = measured(runner, 0, pause)
+    if found.one_row_s is None:  # a later engine must try again
+        return found
+    if not found.is_steady:
+        LOG.info("measured what passes of this model take beside other work: measured again by the next process")
+        return found
+    path = _path_of(runner)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_written(found)), encoding="utf-8")
+        LOG.info("measured what passes of this model take, once: kept in %s", path)
+    except OSError as error:
+        LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
+    return found
+
+
+def _path_of(runner: Runner) -> Path:
+    what = f"{runner.fingerprint} behind {CONTEXT_TOKENS}" + ", alike and unlike" * runner.has_experts
+    return cache_folder() / f"passes-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+
+
+def _written(curve: PassTime) -> list[Any]:
+    """Return what is kept of a curve that was measured now."""
+    mixture = curve.mixture
+    experts = [] if mixture is None else [[mixture.num, mixture.alike, mixture.unlike, mixture.extra]]
+    return [curve.widths, curve.ratios, curve.one_row_s, time.time(), *experts]
+
+
+def _read(path: Path, has_experts: bool) -> PassTime | None:
+    """Return the curve that a file holds, None where it holds none: it may be of another version, or cut off."""
+    try:
+        widths, ratios, one_row_s, measured_at, *experts = json.loads(path.read_text(encoding="utf-8"))
+        numbers = np.array([widths, ratios], dtype=np.float64)
+        is_curve = bool((numbers > 0).all() and (np.diff(numbers[0]) > 0).all() and (np.diff(numbers[1]) >= 0).all())
+        is_curve = is_curve and abs(time.time() - measured_at) < KEPT_S and len(experts) == has_experts
+        if is_curve and numbers.shape[1] > 1 and np.isfinite(numbers).all() and 0 < float(one_row_s) < np.inf:
+            mixture = _mixture_of(widths, *experts[0]) if has_experts else None
+            return PassTime(widths, ratios, float(one_row_s), mixture=mixture)
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
+    """Return what a file holds of a mixture. Raises ValueError for numbers that are none of one."""
+    alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
+    is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
+    if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):
+        raise ValueError("no mixture of experts")
+    return Mixture(float(num), widths, alike.tolist(), unlike.tolist(), extra.tolist())
+
+
+def usual(runner: Runner) -> PassTime:
+    """Return the curve of a model of which nothing was measured: each further row takes the same part of a pass."""
+    ratios = [1 + runner.model.ops.extra_row * (rows - 1) for rows in WIDTHS]
+    spec = runner.model.config if runner.has_experts else None
+    if not isinstance(spec, Spec):
+        return PassTime(WIDTHS, ratios)
+    mixed = [block.experts for block in spec.blocks if block.experts is not None]
+    num, chosen = (round(statistics.fmean(sizes)) for sizes in zip(*[(e.num, e.chosen) for e in mixed], strict=True))
+    return PassTime(WIDTHS, ratios, mixture=expected(num, chosen, expert_part(spec), WIDTHS))
+
+
+def measured(runner: Runner, num_behind: int = 0, pause: Pause = NOW, **given: Any) -> PassTime:
+    """Measure the curve of a model behind so many tokens; the usual one where nothing could be measured.
+
+    Of a mixture of experts over rows of one token and over unlike ones, with the experts that they chose. given: as
+    `calibrated` takes them. Raises Unwanted where the pause ends.
+    """
+
+    def try_pass(num_rows: int) -> None:
+        with pause.one_pass():
+            runner.try_pass(num_rows, num_behind)
+
+    if not runner.has_experts:
+        return calibrated(try_pass, **given)
+    chosen = {is_alike: defaultdict[float, list[float]](list) for is_alike in (False, True)}
+    try:
+        with runner.scratch(num_behind) as scratch:
+
+            def run(num_rows: int, is_alike: bool) -> None:
+                with pause.one_pass():
+                    chosen[is_alike][num_rows].append(scratch(num_rows, is_alike))
+
+            unlike = calibrated(lambda num_rows: run(num_rows, False), **given, limit_passes=UNLIKE_PASSES)
+            alike = calibrated(lambda num_rows: run(num_rows, True), **given)
+    except CapacityError:
+        return usual(runner)
+    widths = [rows for rows in unlike.widths if rows in alike.widths]
+    default = usual(runner)
+    if unlike.one_row_s is None or alike.one_row_s is None or len(widths) < 2 or default.mixture is None:
+        return default
+    ratios = alike.ratio(widths)
+    extra = np.maximum.accumulate(np.maximum(0.0, unlike.ratio(widths) - ratios))
+    alike_num, unlike_num = ([statistics.fmean(chosen[kind][rows]) for rows in widths] for kind in (True, False))
+    mixture = Mixture(default.mixture.num, widths, alike_num, unlike_num, extra.tolist())
+    is_steady = unlike.is_steady and alike.is_steady
+    return PassTime(widths, ratios.tolist(), unlike.one_row_s, is_steady, mixture)
+
+
+def calibrated(
+    run: Callable[[int], Any],
+    clock: Callable[[], float] = time.perf_counter,
+    widths: Seq[int] = WIDTHS,
+    least_limit_s: float = LEAST_LIMIT_S,
+    limit_passes: int = LIMIT_PASSES,
+) -> PassTime:
+    """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
+
+    In each round the time of a width is divided by the time of one row, so that it does not matter if the machine slows
+    down from round to round. The ratio of a width is the median of its rounds, and at least that of the width before.
+    Wide passes are timed last, and against the widest of the narrow ones. While a wide pass computes, the processor's
+    last cache loses weights to other processes, and a pass of one row behind it takes up to twice as long as it does in
+    plain decoding. At the time limit rounds are dropped, then widths. A width for which the cache has no room is
+    dropped, too. Where nothing could be measured the built-in curve is returned.
+    """
+    rounds = _Rounds(run, clock, least_limit_s, limit_passes)
+    try:
+        rounds.settle()
+    except CapacityError:
+        return PassTime()
+    narrow = [rows for rows in widths if rows <= NARROW_ROWS]
+    known, ones_s = rounds.of(narrow)
+    is_steady = rounds.agree
+    last = max([rows for rows in narrow if rows in known], default=1)
+    if last == narrow[-1] and len(narrow) < len(widths):
+        more, _ = rounds.of([last, *(rows for rows in widths if rows > NARROW_ROWS)])
+        known |= {rows: known.get(last, 1.0) * ratio for rows, ratio in more.items()}
+    curve = np.maximum.accumulate([1.0, *known.values()]).tolist()
+    return PassTime([1, *known], curve, statistics.median(ones_s), is_steady) if known else PassTime()
+
+
+class _Rounds:
+    """Times passes until a limit: seconds, or passes as long as the first one."""
+
+    def __init__(
+        self, run: Callable[[int], Any], clock: Callable[[], float], least_limit_s: float, limit_passes: int
+    ) -> None:
+        self.run, self.clock, self.limit_s, self.begun, self.last_s = run, clock, least_limit_s, clock(), 0.0
+        self.limit_passes = limit_passes
+
+    agree = False  # whether the rounds that were timed last are alike
+
+    def settle(self) -> None:
+        """Run passes of one row within a small part of the limit: weights come into caches only little by little."""
+        self.timed(1)
+        self.limit_s = max(self.limit_s, self.limit_passes * self.last_s)
+        for _ in range(SETTLING_PASSES):
+            if self.clock() - self.begun + self.last_s > self.limit_s / 10:
+                break
+            self.timed(1)
+
+    def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
+        """Return the time of each width but the first over that of the first, and the seconds of the first."""
+        firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
+        try:
+            while len(firsts_s) < NUM_ROUNDS and not self._is_over(self.last_s):
+                firsts_s.append(self.timed(widths[0]))
+                for rows, found in ratios.items():
+                    if self._is_over(2 * self.last_s):  # twice the rows take at most twice as long
+                        break
+                    found.append(self.timed(rows) / firsts_s[-1])
+        except CapacityError:
+            LOG.info("the KV cache has no room for a whole calibration")
+        self.agree = all(_agree(found) for found in (firsts_s, *ratios.values()))
+        return {rows: statistics.median(found) for rows, found in ratios.items() if found}, firsts_s
+
+    def timed(self, rows: int) -> float:
+        """Run a pass, and return its seconds."""
+        start = self.clock()
+        self.run(rows)
+        self.last_s = self.clock() - start
+        return self.last_s
+
+    def _is_over(self, next_s: float) -> bool:
+        return self.clock() - self.begun + next_s > self.limit_s
+
+
+def _agree(found: Seq[float]) -> bool:
+    """Whether measurements are alike, but for the least and the largest of four and more."""
+    middle = sorted(found)[1:-1] if len(found) > 3 else found
+    return not middle or max(middle) <= AGREEMENT * min(middle)

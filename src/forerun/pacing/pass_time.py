@@ -1,0 +1,130 @@
+"""The time of a pass by its rows: a curve, and what the passes of steps say of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.pacing.mixing import Mixture
+
+Floats = npt.NDArray[np.float64]
+WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
+FRESH = 0.02  # weight of a new measurement in the slow average
+WIDE = 1.1  # passes of one row that a pass takes which says something of the curve
+NUM_PASSES = 64  # narrow ones, and wide ones, before they can contradict the curve
+MUCH = 1.5  # by which wide passes must be slower or faster than the curve says
+TRUST = 0.5  # of a usual curve, in passes over 4 rows
+HELD_UP = 1.5  # times as long as expected, which is taken for another process's doing: a fit sees no more of it
+STEEPEST = 8.0  # times as steep as the usual curve, and as flat
+
+
+class Fit:
+    """What one row takes, and how steep a curve is, as the passes of steps say: by least squares, later ones more.
+
+    A pass that should take r passes of one row takes one_row_s (1 + steepness (r - 1)). Errors count as shares of the
+    passes, and the steepness is drawn towards 1, as by half a pass over 4 rows. Narrow passes and wide ones are
+    forgotten by their own number: a thousand plain steps say nothing of how steep the curve is.
+    """
+
+    def __init__(self, curve: PassTime) -> None:
+        self.steepness = 1.0
+        steep = float(curve.ratio(4))
+        self._trust = TRUST * (1 - 1 / steep) ** 2
+        self._sums = {False: np.zeros(5), True: np.zeros(5)}
+
+    def observe(self, seconds: float, num_ratios: float) -> float:
+        """Add a pass that takes so many passes of one row at steepness 1, and return the seconds of one row."""
+        x, weight = num_ratios - 1, num_ratios**-2
+        sums = self._sums[x > 0]
+        sums *= 1 - FRESH
+        sums += weight * np.array([1, x, x * x, seconds, x * seconds])
+        n, x1, x2, t, xt = map(float, self._sums[False] + self._sums[True])
+        trust = self._trust
+        determinant = (n + trust) * (x2 + trust) - (x1 - trust) ** 2
+        flat = ((x2 + trust) * t - (x1 - trust) * xt) / determinant
+        steep = ((n + trust) * xt - (x1 - trust) * t) / determinant
+        best = steep / flat if flat > 0 else math.inf
+        self.steepness = min(max(best, 1 / STEEPEST), STEEPEST)
+        if self.steepness == best:
+            return flat
+        fitted = n + 2 * self.steepness * x1 + self.steepness**2 * x2  # at the steepness that is allowed
+        return (t + self.steepness * xt) / fitted
+
+
+@dataclass
+class PassTime:
+    """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
+
+    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether the
+    rounds of its calibration agreed, so that it says something of another hour, too. mixture: of experts, what passes
+    take longer than these ratios, which are of rows that all choose the same ones; None = there are no experts. fit:
+    of a usual curve, what the passes of steps say of its steepness; None = it was measured.
+    """
+
+    widths: Seq[float] = WIDTHS
+    ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
+    one_row_s: float | None = None
+    is_steady: bool = True
+    mixture: Mixture | None = None
+    fit: Fit | None = None
+    _num_seen: int = 0
+
+    def __post_init__(self) -> None:
+        far, last = 1e6, self.widths[-1]  # where the last slope leads
+        slope = (self.ratios[-1] - self.ratios[-2]) / (last - self.widths[-2])
+        self._rows = np.array([*self.widths, far])
+        self._passes = np.array([*self.ratios, self.ratios[-1] + slope * (far - last)])
+
+    def ratio(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
+        """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise.
+
+        num_experts: that they have chosen, on average over layers; None = as many as such rows usually do.
+        """
+        passes = np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
+        if self.mixture is not None:
+            passes = passes + self.mixture.extra_passes(num_rows, num_experts)
+        return passes if self.fit is None else 1 + self.fit.steepness * (passes - 1)
+
+    def observe(self, seconds: float, num_ratios: float) -> None:
+        """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
+        self._num_seen += 1
+        had = self.one_row_s or seconds / num_ratios
+        found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
+        if self.fit is not None and self._num_seen > 1:  # the first one waits for memory
+            seconds = min(seconds, HELD_UP * had * num_ratios)
+            self.one_row_s = self.fit.observe(seconds, 1 + (num_ratios - 1) / self.fit.steepness)
+            return
+        self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
+
+    @staticmethod
+    def together(curves: Seq[PassTime]) -> PassTime:
+        """Return the time of a pass of several models, one after the other; the first one's curve if one is unknown."""
+        known = [(curve, curve.one_row_s) for curve in curves if curve.one_row_s is not None]
+        if len(curves) == 1:
+            return curves[0]
+        if len(known) < len(curves):
+            return replace(curves[0], one_row_s=None)
+        widths = max((curve.widths for curve in curves), key=len)
+        seconds = np.sum([curve.ratio(widths) * one_row_s for curve, one_row_s in known], axis=0)
+        return PassTime(widths, (seconds / seconds[0]).tolist(), float(seconds[0]))
+
+
+class Doubt:
+    """Whether passes of steps contradict a curve: the wide ones must say of one row what the narrow ones say."""
+
+    def __init__(self) -> None:
+        self._counts = {False: 0, True: 0}
+        self._logs = {False: 0.0, True: 0.0}  # decaying mean of the logarithm of the seconds of one row
+
+    def observe(self, seconds: float, ratio: float) -> bool:
+        """Add a pass; return whether the curve is contradicted. ratio: what it should take, in passes of one row."""
+        is_wide = ratio > WIDE
+        self._counts[is_wide] += 1
+        weight = 1 / min(self._counts[is_wide], NUM_PASSES)
+        self._logs[is_wide] += weight * (math.log(seconds / ratio) - self._logs[is_wide])
+        is_enough = min(self._counts.values()) >= NUM_PASSES
+        return is_enough and abs(self._logs[True] - self._logs[False]) > math.log(MUCH)
