@@ -66,6 +66,20 @@ FLAGS: dict[str, dict[str, Any]] = {
         "dtype": "auto",
         "ops": "auto",
     },
+    "drafter": {
+        "out": None,
+        "hours": 4.0,
+        "questions": None,
+        "method": "eagle:draft_vocab=8192,steps=3",
+        "lr": None,
+        "batch-size": 16,
+        "keep": True,
+        "seed": 0,
+        "target": None,
+        "dtype": "auto",
+        "ops": "auto",
+        "quiet": False,
+    },
     "sample": {
         "out": None,
         "target": None,
@@ -84,7 +98,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "quiet": False,
     },
 }
-REQUIRED = {"lm": {"--out"}, "head": {"--out", "--method", "--samples"}, "sample": {"--out"}}
+REQUIRED = {"lm": {"--out"}, "head": {"--out", "--method", "--samples"}, "drafter": {"--out"}, "sample": {"--out"}}
 
 
 @pytest.mark.parametrize("name", FLAGS)

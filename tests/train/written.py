@@ -30,9 +30,9 @@ def writer_of(
     return Writer(llm, texts, seed=seed, shares=shares, lengths=Lengths((4, 8), 12, 24))
 
 
-def chatting(folder: Path, template: str = TEMPLATE) -> Path:
+def chatting(folder: Path, template: str = TEMPLATE, **options: Any) -> Path:
     """A random checkpoint with a chat template."""
-    write_tiny(folder)
+    write_tiny(folder, **options)
     config = folder / "tokenizer_config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     config.write_text(json.dumps({**known, "chat_template": template}), encoding="utf-8")

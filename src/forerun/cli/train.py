@@ -13,7 +13,7 @@ import typer
 from forerun.cli.help import App
 from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.signatures import Fields, Given
-from forerun.train.config import HeadConfig, SampleConfig, TrainConfig
+from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig, TrainConfig
 from forerun.train.shape import ModelShape
 
 app = App(
@@ -81,6 +81,25 @@ def head(
     say(_numbers(numbers))
     if config.keep:
         say(f"kept in {trained.keep(checkpoint.opened, config.out / 'head')}: draft=auto uses it for {checkpoint.name}")
+
+
+@app.command()
+def drafter(
+    run: Annotated[Given, Fields(DrafterConfig, is_plan=True)],
+    target: Target = None,
+    dtype: Dtype = "auto",
+    ops: Ops = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Make a drafter for a target in so many hours: samples, hidden states, a head that draft=auto finds."""
+    from forerun.drafters import trained
+    from forerun.train import recipe
+
+    config = DrafterConfig(**run)
+    made = recipe.make(config, target, dtype=dtype, ops=ops, quiet=quiet, say=say)
+    say(_numbers(made.numbers))
+    if config.keep:
+        say(f"kept in {trained.keep(made.target, made.head)}: draft=auto uses it from now on")
 
 
 @app.command("heads")

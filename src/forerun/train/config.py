@@ -170,6 +170,27 @@ class SampleConfig:
         check_fields(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """One run of `forerun train drafter`."""
+
+    out: Path = option(REQUIRED, "folder for samples, hidden states and the head; the same command goes on in it")
+    hours: float = option(
+        4.0, "that it may take in all, of which the target writes for somewhat less than half", above=0
+    )
+    questions: tuple[Path, ...] = option(
+        (), "file of questions like those that users ask, JSON or JSON lines", usual="the target's own, and passages"
+    )
+    method: str = option("eagle:draft_vocab=8192,steps=3", "what is trained, with its options: see `train heads`")
+    lr: float | None = option(None, "peak learning rate of AdamW", usual="the method's own", above=0)
+    batch_size: int = option(16, "texts that the target writes at once", min=1)
+    keep: bool = option(True, "draft=auto drafts with the head from then on, where this target is run")
+    seed: int = option(0, "of prompts, draws, first weights and data order")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def check_teacher(loss: LossName, teacher: str | None) -> None:
     """Raise BadOption for a loss that needs a target without one."""
     if loss != "ce" and teacher is None:

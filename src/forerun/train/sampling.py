@@ -38,7 +38,7 @@ def write(
     """
     questions = read_questions(config.questions)
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
-    llm = LLM(
+    with LLM(
         target,
         draft="none",
         max_batch_size=config.batch_size,
@@ -47,23 +47,23 @@ def write(
         calibrate=False,
         dtype=dtype,
         ops=ops,
-    )
-    shares = shares_of(config, llm)
-    texts = texts_for(config, shares)
-    writer = Writer(
-        llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
-    )
-    file = SampleWriter(config.out, writer.options())
-    start, had = time.perf_counter(), file.num_tokens
+    ) as llm:
+        shares = shares_of(config, llm)
+        texts = texts_for(config, shares)
+        writer = Writer(
+            llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
+        )
+        file = SampleWriter(config.out, writer.options())
+        start, had = time.perf_counter(), file.num_tokens
 
-    def progress(file: SampleWriter) -> Progress:
-        return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
+        def progress(file: SampleWriter) -> Progress:
+            return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
 
-    try:
-        writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)))
-    finally:
-        file.close()
-    return progress(file)
+        try:
+            writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)))
+        finally:
+            file.close()
+        return progress(file)
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:

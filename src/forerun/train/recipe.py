@@ -1,0 +1,223 @@
+"""`forerun train drafter`: a head for any target in so many hours, of nothing but questions; each part goes on.
+
+The target writes for `SAMPLE_SHARE` of the time. What is left is for its hidden states, which are stored once, and for
+learning: as many steps as fit, of which a few are timed first. The out folder gets `samples.ids`, `features`, the run
+(log.jsonl, state.pt, head) and `recipe.json`, which says how far it is. The same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.config import EngineConfig
+from forerun.engine.opened import Opened
+from forerun.errors import BadOption, shown
+from forerun.models.opened import OpenedCheckpoint
+from forerun.text.json_files import read_json
+from forerun.train import head as training, heads, loop
+from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig
+from forerun.train.sampling import Progress, write
+
+SAMPLE_SHARE = 0.45  # of the time
+LEAST_SHARE = 0.1  # of the time, for steps, however long the hidden states took
+MOST_PASSES = 5  # over the samples
+LEAST_TOKENS = 2048  # of samples, which teach something
+NO_END = 1 << 40  # tokens
+TIMED_STEPS = 3
+TOKENS_PER_STEP = 1024
+PASSAGE_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, 600, 512
+SAMPLES = "samples.ids"
+
+
+class _TimeIsUp(Exception):
+    """The target has written for long enough."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a folder is. sampled_s, stored_s: seconds of all sessions; steps: of training, None = not known yet."""
+
+    hours: float
+    method: str
+    sampled_s: float = 0.0
+    stored_s: float = 0.0
+    is_sampled: bool = False
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, config: DrafterConfig) -> State:
+        """Read the state of the out folder, or begin. Raises BadOption where it was begun with other words."""
+        path = config.out / "recipe.json"
+        asked = cls(config.hours, config.method)
+        if not path.exists():
+            return asked
+        known = read_json(path)
+        if known.keys() != asdict(asked).keys():
+            raise BadOption(f"{shown(str(path))} is not of `forerun train drafter`: name another folder with --out")
+        state = cls(**known)
+        for name in ("hours", "method"):
+            had, wanted = getattr(state, name), getattr(asked, name)
+            if had != wanted:
+                raise BadOption(
+                    f"{shown(str(config.out))} was begun with {name}={shown(str(had))}, and asked for is "
+                    f"{shown(str(wanted))}: take the same to go on, or name another folder with --out"
+                )
+        return state
+
+    def save(self, out: Path) -> None:
+        """Write it into the out folder; what was there stays until that is done."""
+        out.mkdir(parents=True, exist_ok=True)
+        partial = out / "recipe.json.partial"
+        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        partial.replace(out / "recipe.json")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a recipe ends with: the head's folder, its target, and the numbers of the last validation."""
+
+    head: Path
+    target: OpenedCheckpoint
+    numbers: dict[str, float]
+
+
+def make(
+    config: DrafterConfig,
+    target: str | None,
+    *,
+    dtype: str = "auto",
+    ops: str = "auto",
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Trained:
+    """Sample, store and train, from wherever the out folder is. say: is told what a user should know.
+
+    Raises UserError as `train sample` and `train head` do.
+    """
+    state = State.of(config)
+    opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+    heads.load(config.method, opened.files.spec)  # hours before it is trained
+    if not state.is_sampled:
+        sampling = _sampling_of(config, opened.files.spec.max_positions)
+        state = _sample(config, sampling, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock)
+    checkpoint = opened.load()
+
+    def prepare(run: HeadConfig) -> training.HeadTask:
+        with loop.progress_bar(quiet) as progress:
+            row = progress.add_task("hidden states", note="", visible=False)
+            begun, before_s = clock(), state.stored_s
+
+            def stored(num: int, of: int) -> None:
+                progress.update(row, completed=num, total=of, visible=True)
+                replace(state, stored_s=before_s + clock() - begun).save(config.out)
+
+            return training.prepare(run, checkpoint, stored, say)
+
+    run = _run_of(config, state.steps or TIMED_STEPS)
+    task = prepare(run)
+    if state.steps is None:
+        state = State.of(config)  # with the time that storing took
+        steps = steps_for(config, state, task, clock)
+        state = replace(state, steps=steps)
+        state.save(config.out)
+        say(f"{steps} steps of {TOKENS_PER_STEP} tokens, on {task.facts['num_tokens']:,} that the target wrote")
+        run = task.config = _run_of(config, steps)
+    numbers = loop.train(run, lambda: task, resume=True, quiet=quiet)
+    return Trained(config.out / "head", checkpoint.opened, numbers)
+
+
+def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float]) -> int:
+    """Return how many steps fit into the time that is left, by the time of a few, which change no weight."""
+    for weight in task.weights.values():
+        weight.requires_grad_(True)
+    begun = clock()
+    with loop.deterministic():
+        for step in range(TIMED_STEPS):
+            task.loss(step).backward()  # type: ignore[no-untyped-call]
+    step_s = (clock() - begun) / TIMED_STEPS
+    for weight in task.weights.values():
+        weight.grad = None
+    whole_s = 3600 * config.hours
+    left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s - state.stored_s)
+    num_tokens: int = task.facts["num_tokens"]
+    most = MOST_PASSES * num_tokens // TOKENS_PER_STEP
+    return max(1, min(round(left_s / step_s), most))
+
+
+def _sample(
+    config: DrafterConfig,
+    sampling: SampleConfig,
+    state: State,
+    target: str | None,
+    *,
+    dtype: str,
+    ops: str,
+    quiet: bool,
+    say: Callable[[str], None],
+    clock: Callable[[], float],
+) -> State:
+    """Let the target write until its share of the time is over. Questions may run out before."""
+    begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
+    num_tokens = 0
+    with loop.progress_bar(quiet) as progress:
+        row = progress.add_task("seconds of sampling", total=round(limit_s), note="")
+
+        def look(now: Progress) -> None:
+            nonlocal num_tokens
+            num_tokens, sampled_s = now.num_tokens, state.sampled_s + clock() - begun
+            replace(state, sampled_s=sampled_s).save(config.out)
+            note = f"{num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second"
+            progress.update(row, completed=round(sampled_s), note=note)
+            if sampled_s >= limit_s and num_tokens >= LEAST_TOKENS:
+                raise _TimeIsUp
+
+        try:
+            write(sampling, target, look, dtype=dtype, ops=ops)
+        except _TimeIsUp:
+            pass
+        except BadOption:
+            if num_tokens < LEAST_TOKENS:
+                raise
+            say("all questions are answered: what is left of the time is for learning")
+    state = replace(state, sampled_s=state.sampled_s + clock() - begun, is_sampled=True)
+    state.save(config.out)
+    return state
+
+
+def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
+    """What is sampled: texts that fit into the target's positions."""
+    asked: dict[str, Any] = {"chat": 0.9} if config.questions else {}
+    return SampleConfig(
+        out=config.out / SAMPLES,
+        num_tokens=NO_END,
+        batch_size=config.batch_size,
+        passage_tokens=min(PASSAGE_TOKENS, max_positions // 4),
+        question_tokens=min(QUESTION_TOKENS, max_positions // 4),
+        answer_tokens=min(ANSWER_TOKENS, max_positions // 4),
+        questions=config.questions,
+        seed=config.seed,
+        **asked,
+    )
+
+
+def _run_of(config: DrafterConfig, steps: int) -> HeadConfig:
+    options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
+    return HeadConfig(
+        out=config.out,
+        method=config.method,
+        samples=config.out / SAMPLES,
+        features=config.out / "features",
+        steps=steps,
+        tokens_per_step=TOKENS_PER_STEP,
+        warmup_steps=max(1, min(50, steps // 10)),
+        validate_every_steps=max(1, steps // 10),
+        validation_rows=24,
+        seed=config.seed,
+        **{"lr": heads.rate_of(config.method), **options},
+    )

@@ -1,0 +1,117 @@
+"""`forerun train drafter`: the shares of its time, and that a run goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.drafters import trained
+from forerun.errors import BadOption
+from forerun.train import loop, recipe
+from forerun.train.config import DrafterConfig
+from forerun.train.recipe import SAMPLE_SHARE, State
+from forerun.train.samples import read_samples
+from train.written import chatting
+
+METHOD = "eagle:draft_vocab=200,steps=2"
+HOURS = 120 / 3600  # readings of the clock: 54 samples, their hidden states, and steps
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chatting(tmp_path_factory.mktemp("target") / "model", max_positions=1024)
+
+
+def clock_of(step_s: float = 1.0) -> Callable[[], float]:
+    """A clock that goes on by so many seconds whenever it is read."""
+    now = 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += step_s
+        return now
+
+    return read
+
+
+def config_of(out: Path, **given: object) -> DrafterConfig:
+    fields: dict[str, object] = {"out": out, "hours": HOURS, "method": METHOD, "batch_size": 4, "lr": 1e-3}
+    return DrafterConfig(**{**fields, **given})  # type: ignore[arg-type]
+
+
+def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by auto, drafts what the target accepts, and changes no text."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
+    out, said = tmp_path / "out", list[str]()
+    made = recipe.make(config_of(out), str(target), ops="native", quiet=True, say=said.append, clock=clock_of())
+    samples, state = read_samples(out / "samples.ids").samples, State.of(config_of(out))
+    assert state.is_sampled
+    share_s = SAMPLE_SHARE * 3600 * HOURS
+    assert share_s <= state.sampled_s <= share_s + 2, "the target has written for its share, and no longer"
+    assert len(samples) >= state.sampled_s - 3, "a reading for each of them"
+    assert state.steps is not None
+    assert said[-1].startswith(f"{state.steps} steps of 1024 tokens")
+    assert json.loads((out / "run.json").read_text())["options"]["steps"] == state.steps
+    assert made.head == out / "head"
+    trained.keep(made.target, made.head)
+    drafting, plain = LLM(str(target)), LLM(str(target), draft="none")
+    assert drafting.engine.drafter.main == "mixed"
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    assert drafting.generate("some words", params)[0].token_ids == plain.generate("some words", params)[0].token_ids
+
+
+@pytest.mark.parametrize("stops_at", [3, 30, 70])
+def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: int) -> None:
+    """While it samples, or while it stores: what was done is not done again, and its time is counted."""
+
+    class Stopped(Exception):
+        pass
+
+    ticks = clock_of()
+
+    def until() -> float:
+        now = ticks()
+        if now >= stops_at:
+            raise Stopped
+        return now
+
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        recipe.make(config_of(out), str(target), quiet=True, clock=until)
+    before = State.of(config_of(out))
+    num_before = len(read_samples(out / "samples.ids").samples) if (out / "samples.ids").exists() else 0
+    stored = out / "features" / "features.bin"
+    bytes_before = stored.read_bytes() if stored.exists() else b""
+    recipe.make(config_of(out), str(target), quiet=True, clock=clock_of())
+    after, samples = State.of(config_of(out)), read_samples(out / "samples.ids").samples
+    assert len(samples) >= num_before
+    assert after.sampled_s >= max(before.sampled_s, SAMPLE_SHARE * 3600 * HOURS)
+    assert (before.is_sampled, len(samples)) in ((False, len(samples)), (True, num_before))
+    assert stored.read_bytes().startswith(bytes_before)
+    log = loop.read_log(out)
+    assert log[-1]["final"]
+    assert log[-1]["step"] == after.steps
+    recipe.make(config_of(out), str(target), quiet=True, clock=clock_of())
+    assert State.of(config_of(out)) == replace(after, stored_s=State.of(config_of(out)).stored_s)
+
+
+def test_other_words_for_a_folder_are_refused(target: Path, tmp_path: Path) -> None:
+    """And a method that cannot be trained, before a folder is begun."""
+    with pytest.raises(BadOption, match="steps"):
+        recipe.make(config_of(tmp_path, method="eagle:steps=none"), str(target), quiet=True)
+    assert not list(tmp_path.iterdir())
+    State(1.0, METHOD).save(tmp_path)
+    with pytest.raises(BadOption, match="begun with hours="):
+        recipe.make(config_of(tmp_path), str(target), quiet=True)
+    with pytest.raises(BadOption, match="begun with method="):
+        recipe.make(config_of(tmp_path, hours=1.0, method="medusa"), str(target), quiet=True)
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(BadOption, match="is not of `forerun train drafter`"):
+        recipe.make(config_of(tmp_path), str(target), quiet=True)
+    with pytest.raises(BadOption, match="hours"):
+        config_of(tmp_path, hours=0.0)
