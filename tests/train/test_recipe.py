@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from forerun import LLM, SamplingParams
 from forerun.drafters import trained
@@ -48,7 +51,7 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     """It is found by auto, drafts what the target accepts, and changes no text."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
     out, said = tmp_path / "out", list[str]()
-    made = recipe.make(config_of(out), str(target), ops="native", quiet=True, say=said.append, clock=clock_of())
+    head = recipe.make(config_of(out), str(target), ops="native", quiet=True, say=said.append, clock=clock_of())
     samples, state = read_samples(out / "samples.ids").samples, State.of(config_of(out))
     assert state.is_sampled
     share_s = SAMPLE_SHARE * 3600 * HOURS
@@ -57,8 +60,8 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     assert state.steps is not None
     assert said[-1].startswith(f"{state.steps} steps of 1024 tokens")
     assert json.loads((out / "run.json").read_text())["options"]["steps"] == state.steps
-    assert made.head == out / "head"
-    trained.keep(made.target, made.head)
+    assert head.folder == out / "head"
+    trained.keep(head.target, head.folder)
     drafting, plain = LLM(str(target)), LLM(str(target), draft="none")
     assert drafting.engine.drafter.main == "mixed"
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -98,6 +101,32 @@ def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: 
     assert log[-1]["step"] == after.steps
     recipe.make(config_of(out), str(target), quiet=True, clock=clock_of())
     assert State.of(config_of(out)) == replace(after, stored_s=State.of(config_of(out)).stored_s)
+
+
+def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:
+    """Behind sampling and storing, and a tenth of the time however long those took; five times the samples at most."""
+    weight = torch.ones(1)
+    task: Any = SimpleNamespace(
+        weights={"w": weight}, loss=lambda step: (weight * step).sum(), facts={"num_tokens": 10**6}
+    )
+
+    def steps(stored_s: float) -> int:
+        state = State(HOURS, METHOD, sampled_s=55.0, stored_s=stored_s)
+        return recipe.steps_for(config_of(tmp_path), state, task, clock_of())  # a third of a second for each step
+
+    assert steps(44.0) == 3 * (120 - 55 - 44)
+    assert steps(1000.0) == 3 * 12
+    assert weight.grad is None
+    task.facts["num_tokens"] = 2048
+    assert steps(0.0) == 10
+
+
+def test_too_few_tokens_are_no_samples(target: Path, tmp_path: Path) -> None:
+    """Time that is too short for anything is not held."""
+    config = config_of(tmp_path / "out", hours=2 / 3600)
+    recipe.make(config, str(target), quiet=True, clock=clock_of())
+    samples = read_samples(tmp_path / "out" / "samples.ids").samples
+    assert sum(len(sample.ids) for sample in samples) >= recipe.LEAST_TOKENS
 
 
 def test_other_words_for_a_folder_are_refused(target: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ at small K: what is easy to guess is passed by few long rounds, and by many shor
 
     speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
 
-The seconds of a pass are the median of plain decoding's on the same prompt in the same turn; v is the measured curve of
-pacing/pass_time.py, made right by what passes behind these texts took; draft and rest are those of the recorded run.
+The seconds of a pass are the median of plain decoding's on the same prompt in the same turn; v is the measured curve
+(pacing/measuring.py), corrected by the passes behind these texts; draft and rest were recorded in the run.
 """
 
 from __future__ import annotations

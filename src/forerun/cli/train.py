@@ -96,10 +96,12 @@ def drafter(
     from forerun.train import recipe
 
     config = DrafterConfig(**run)
-    made = recipe.make(config, target, dtype=dtype, ops=ops, quiet=quiet, say=say)
-    say(_numbers(made.numbers))
+    head = recipe.make(
+        config, target, dtype=dtype, ops=ops, quiet=quiet, say=say, warn=lambda text: say(text, err=True)
+    )
+    say(_numbers(head.numbers))
     if config.keep:
-        say(f"kept in {trained.keep(made.target, made.head)}: draft=auto uses it from now on")
+        say(f"kept in {trained.keep(head.target, head.folder)}: draft=auto uses it for {head.target.name}")
 
 
 @app.command("heads")

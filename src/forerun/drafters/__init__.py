@@ -80,6 +80,12 @@ class Seen:
         return self.scores.runs[self.run].tokens
 
     @property
+    def rows(self) -> dict[int, int]:
+        """The scored row of each token; where one was run twice, its accepted row and not a rejected guess's."""
+        kept = [row - self.scored.start for row in self.kept]
+        return {self.tokens[row]: row for row in (*range(len(self.scored)), *kept)}
+
+    @property
     def best(self) -> list[int]:
         """The likeliest id behind each scored row, the lowest on ties; NO_NUMBERS (-1) where logits are no numbers.
 

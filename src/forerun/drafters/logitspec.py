@@ -69,11 +69,9 @@ class Likely:
 
     def read(self, own: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
         """Learn from a pass. ids: of each scored row, best first."""
-        kept = [row - own.scored.start for row in own.kept]
-        self.rivals, self.place = ids[kept[-1]], own.start + len(kept)
+        self.rivals, self.place = ids[own.kept[-1] - own.scored.start], own.start + len(own.kept)
         if num_behind:
-            # A token that was run twice keeps the row of the text, and loses that of a rejected guess.
-            for token, row in {own.tokens[row]: row for row in (*range(len(ids)), *kept)}.items():
+            for token, row in own.rows.items():
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:

@@ -103,9 +103,7 @@ class RecycleDrafter(Drafter):
         for seq, own in zip(seqs, seen, strict=True):
             matrix, ids = self._matrices.of(seq), own.top(self.options.top)[0].tolist()
             if ids:
-                # A token that was run twice keeps the row of the text, and loses that of a rejected guess.
-                order = [*range(len(ids)), *(row - own.scored.start for row in own.kept)]
-                for token, row in {own.tokens[row]: row for row in order}.items():
+                for token, row in own.rows.items():
                     matrix.put(token, ids[row])
             elif self.options.from_prompt:
                 self._read(seq, matrix, own.start + len(own.kept))

@@ -284,7 +284,7 @@ class StandDrafter(Drafter):
         """Yield at most `num` tokens behind a path, as `children_of` does."""
         depth, expected = len(path), self.expected(seq, path)
         if expected is not None and budget.go_on(b, depth, expected):
-            # Kept logits of a greedy request are a distribution at temperature 1, of which it gets the likeliest ids.
+            # A greedy request takes the likeliest ids of the logits that are kept, as they are at temperature 1.
             kind = "point" if seq.params.greedy else kind_of(self.draws, seq.params, seq)
             yield from children_of(expected, kind, num, depth, coins, lane)
 

@@ -54,8 +54,8 @@ class Costs:
         """
         costs = Costs(traits=traits)
         for name, models in runners.items():
-            found = [measuring.kept(runner) if measures else None for runner in models]
-            curves = [curve for curve in found if curve is not None]
+            kept = [measuring.kept(runner) for runner in models] if measures else []
+            curves = [curve for curve in kept if curve is not None]
             if len(curves) == len(models):
                 costs._take(name, PassTime.together(curves), models)
             else:

@@ -77,22 +77,22 @@ def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
 
     Its `one_row_s` is None where nothing could be measured. Raises Unwanted where the pause ends.
     """
-    found = measured(runner, CONTEXT_TOKENS, pause)
-    if found.one_row_s is None:  # such a text may have no room
-        found = measured(runner, 0, pause)
-    if found.one_row_s is None:  # a later engine must try again
-        return found
-    if not found.is_steady:
+    curve = measured(runner, CONTEXT_TOKENS, pause)
+    if curve.one_row_s is None:  # such a text may have no room
+        curve = measured(runner, 0, pause)
+    if curve.one_row_s is None:  # a later engine must try again
+        return curve
+    if not curve.is_steady:
         LOG.info("measured what passes of this model take beside other work: measured again by the next process")
-        return found
+        return curve
     path = _path_of(runner)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_written(found)), encoding="utf-8")
+        path.write_text(json.dumps(_written(curve)), encoding="utf-8")
         LOG.info("measured what passes of this model take, once: kept in %s", path)
     except OSError as error:
         LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
-    return found
+    return curve
 
 
 def _path_of(runner: Runner) -> Path:
@@ -132,7 +132,7 @@ def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture
 
 
 def usual(runner: Runner) -> PassTime:
-    """Return the curve of a model of which nothing was measured: each further row takes the same part of a pass."""
+    """Return a curve for a model that was not measured: each further row takes the same part of a pass."""
     ratios = [1 + runner.model.ops.extra_row * (rows - 1) for rows in WIDTHS]
     spec = runner.model.config if runner.has_experts else None
     if not isinstance(spec, Spec):

@@ -78,10 +78,10 @@ class State:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a recipe ends with: the head's folder, its target, and the numbers of the last validation."""
+class TrainedHead:
+    """The head that a recipe ends with. folder: where it lies; numbers: of the last validation."""
 
-    head: Path
+    folder: Path
     target: OpenedCheckpoint
     numbers: dict[str, float]
 
@@ -94,9 +94,10 @@ def make(
     ops: str = "auto",
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Trained:
-    """Sample, store and train, from wherever the out folder is. say: is told what a user should know.
+) -> TrainedHead:
+    """Sample, store and train, from wherever the out folder is. say: is told what comes next; warn: see `train head`.
 
     Raises UserError as `train sample` and `train head` do.
     """
@@ -108,19 +109,12 @@ def make(
         state = _sample(config, sampling, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock)
     checkpoint = opened.load()
 
-    def prepare(run: HeadConfig) -> training.HeadTask:
-        with loop.progress_bar(quiet) as progress:
-            row = progress.add_task("hidden states", note="", visible=False)
-            begun, before_s = clock(), state.stored_s
+    run, begun, before = _run_of(config, state.steps or TIMED_STEPS), clock(), state
 
-            def stored(num: int, of: int) -> None:
-                progress.update(row, completed=num, total=of, visible=True)
-                replace(state, stored_s=before_s + clock() - begun).save(config.out)
+    def stored() -> None:
+        replace(before, stored_s=before.stored_s + clock() - begun).save(config.out)
 
-            return training.prepare(run, checkpoint, stored, say)
-
-    run = _run_of(config, state.steps or TIMED_STEPS)
-    task = prepare(run)
+    task = training.shown_prepare(run, checkpoint, quiet, warn, stored)
     if state.steps is None:
         state = State.of(config)  # with the time that storing took
         steps = steps_for(config, state, task, clock)
@@ -129,7 +123,7 @@ def make(
         say(f"{steps} steps of {TOKENS_PER_STEP} tokens, on {task.facts['num_tokens']:,} that the target wrote")
         run = task.config = _run_of(config, steps)
     numbers = loop.train(run, lambda: task, resume=True, quiet=quiet)
-    return Trained(config.out / "head", checkpoint.opened, numbers)
+    return TrainedHead(config.out / "head", checkpoint.opened, numbers)
 
 
 def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float]) -> int:

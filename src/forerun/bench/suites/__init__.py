@@ -31,8 +31,8 @@ Turn = tuple["Message", ...]
 class Conversation:
     """What a user says, turn by turn; behind each turn comes the model's own answer.
 
-    kind: the kind of work. turns: lists of messages, each of which the model answers. tools: schemas of the functions
-    that the model may call.
+    kind: the sort of work it is. turns: the messages of each turn, which the model answers. tools: the functions that
+    the model may call, as JSON schemas.
     """
 
     id: str
