@@ -45,9 +45,9 @@ def made(method: str, folder: Path, out: Path) -> Path:
     return out
 
 
-def batch_of(teacher: Teacher) -> Batch:
+def batch_of(teacher: Teacher, seed: int = 3) -> Batch:
     """Two rows of random ids, with random features."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     shape, width = (2, 12), teacher.config.hidden_size
     ids = torch.randint(1, 200, shape, generator=generator)
     layers = torch.randn(*shape, 2, width, generator=generator).bfloat16()
@@ -85,3 +85,64 @@ def test_a_layer_norm_behind_the_blocks_is_refused(tmp_path: Path, method: str) 
     folder = write_tiny(tmp_path / "target", "starcoder2")
     with pytest.raises(BadOption, match="eagle and mtp cannot be trained for model_type='starcoder2', whose last norm"):
         made(method, folder, tmp_path / "head")
+
+
+def head_of(folder: Path, method: str, change: Any = None, **options: Any) -> Any:
+    """A head before its first step, and its target. change: is given the target's last layer."""
+    checkpoint = load_checkpoint(folder, dtype="float32", with_tokenizer=True)
+    teacher = Teacher.of(checkpoint.model, torch.arange(257.0).flip(0), num_ids=257)
+    if change is not None:
+        change(teacher.last)
+    module = load("forerun.train.heads", method, "head")
+    return module.Head(make_options(module.Options, {**OPTIONS[method], **options}, method), teacher, 0), teacher
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@torch.no_grad()
+def test_rows_that_go_on_are_computed_as_among_all_rows(tmp_path: Path, method: str) -> None:
+    head, teacher = head_of(write_tiny(tmp_path / "target", "gemma3_text"), method, steps=4)
+    batch = batch_of(teacher)
+    going_on = torch.arange(12) % 3 == 1
+    whole = list(head._steps(batch))
+    for j, (learned, own, target) in enumerate(head._steps(batch, going_on)):
+        among, all_own, all_target = whole[j]
+        assert torch.equal(learned, among & going_on if j else among)
+        assert learned.sum() >= 2
+        torch.testing.assert_close(own, all_own[learned[among]])
+        torch.testing.assert_close(target, all_target[learned[among]])
+
+
+@torch.no_grad()
+def test_a_narrow_part_keeps_what_adds_something(tmp_path: Path) -> None:
+    """Where half of the inner outputs add nothing, a part of the other half says what the whole one says."""
+    idle, name = torch.arange(0, 48, 2), "model.layers.0.mlp.down_proj.weight"
+
+    def rest(last: Any) -> None:
+        last[name][:, idle] = 0
+
+    folder = write_tiny(tmp_path / "target", "llama")
+    (wide, teacher), (narrow, _) = (head_of(folder, "eagle", rest, mlp=size) for size in (48, 24))
+    assert narrow.weights[name].shape == (teacher.config.hidden_size, 24)
+    batches = [batch_of(teacher, seed) for seed in range(8)]
+    for head in (wide, narrow):
+        head.begin(iter(batches))
+    (_, own, _), (_, wanted, _) = (next(head._steps(batches[0])) for head in (narrow, wide))
+    assert float((own - wanted).pow(2).mean()) < 1e-3 * float(wanted.var())  # what the ridge takes
+
+
+@torch.no_grad()
+def test_the_last_matrix_is_fitted_to_what_is_left(tmp_path: Path) -> None:
+    """It misses less of what all inner outputs add than the columns that were kept, and nothing that those can say."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    head, teacher = head_of(write_tiny(tmp_path / "target", "llama"), "eagle", mlp=12)
+    batches = [batch_of(teacher, seed) for seed in range(8)]
+    narrowing = head._narrowing
+    inner = torch.cat([narrowing._inner(batch) for batch in batches])
+    head.begin(iter(batches))
+    up = teacher.last["model.layers.0.mlp.up_proj.weight"]
+    kept = [int((up == row).all(1).nonzero()) for row in head.weights["model.layers.0.mlp.up_proj.weight"]]
+    down = teacher.last[name]
+    assert len(set(kept)) == 12
+    missed, cut = (inner[:, kept] @ matrix.T - inner @ down.T for matrix in (head.weights[name], down[:, kept]))
+    assert float(missed.pow(2).sum()) < 0.9 * float(cut.pow(2).sum())
+    assert float((inner[:, kept].T @ missed).norm()) < 0.01 * float((inner[:, kept].T @ cut).norm())

@@ -242,9 +242,13 @@ class TorchMlp:
 
     def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
         """y [T, H] -> [T, H]."""
-        parts = self.up.apply(ops, y)
-        inner = ops.gated(self.spec.act, *parts) if self.spec.gated else ops.activated(self.spec.act, parts[0])
+        inner = self.inner(ops, y)
         return self.down.apply(ops, inner)[0] if self.spec.down else inner
+
+    def inner(self, ops: ReferenceOps, y: Tensor) -> Tensor:
+        """y [T, H] -> what its last matrix reads [T, size]."""
+        parts = self.up.apply(ops, y)
+        return ops.gated(self.spec.act, *parts) if self.spec.gated else ops.activated(self.spec.act, parts[0])
 
 
 class TorchExperts:

@@ -129,14 +129,24 @@ class TrainedBlock:
 
     def behind(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
         """The residual stream behind the block. x: before it; y: what attention read. attended [S, heads, L, D]."""
+        rows = self._attended(x, y, attended)
+        return torch.unflatten(self._block.fed_forward(self.ops, rows, rows), 0, x.shape[:2])
+
+    def inner(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
+        """What the last matrix of the feed-forward part reads [S * L, size]; see `behind`."""
+        assert self._block.mlp is not None
+        rows = self._attended(x, y, attended)
+        return self._block.mlp.inner(self.ops, normed(self._block.pre_mlp, self.ops, rows))
+
+    def _attended(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream behind attention [S * L, H]."""
         rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         if self.spec.gate:
             rows = rows * self._attention.project(self.ops, y.flatten(0, 1), "gate_proj")["gate_proj"].sigmoid()
-        found = self._block.attended(self.ops, x.flatten(0, 1), self._attention.o.apply(self.ops, rows)[0])
-        return torch.unflatten(self._block.fed_forward(self.ops, found, found), 0, x.shape[:2])
+        return self._block.attended(self.ops, x.flatten(0, 1), self._attention.o.apply(self.ops, rows)[0])
 
     def _turned(self, at: Tensor) -> Rotation:
-        return self._rotations.at(at.flatten(), int(at.max()) + 1)
+        return self._rotations.at(at.flatten(), int(at.max()) + 1 if at.numel() else 1)
 
 
 def _by_text(rows: Tensor, num: int) -> Tensor:

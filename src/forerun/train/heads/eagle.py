@@ -1,20 +1,22 @@
 """A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py draws with it.
 
 Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
-token m+2. Then it goes on as it will when it drafts: step j takes its own output of the step before in place of
-features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to j. The
-loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; where the target's
-likeliest id is not one of them, a row is left out.
+token m+2. Then one row of `every` goes on as it will when it drafts: step j takes its own output of the step before in
+place of features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to
+j. The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; where the target's
+likeliest id is not one of them, a row is left out. What no step learns from is not computed.
 
-The layer begins as the target's last one with attention, behind which come the target's final norm and LM head. So all
-that is missing is what that layer would read, had the target run token m+1. A least squares fit makes it of the
-features of token m and the embedding of token m+1, before the first step (`begin`).
+The layer begins as the target's last one with attention, whose feed-forward part is narrowed (narrowing.py), and behind
+it come the target's final norm and LM head. So all that is missing is what that layer would read, had the target run
+token m+1. A least squares fit makes it of the features of token m and the embedding of token m+1, before the first step
+(`begin`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,10 +42,12 @@ from forerun.train.heads import (
     shifted,
     visible,
 )
+from forerun.train.narrowing import Narrowing, narrowed
 
 LAYER = "model.layers.0."
 RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
 LR = 8e-4
+LEAST_MLP = 2048  # inner outputs, where none are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,10 @@ class Learning:
         default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
     )
     steps: int = field(default=4, metadata={"help": "tokens that it learns to draft one after another", "min": 1})
+    every: int = field(
+        default=3,
+        metadata={"help": "rows from one that goes on with its own to the next; they are most of the time", "min": 1},
+    )
     decay: float = field(default=0.8, metadata={"help": "weight of a step's loss over that of the step before"})
     loss: str = field(default="kl", metadata={"help": losses.HELP})
 
@@ -69,6 +77,10 @@ class Options(Learning):
         default=None,
         metadata={"help": "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
                   "all but one, and all"},
+    )  # fmt: skip
+    mlp: int | None = field(
+        default=None, metadata={"help": "inner outputs of its feed-forward part, of the target's those that add most; "
+                                "none = twice the hidden size, or 2,048 where that is more", "min": 1},
     )  # fmt: skip
 
 
@@ -145,26 +157,44 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package."""
-        return decayed(self._steps(batch), self._learning.decay, self._learning.loss)
+        """See `Head` in this package; which rows go on depends on the batch alone, as a resumed run needs it."""
+        every = self._learning.every
+        going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
+        return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package."""
+        """See `Head` in this package; over all rows."""
         return measured(self._steps(batch), batch, self.ids)
 
-    def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""
-        feature = self.features(batch)
-        mask, memory = visible(batch), list[tuple[Tensor, Tensor]]()
-        with torch.no_grad():
-            targets = self._vocab.logits(batch.hidden)
-        for j in range(self._learning.steps):
-            embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
-            stream = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
-            learned = batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1))
-            own = self._vocab.logits(self.normed(stream[learned]))
+    def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids].
+
+        going_on [L] bool: the rows that are learned in later steps than the first; None = all.
+        """
+        steps = range(self._learning.steps)
+        learned = [batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1)) for j in steps]
+        if going_on is not None:
+            learned[1:] = [rows & going_on for rows in learned[1:]]
+        needed = list(accumulate(reversed(learned), torch.logical_or))[::-1]
+        mask, feature = visible(batch), self.features(batch)
+        x, y = self._read(shifted(batch.ids, 1), feature)
+        first, later = self._block.keys_values(y, batch.at), list[tuple[Tensor, Tensor]]()
+        x, y = x[needed[0]][None], y[needed[0]][None]
+        for j in steps:
+            rows = needed[j]
+            at = batch.at[rows][None] + j
+            if j > 0:
+                stays = rows[needed[j - 1]]
+                x, y = self._read(shifted(batch.ids, j + 1)[rows][None], feature[:, stays])
+                later = [(keys[:, :, stays], values[:, :, stays]) for keys, values in later]
+                later.append(self._block.keys_values(y, at))
+            attended = _attend(self._block.queries(y, at)[0], first, later, mask, rows, self._block.scale)
+            stream = self._block.behind(x, y, attended[None])
             feature = self.fed(stream)
-            yield learned, own, shifted(targets, j + 1)[learned]
+            own = self._vocab.logits(self.normed(stream[0, learned[j][rows]]))
+            with torch.no_grad():
+                target = self._vocab.logits(shifted(batch.hidden, j + 1)[learned[j]])
+            yield learned[j], own, target
 
     def normed(self, rows: Tensor) -> Tensor:
         """Return rows behind the final norm."""
@@ -176,12 +206,14 @@ class SteppingHead:
         sides = zip((embedded, feature), SIDES, strict=True)
         return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
 
-    def _layer(self, inputs: Tensor, at: Tensor, memory: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-        """One step of all rows [S, L, H]. memory: keys and values of the steps before, to which this step's come."""
+    def _read(self, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream before the layer, and what its attention reads, both [S, L, H].
+
+        ids [S, L]: the token behind each row; feature [S, L, H]: what is known of the row's own.
+        """
+        inputs = self._inputs(F.embedding(ids, self._teacher.embeddings), feature)
         x = F.linear(inputs, self.weights["input.weight"])
-        y = self._block.read(x)
-        memory.append(self._block.keys_values(y, at))
-        return self._block.behind(x, y, _attend(self._block.queries(y, at), memory, mask, self._block.scale))
+        return x, self._block.read(x)
 
 
 class Head(SteppingHead):
@@ -189,11 +221,27 @@ class Head(SteppingHead):
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         vocab, read = Vocabulary(teacher, options.draft_vocab), layers(options, teacher.config)
-        decoder = stepping_block(teacher.config, vocab_size=len(vocab.ids), tied=True)
+        whole = stepping_block(teacher.config, vocab_size=len(vocab.ids), tied=True)
+        decoder = narrowed(whole, options.mlp or max(LEAST_MLP, 2 * whole.hidden_size))
         self.config = EagleConfig(decoder, read)
         wanted = last_attending(teacher.config)
         fitted = read.index(wanted) if wanted in read else None
         super().__init__(teacher, decoder, vocab, _first_weights(self.config, teacher), options, fitted)
+        self._narrowing = None
+        if decoder != whole and fitted is not None:
+            self._narrowing = Narrowing(whole, teacher.last, LAYER, fitted)
+
+    @torch.no_grad()
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """See `SteppingHead`; a feed-forward part that is narrower than the target's is fitted as well."""
+        if self._narrowing is None:
+            super().begin(batches)
+            return
+        super().begin(self._narrowing.seen(batches))
+        down = self.weights[f"{LAYER}mlp.down_proj.weight"]
+        for name, weight in self._narrowing.weights(down.shape[1]).items():
+            self.weights[name].copy_(weight)
+        self._narrowing = None  # and its sums
 
     def features(self, batch: Batch) -> Tensor:
         """See `SteppingHead`: rows behind several layers, each with a norm, joined by one product."""
@@ -214,21 +262,34 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
     weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
     weights["fc.weight"] = torch.cat((torch.zeros(width, width * (len(config.layers) - 1)), torch.eye(width)), 1)
     weights["input.weight"] = torch.eye(width).repeat(1, 2)
-    for name in layer_shapes(config):
-        weights[name] = teacher.last[name].clone()
+    for name, shape in layer_shapes(config).items():
+        weights[name] = teacher.last[name][tuple(slice(size) for size in shape)].clone()
     return weights
 
 
-def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor, scale: float) -> Tensor:
-    """q [S, heads, L, D] over the rows of step 0 under the mask, and its own row of each later step."""
-    (keys, values), later = memory[0], memory[1:]
-    if not later:
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-    scores = (q @ keys.transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
-    own = [(q * k).sum(-1, keepdim=True).float() for k, _ in later]
-    weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
-    length = keys.shape[2]
-    out: Tensor = weights[..., :length] @ values
-    for i, (_, v) in enumerate(later):
-        out = out + weights[..., length + i, None] * v
-    return out
+def _attend(
+    q: Tensor,
+    first: tuple[Tensor, Tensor],
+    later: Seq[tuple[Tensor, Tensor]],
+    mask: Tensor,
+    rows: Tensor,
+    scale: float,
+) -> Tensor:
+    """q [heads, R, D], of the rows [S, L] bool, over the first step's under the mask, and their own of later steps.
+
+    first: keys and values [S, heads, L, D]. later: each [1, heads, R, D].
+    """
+    attended, begin = list[Tensor](), 0
+    for text, num in enumerate(rows.sum(1).tolist()):
+        here = slice(begin, begin + num)
+        scores = (q[:, here] @ first[0][text].transpose(-1, -2)).float()
+        scores = scores.masked_fill(~mask[text][:, rows[text]], -torch.inf)
+        own = [(q[:, here] * keys[0, :, here]).sum(-1, keepdim=True).float() for keys, _ in later]
+        weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
+        length = mask.shape[-1]
+        out: Tensor = weights[..., :length] @ first[1][text]
+        for i, (_, values) in enumerate(later):
+            out = out + weights[..., length + i, None] * values[0, :, here]
+        attended.append(out)
+        begin += num
+    return torch.cat(attended, 1)

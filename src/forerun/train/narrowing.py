@@ -1,0 +1,72 @@
+"""A feed-forward part narrower than the target's: the inner outputs that add most, and a last matrix fitted to them.
+
+An inner output adds its value times its column of the last matrix, so its share is its mean square times that column's
+(a diagonal of Optimal Brain Surgeon, Hassibi and Stork 1993). What is left then makes up for what went: the last matrix
+is the least squares fit to what all of them added, on texts that the target wrote. For Qwen2.5-Coder 1.5B 2,048 of
+8,960 miss 14 % of the sum of squares without the fit, and 3 % with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.blocks import Spec
+from forerun.train.heads import Batch, TrainedBlock, visible
+
+RIDGE = 1e-3  # of the mean square of the inner outputs, added to the normal equations
+UP = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
+DOWN = "down_proj.weight"
+
+
+def narrowed(decoder: Spec, size: int) -> Spec:
+    """Return the spec of a head of one layer with a feed-forward part of at most so many inner outputs."""
+    block = decoder.blocks[0]
+    assert block.mlp is not None
+    return replace(decoder, blocks=(replace(block, mlp=replace(block.mlp, size=min(size, block.mlp.size))),))
+
+
+class Narrowing:
+    """Chooses inner outputs of the target's layer, and fits the last matrix.
+
+    decoder: the head's spec as wide as the target; last: the target's weights of that layer, whose names begin with
+    `at`. read: which of a batch's layers the target's layer reads.
+    """
+
+    def __init__(self, decoder: Spec, last: Mapping[str, Tensor], at: str, read: int) -> None:
+        self._block, self._last, self._at, self._read = TrainedBlock(decoder, last, at), last, f"{at}mlp.", read
+        width = last[self._at + DOWN].shape[1]
+        self._squares = torch.zeros(width, width)
+
+    def seen(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Return the batches, each after its inner outputs were added."""
+        for batch in batches:
+            inner = self._inner(batch)[batch.text.flatten() >= 0]
+            self._squares += inner.T @ inner
+            yield batch
+
+    def weights(self, size: int) -> dict[str, Tensor]:
+        """Return the matrices of the feed-forward part with so many inner outputs, by their names."""
+        down = self._last[self._at + DOWN]
+        added = self._squares.diagonal() * down.pow(2).sum(0)
+        kept = added.argsort(descending=True, stable=True)[:size].sort().values
+        squares, products = self._squares[kept][:, kept], self._squares[kept] @ down.T
+        ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(kept))
+        names = [self._at + name for name in UP if self._at + name in self._last]
+        return {name: self._last[name][kept] for name in names} | {
+            self._at + DOWN: torch.linalg.solve(squares + ridge, products).T
+        }
+
+    def _inner(self, batch: Batch) -> Tensor:
+        """What the last matrix reads [S * L, size], had the target itself run the batch."""
+        block, x = self._block, batch.layers[:, :, self._read].float()
+        y = block.read(x)
+        keys, values = block.keys_values(y, batch.at)
+        mask = visible(batch) | torch.eye(x.shape[1], dtype=torch.bool)  # without a text a token sees itself
+        queries = block.queries(y, batch.at)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=block.scale)
+        return block.inner(x, y, attended)
