@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from forerun import LLM, BadOption, CapacityError, SamplingParams
+from forerun.drafters import Drafter, Target
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
-from forerun.types import Sequence
+from forerun.types import Draft, Probs, Sequence
 from saved import save_checkpoint
 from speculation import llm_options
 
@@ -43,6 +44,31 @@ def test_the_shipped_draft_is_chosen_for_the_shipped_target():
     assert out.report.num_drafted > 0
     assert out.report.alpha_hat > 0.3
     assert out.text == llm().tokenizer.decode(out.token_ids)
+
+
+class LastTokenAgain(Drafter):
+    """Guesses that each sequence repeats its last token."""
+
+    draws = "point"
+
+    def __init__(self, target: Target) -> None:
+        self.num_ids = target.num_ids
+
+    def propose(self, seqs, budget, coins):
+        guesses = [[seq.tokens[-1]] * budget.num_tokens[b] for b, seq in enumerate(seqs)]
+        return Draft.chains(guesses, [[Probs(point=token) for token in own] for own in guesses])
+
+
+@pytest.mark.once("about a drafter")
+def test_a_program_may_make_its_own_drafter():
+    own = LLM("shipped", draft=LastTokenAgain, spec_length=2, pacing="fixed")
+    assert own.engine.drafter.first.num_ids == own.tokenizer.num_ids
+    (out,) = own.generate(PROMPT, greedy(40))
+    assert out.report.num_drafted > 20
+    assert own.engine.drafter.main == "own"
+    assert out.token_ids == llm("none").generate(PROMPT, greedy(40))[0].token_ids
+    (plain,) = own.generate(PROMPT, greedy(40, draft="none"))
+    assert (plain.token_ids, plain.report.num_drafted) == (out.token_ids, 0)
 
 
 def test_prompts_may_be_texts_ids_or_arrays_and_keep_their_order():

@@ -13,12 +13,18 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.config import EngineConfig
 from forerun.drafters import trained
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption
+from forerun.models.loading import Checkpoint
 from forerun.train import loop, recipe
-from forerun.train.config import DrafterConfig
+from forerun.train.config import DrafterConfig, SampleConfig
+from forerun.train.features import Recomputed, Stored, facts_of
 from forerun.train.recipe import SAMPLE_SHARE, State
+from forerun.train.recording import Recording
 from forerun.train.samples import read_samples
+from forerun.train.sampling import write
 from train.written import chatting
 
 METHOD = "eagle:draft_vocab=200,steps=2"
@@ -28,6 +34,10 @@ HOURS = 120 / 3600  # readings of the clock: 54 samples, their hidden states, an
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chatting(tmp_path_factory.mktemp("target") / "model", max_positions=1024)
+
+
+def loaded(target: Path) -> Checkpoint:
+    return Opened.of(EngineConfig(target=str(target), ops="native", device="cpu")).load()
 
 
 def clock_of(step_s: float = 1.0) -> Callable[[], float]:
@@ -101,6 +111,37 @@ def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: 
     assert log[-1]["step"] == after.steps
     recipe.make(config_of(out), str(target), quiet=True, clock=clock_of())
     assert State.of(config_of(out)) == replace(after, stored_s=State.of(config_of(out)).stored_s)
+
+
+def test_hidden_states_are_kept_while_the_target_writes(target: Path, tmp_path: Path) -> None:
+    """To the bit those that a pass over the finished text computes, also behind a stop, for texts of every kind."""
+    checkpoint, folder = loaded(target), tmp_path / "rows"
+    chunks = ({"num_tokens": 1500}, {"num_tokens": 3000})
+    for sizes in chunks:
+        config = SampleConfig(out=tmp_path / "samples.ids", batch_size=5, question_tokens=60, answer_tokens=60, **sizes)
+        write(config, str(target), lambda now: None, dtype="auto", ops="native", recording=Recording(folder, (2, 1)))
+    samples = read_samples(tmp_path / "samples.ids")
+    assert {sample.kind for sample in samples.samples} == {"chat", "task", "text"}
+    kept = (folder / "features.bin").stat()
+    source = Recomputed(checkpoint.model, (2, 1), 300)
+    stored = Stored(folder, samples.samples, source, (2, 1), facts_of(checkpoint.model, samples.options))
+    assert (folder / "features.bin").stat() == kept, "nothing was missing"
+    for sample in samples.samples:
+        for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
+            assert torch.equal(had[:-1], computed[:-1])
+
+
+def test_hidden_states_of_a_file_that_was_begun_without_are_computed(target: Path, tmp_path: Path) -> None:
+    folder, options = tmp_path / "rows", {"dtype": "auto", "ops": "native"}
+    config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
+    write(config, str(target), lambda now: None, **options)
+    write(replace(config, num_tokens=1200), str(target), lambda now: None, recording=Recording(folder, (1,)), **options)
+    samples, model = read_samples(config.out), loaded(target).model
+    source = Recomputed(model, (1,), 600)
+    stored = Stored(folder, samples.samples, source, (1,), facts_of(model, samples.options))
+    for sample in samples.samples:
+        for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
+            assert torch.equal(had[:-1], computed[:-1])
 
 
 def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:

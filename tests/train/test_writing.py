@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import metadata
@@ -157,6 +159,23 @@ def test_other_options_and_broken_files_are_refused(writer: Writer, whole: Path,
     path.write_bytes(data[: header + 20] + bytes([data[header + 20] ^ 1]) + data[header + 21 :])
     with pytest.raises(UnsupportedModel, match="is damaged behind"):
         read_samples(path)
+
+
+def test_a_file_has_one_writer(writer: Writer, whole: Path, tmp_path: Path) -> None:
+    """What two of them append would be the samples of neither."""
+    code = (
+        "import sys; from pathlib import Path; from forerun.train.samples import SampleWriter, begun_with\n"
+        "path = Path(sys.argv[1]); file = SampleWriter(path, begun_with(path)); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(whole)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "1\n"
+        with pytest.raises(BadOption, match="another process writes to"):
+            SampleWriter(whole, writer.options())
+        other.communicate("\n")
+    SampleWriter(whole, writer.options()).close()
 
 
 def test_repetition_is_found_at_its_third_time() -> None:

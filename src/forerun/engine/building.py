@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +24,20 @@ from forerun.text.unwritten import unwritten_ids
 from forerun.version import __version__
 
 
-def build(opened: Opened, checkpoint: Checkpoint, draft: Checkpoint | None = None) -> Engine:
-    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
+def build(
+    opened: Opened,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None = None,
+    own_drafter: Callable[[drafters.Target], drafters.Drafter] | None = None,
+) -> Engine:
+    """The engine of a loaded target. Raises UserError.
+
+    draft: a draft model that the caller has loaded. own_drafter: makes the drafter of requests that name none.
+    """
     config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
     runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
     start_ids = opened.start_ids
-    members = router.make([config.draft, *config.extra_draft_specs], target)
+    members = router.make([config.draft, *config.extra_draft_specs], target, own_drafter)
     members.unwritten = _unwritten_ids(opened)
     folder, costs = _on_disk(config, runner, members), _costs(config, runner, members)
     return Engine(

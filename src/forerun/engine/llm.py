@@ -58,7 +58,8 @@ class LLM:
 
     target: a checkpoint folder, a GGUF file, a hub id, a name that `forerun models` lists, a loaded Checkpoint, or None
     for smollm2, which must be here. Options are those of EngineConfig, with the aliases draft_model,
-    num_speculative_tokens, speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too.
+    num_speculative_tokens, speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too, or a
+    function that makes a drafter of one's own for a drafters.Target.
     Raises UserError for everything that the caller can mend.
 
     Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
@@ -72,6 +73,9 @@ class LLM:
         self._loaded_draft = draft if isinstance(draft, Checkpoint) else None
         if self._loaded_draft is not None:
             options["draft"] = "model"
+        own_drafter = draft if callable(draft) else None
+        if own_drafter is not None:
+            options["draft"] = "none"
         opened = _open(target, options, self._loaded_draft is not None)
         log = None if opened.config.pacing_log is None else PacingLog(opened.config.pacing_log)
         if isinstance(target, Checkpoint):
@@ -87,7 +91,7 @@ class LLM:
         self.answers_texts = self.has_text and opened.answers_texts
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
-        self.engine = build(opened, self.checkpoint, self._loaded_draft)
+        self.engine = build(opened, self.checkpoint, self._loaded_draft, own_drafter)
         opened.beside.clear()  # what draft models needed of their small files is in memory
         if log is not None:
             self.listen(log, detail=True)

@@ -6,19 +6,20 @@ them with EngineConfig, whose defaults and checks are the ones that count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, TypedDict
 
 from forerun.config import EngineConfig
+from forerun.drafters import Drafter, Target
 from forerun.models.loading import Checkpoint
 
 
 class LLMOptions(TypedDict, total=False):
     """What LLM takes beside its target."""
 
-    draft: str | Path | Checkpoint | None
+    draft: str | Path | Checkpoint | Callable[[Target], Drafter] | None
     extra_drafts: str | None
     spec_length: int | None
     pacing: str | None

@@ -25,6 +25,7 @@ from forerun.types import FORCED, FOUND_SHARE, MODEL_SHARE, Budget, Coins, Draft
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
+OWN = "own"  # the drafter that a program has made itself
 LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: there are always these, and FORCED
 
 
@@ -385,13 +386,13 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
         return _made(drafters.WITHOUT_MODEL, target)
 
 
-def make(specs: Seq[str], target: Target) -> Router:
+def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | None = None) -> Router:
     """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, forced, none.
 
     Each is called by its method's name; of several of one method the first, or the one that is written as that name
-    alone, and the others by their whole text. Raises BadOption.
+    alone, and the others by their whole text. own: makes one that comes before them all, named `own`. Raises BadOption.
     """
-    members: dict[str, Drafter] = {}
+    members: dict[str, Drafter] = {} if own is None else {OWN: own(target)}
     aliases: dict[str, str] = {}
     for text in specs:
         method, drafter = _made(text, target)

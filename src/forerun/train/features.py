@@ -1,8 +1,8 @@
-"""What a head reads of its target: inner hidden states of texts that are known already, recomputed or stored.
+"""What a head reads of its target: inner hidden states of texts, kept while they are written, or computed again.
 
-For every token of a text: the residual stream behind some layers, the rows behind the final norm, the likeliest next id
-and the logarithm of the sum of all exponentiated logits. They are rounded to bfloat16 in both cases, so that a run on
-stored ones is the run on recomputed ones. Stored, a token takes 2 H (layers + 1) + 8 bytes.
+For every token of a text: the residual stream behind some layers, the rows behind the final norm, and the likeliest
+next id. Rows are rounded to bfloat16 in all cases, so that a run on stored ones is the run on recomputed ones. Stored,
+a token takes 2 H (layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ from torch import Tensor
 from forerun.errors import BadOption, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
-from forerun.ops.model import Model
+from forerun.ops.model import FindsBest, LoadedModel, Model
+from forerun.sampling import largest
 from forerun.text.json_files import read_json
 from forerun.train.samples import Sample
+from forerun.train.writing import fingerprint
 
-CHUNK_TOKENS = 128  # of a text, whose logits are in memory at a time
+CHUNK_TOKENS = 128  # of a text, in one pass
 SLOT = 0
+VERSION = 2  # of the file
 
 
 @dataclass(frozen=True)
 class Features:
-    """Of each token of one text. layers [n, k, H] and hidden [n, H] bfloat16; best [n] int64; mass [n] float32.
-
-    mass: the log of the sum of exp of the logits, so that exp(logit - mass) is a probability.
-    """
+    """Of each token of one text. layers [n, k, H] and hidden [n, H] bfloat16; best [n] int64."""
 
     layers: Tensor
     hidden: Tensor
     best: Tensor
-    mass: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it."""
+        return self.layers, self.hidden, self.best
+
+    @classmethod
+    def joined(cls, parts: Seq[Features]) -> Features:
+        """Return those of a text in parts."""
+        return cls(*(torch.cat(rows) for rows in zip(*(part.tensors for part in parts), strict=True)))
 
 
 class FeatureSource(Protocol):
@@ -75,28 +84,27 @@ class Recomputed:
         try:
             for start in range(0, len(ids), CHUNK_TOKENS):
                 chunk = ids[start : start + CHUNK_TOKENS]
-                scores = runner.forward([Run(SLOT, chunk)])
+                scores = runner.forward([Run(SLOT, chunk, "none")])
                 runner.cache.keep({SLOT: range(len(chunk))})
-                logits = torch.from_numpy(scores.logits[0]).float()
-                rows = [self._on_host(scores.taps[k]) for k in self.layers]
-                taps = torch.stack(rows, 1) if rows else torch.empty(len(chunk), 0, self.width)
-                parts.append(
-                    Features(
-                        taps.bfloat16(),
-                        self._on_host(scores.hidden).bfloat16(),
-                        logits.argmax(-1),
-                        logits.logsumexp(-1),
-                    )
-                )
+                taps = [scores.taps[k] for k in self.layers]
+                parts.append(features_of(runner.model, taps, scores.hidden, best_of(runner.model, scores.hidden)))
         finally:
             runner.cache.release(SLOT)
-        return Features(
-            *(torch.cat(t) for t in zip(*((p.layers, p.hidden, p.best, p.mass) for p in parts), strict=True))
-        )
+        return Features.joined(parts)
 
-    def _on_host(self, rows: Any) -> Tensor:
-        """Return rows of whatever computes the model as a tensor of the host."""
-        return torch.from_numpy(self._runner.model.rows.to_host(rows))
+
+def features_of(model: Model, layers: Seq[Any], hidden: Any, best: Seq[int]) -> Features:
+    """Return the features of rows. layers: each [n, H], and hidden [n, H], as the model's passes have them."""
+    rows = [torch.from_numpy(model.rows.to_host(own)).bfloat16() for own in (*layers, hidden)]
+    taps = torch.stack(rows[:-1], 1) if layers else torch.empty(*rows[-1].shape[:1], 0, *rows[-1].shape[1:]).bfloat16()
+    return Features(taps, rows[-1], torch.tensor(best, dtype=torch.int64))
+
+
+def best_of(model: Model, hidden: Any) -> list[int]:
+    """Return the likeliest id behind each of these rows [n, H], which are behind the final norm."""
+    if isinstance(model, FindsBest):
+        return model.best(hidden, list(range(len(hidden))), model.config.vocab_size)[0]
+    return largest.best(model.rows.to_host(model.logits(hidden)))
 
 
 class Stored:
@@ -116,26 +124,18 @@ class Stored:
         facts: Mapping[str, Any],
         say: Callable[[int, int], None] = lambda num, of: None,
     ) -> None:
-        self._num, self._width = len(source.layers), source.width
+        self.file = FeatureFile(folder, source.layers, source.width, facts)
         self._wanted = [source.layers.index(k) for k in layers]
-        self._record = np.dtype(
-            [
-                ("layers", "<u2", (self._num, self._width)),
-                ("hidden", "<u2", (self._width,)),
-                ("best", "<i4"),
-                ("mass", "<f4"),
-            ]
-        )
         self._starts: dict[int, int] = {}
         end = 0
         for sample in samples:
             self._starts[sample.number] = end
             end += len(sample.ids)
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_facts(folder / "features.json", {**facts, "layers": list(source.layers), "width": self._width})
-        path = folder / "features.bin"
-        self._fill(path, samples, source, say)
-        self._rows = np.memmap(path, dtype=self._record, mode="r")
+        for num, sample in enumerate(samples, 1):
+            if self._starts[sample.number] + len(sample.ids) > self.file.num_tokens:
+                self.file.write(self._starts[sample.number], source.of(sample))
+                say(num, len(samples))
+        self._rows: NDArray[Any] = self.file.rows() if samples else np.empty(0)
 
     def of(self, sample: Sample) -> Features:
         """See FeatureSource."""
@@ -145,23 +145,43 @@ class Stored:
             _bfloat16(rows["layers"][:, self._wanted]),
             _bfloat16(rows["hidden"]),
             torch.from_numpy(rows["best"].astype(np.int64)),
-            torch.from_numpy(rows["mass"].copy()),
         )
 
-    def _fill(self, path: Path, samples: Seq[Sample], source: Recomputed, say: Callable[[int, int], None]) -> None:
-        num_there = path.stat().st_size // self._record.itemsize if path.exists() else 0
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            for num, sample in enumerate(samples, 1):
-                start = self._starts[sample.number]
-                if start + len(sample.ids) <= num_there:
-                    continue
-                found = source.of(sample)
-                rows = np.empty(len(sample.ids), dtype=self._record)
-                rows["layers"], rows["hidden"] = _bits(found.layers), _bits(found.hidden)
-                rows["best"], rows["mass"] = found.best.numpy(), found.mass.numpy()
-                file.seek(start * self._record.itemsize)
-                file.write(rows.tobytes())
-                say(num, len(samples))
+
+class FeatureFile:
+    """The features of texts in a folder, one text after the other.
+
+    layers: behind which the rows were taken; width: of a row. Raises BadOption for a folder of other facts.
+    """
+
+    def __init__(self, folder: Path, layers: Seq[int], width: int, facts: Mapping[str, Any]) -> None:
+        record: list[Any] = [("layers", "<u2", (len(layers), width)), ("hidden", "<u2", (width,)), ("best", "<i4")]
+        self._record, self.path = np.dtype(record), folder / "features.bin"
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_facts(folder / "features.json", {**facts, "layers": list(layers), "width": width, "version": VERSION})
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are, of which the last text may be cut short."""
+        return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
+
+    def write(self, start: int, features: Features) -> None:
+        """Write a text, of which `start` tokens are before."""
+        rows = np.empty(len(features.best), dtype=self._record)
+        rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
+        rows["best"] = features.best.numpy()
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            file.seek(start * self._record.itemsize)
+            file.write(rows.tobytes())
+
+    def rows(self) -> NDArray[Any]:
+        """Return all of it, as it lies on the disk."""
+        return np.memmap(self.path, dtype=self._record, mode="r")
+
+
+def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what features depend on. samples: the options that their texts were written with."""
+    return {"weights": fingerprint(model), "precision": model.precision, "samples": dict(samples)}
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from forerun.ops.torch_tensors import HostWeights, host_of, tensor_of
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.config import HeadConfig
-from forerun.train.features import FeatureSource, Recomputed, Stored, stored_layers
+from forerun.train.features import FeatureSource, Recomputed, Stored, facts_of, stored_layers
 from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
@@ -38,12 +38,13 @@ class HeadTask:
     head: heads.Head
     data: Packing
     held_out: Packing
-    probe: Tensor
+    teacher: heads.Teacher
     tokenizer: str
     facts: Mapping[str, Any]
     checkpoint: Checkpoint
     weights: Mapping[str, Tensor] = field(init=False)
     rates: Mapping[str, float] = field(init=False)
+    masses: dict[int, Tensor] = field(default_factory=dict, init=False)  # of the held-out batches
 
     def __post_init__(self) -> None:
         self.weights, self.rates = self.head.weights, getattr(self.head, "rates", {})
@@ -67,8 +68,11 @@ class HeadTask:
         sums: dict[str, tuple[float, float]] = {}
         rows = self.held_out.epoch()[: self.config.validation_rows]
         for start in range(0, len(rows), self.config.rows_per_step):
+            batch = self.held_out.joined(rows[start : start + self.config.rows_per_step])
+            if start not in self.masses:
+                self.masses[start] = self.teacher.mass(batch.hidden)
             with autocast(self.config):
-                numbers = self.head.measure(self.held_out.joined(rows[start : start + self.config.rows_per_step]))
+                numbers = self.head.measure(replace(batch, mass=self.masses[start]))
             for name, (total, count) in numbers.items():
                 had = sums.get(name, (0.0, 0.0))
                 sums[name] = had[0] + total, had[1] + count
@@ -81,7 +85,7 @@ class HeadTask:
         head_files.save(
             self.config.out / "head",
             method,
-            HostWeights(weights | {head_files.PROBE: self.probe}),
+            HostWeights(weights | {head_files.PROBE: self.teacher.probe}),
             sizes,
             self.tokenizer,
         )
@@ -181,7 +185,7 @@ def prepare(
         "target": checkpoint.name,
         "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
     }
-    return HeadTask(config, head, data, held_out, teacher.probe, known, facts, checkpoint)
+    return HeadTask(config, head, data, held_out, teacher, known, facts, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -257,9 +261,4 @@ def _source(
     if config.features is None:
         return Recomputed(model, layers, longest)
     source = Recomputed(model, stored_layers(config.features, layers), longest)
-    facts = {
-        "weights": fingerprint(model),
-        "precision": model.precision,
-        "samples": dict(options),
-    }
-    return Stored(config.features, samples, source, layers, facts, say)
+    return Stored(config.features, samples, source, layers, facts_of(model, options), say)

@@ -1,6 +1,6 @@
 """`forerun train drafter`: a head for any target in so many hours, of nothing but questions; each part goes on.
 
-The target writes for `SAMPLE_SHARE` of the time. What is left is for its hidden states, which are stored once, and for
+The target writes for `SAMPLE_SHARE` of the time, and its hidden states are stored while it does. What is left is for
 learning: as many steps as fit, of which a few are timed first. The out folder gets `samples.ids`, `features`, the run
 (log.jsonl, state.pt, head) and `recipe.json`, which says how far it is. The same command goes on where it was stopped.
 """
@@ -21,9 +21,10 @@ from forerun.models.opened import OpenedCheckpoint
 from forerun.text.json_files import read_json
 from forerun.train import head as training, heads, loop
 from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig
+from forerun.train.recording import Recording
 from forerun.train.sampling import Progress, write
 
-SAMPLE_SHARE = 0.45  # of the time
+SAMPLE_SHARE = 0.6  # of the time
 LEAST_SHARE = 0.1  # of the time, for steps, however long the hidden states took
 MOST_PASSES = 5  # over the samples
 LEAST_TOKENS = 2048  # of samples, which teach something
@@ -31,7 +32,7 @@ NO_END = 1 << 40  # tokens
 TIMED_STEPS = 3
 TOKENS_PER_STEP = 1024
 PASSAGE_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, 600, 512
-SAMPLES = "samples.ids"
+SAMPLES, FEATURES = "samples.ids", "features"
 
 
 class _TimeIsUp(Exception):
@@ -103,10 +104,13 @@ def make(
     """
     state = State.of(config)
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
-    heads.load(config.method, opened.files.spec)  # hours before it is trained
+    _, method, options = heads.load(config.method, opened.files.spec)  # hours before it is trained
     if not state.is_sampled:
         sampling = _sampling_of(config, opened.files.spec.max_positions)
-        state = _sample(config, sampling, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock)
+        recording = Recording(config.out / FEATURES, method.layers(options, opened.files.spec))
+        state = _sample(
+            config, sampling, recording, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock
+        )
     checkpoint = opened.load()
 
     run, begun, before = _run_of(config, state.steps or TIMED_STEPS), clock(), state
@@ -147,6 +151,7 @@ def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, cloc
 def _sample(
     config: DrafterConfig,
     sampling: SampleConfig,
+    recording: Recording,
     state: State,
     target: str | None,
     *,
@@ -172,7 +177,7 @@ def _sample(
                 raise _TimeIsUp
 
         try:
-            write(sampling, target, look, dtype=dtype, ops=ops)
+            write(sampling, target, look, dtype=dtype, ops=ops, recording=recording)
         except _TimeIsUp:
             pass
         except BadOption:
@@ -206,7 +211,7 @@ def _run_of(config: DrafterConfig, steps: int) -> HeadConfig:
         out=config.out,
         method=config.method,
         samples=config.out / SAMPLES,
-        features=config.out / "features",
+        features=config.out / FEATURES,
         steps=steps,
         tokens_per_step=TOKENS_PER_STEP,
         warmup_steps=max(1, min(50, steps // 10)),

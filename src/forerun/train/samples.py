@@ -8,6 +8,7 @@ depends on the options alone, so a file that was interrupted ends as one that wa
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
 from forerun.text.files import unreadable
 
 MAGIC = b"forerun samples 1\n"
@@ -62,7 +63,8 @@ class SampleWriter:
 
     options: what decides what a number becomes; a file that was begun with others is refused. num_tokens: ids so far.
     next_number: behind the last sample; those that were left out as duplicates at the end are made once more. Raises
-    BadOption for a file of other options, UnsupportedModel for one that is no such file or is broken inside.
+    BadOption for a file of other options, or one that another process writes to, and UnsupportedModel for one that is
+    no such file or is broken inside.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -71,12 +73,18 @@ class SampleWriter:
         self._width = 2 if options["num_ids"] <= 1 << 16 else 4
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
-            end = self._read_on(options)
             self._file: BinaryIO = path.open("r+b")
+            try:
+                self._lock()
+                end = self._read_on(options)
+            except UserError:
+                self._file.close()  # whoever asks with other options next finds it free
+                raise
             self._file.truncate(end)
             self._file.seek(end)
         else:
             self._file = path.open("wb")
+            self._lock()
             self._file.write(MAGIC + json.dumps(dict(options), sort_keys=True).encode() + b"\n")
             self._file.flush()
 
@@ -104,6 +112,13 @@ class SampleWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def _lock(self) -> None:
+        """Keep the file for this process, until it is closed. Raises BadOption where another one writes to it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadOption(f"another process writes to {shown(str(self.path))}: wait for it, or stop it") from None
 
     def _read_on(self, options: Mapping[str, Any]) -> int:
         """Read what is there; returns where its last whole record ends."""

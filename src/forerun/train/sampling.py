@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from forerun.engine.llm import LLM
 from forerun.train.config import SampleConfig
 from forerun.train.questions import read_questions
-from forerun.train.samples import SampleWriter, begun_with
+from forerun.train.recording import Recording
+from forerun.train.samples import SampleWriter, begun_with, read_samples
 from forerun.train.texts import packaged_texts, read_texts
 from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
 
@@ -30,9 +31,17 @@ class Progress:
 
 
 def write(
-    config: SampleConfig, target: str | None, show: Callable[[Progress], None], *, dtype: str, ops: str
+    config: SampleConfig,
+    target: str | None,
+    show: Callable[[Progress], None],
+    *,
+    dtype: str,
+    ops: str,
+    recording: Recording | None = None,
 ) -> Progress:
-    """Let a target write until the file is as long as asked for. show: is told after each sample.
+    """Let a target write until the file is as long as asked for.
+
+    show: is told after each sample. recording: see Writer.
 
     Raises UserError where the file was begun otherwise, and where there is too little to begin with.
     """
@@ -40,7 +49,7 @@ def write(
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
     with LLM(
         target,
-        draft="none",
+        draft="none" if recording is None else recording.make,
         max_batch_size=config.batch_size,
         max_seq_len=longest(lengths),
         max_num_batched_tokens=max(1024, config.batch_size),
@@ -54,13 +63,15 @@ def write(
             llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
         )
         file = SampleWriter(config.out, writer.options())
+        if recording is not None:
+            recording.begin(llm, read_samples(config.out))
         start, had = time.perf_counter(), file.num_tokens
 
         def progress(file: SampleWriter) -> Progress:
             return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
 
         try:
-            writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)))
+            writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)), recording)
         finally:
             file.close()
         return progress(file)

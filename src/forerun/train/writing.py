@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.samples import Sample, SampleWriter
 from forerun.types import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.train.features import Features
+    from forerun.train.recording import Recording
 
 LOG = logging.getLogger(__name__)
 INSTRUCTIONS = (
@@ -208,14 +212,22 @@ class Writer:
         return Plan(number, kind, temperature, seed, prompt)
 
     def write(
-        self, out: SampleWriter, num_tokens: int, batch_size: int, say: Callable[[SampleWriter], None] = lambda w: None
+        self,
+        out: SampleWriter,
+        num_tokens: int,
+        batch_size: int,
+        say: Callable[[SampleWriter], None] = lambda w: None,
+        recording: Recording | None = None,
     ) -> None:
         """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
+
+        recording: stores what was computed for them.
 
         Raises BadOption where the texts have too few different passages for that, or there are too few questions.
         """
         ended = SimpleQueue[tuple[int, Request]]()
-        planned, answers, done = dict[int, Plan](), dict[int, int](), dict[int, Sample]()
+        planned, answers = dict[int, Plan](), dict[int, int]()
+        done: dict[int, tuple[Sample, Features | None]] = {}
         going = dict[int, Request]()
         next_number, num_repeated = out.next_number, 0
         places = batch_size + -(-batch_size // 4)  # some wait, so that no place in the batch is empty for a step
@@ -242,6 +254,7 @@ class Writer:
                     raise request.error
                 plan, ids = planned[number], request.seq.tokens
                 end = looped(ids, request.seq.num_prompt_tokens)
+                features = None if recording is None else recording.take(request.seq.id, len(ids[:end]))
                 ids, has_ended = ids[:end], end is None and request.seq.finish_reason == "stop"
                 if self._asks(plan) and number not in answers and has_ended:
                     answers[number] = len(ids) - 1 + len(self.frame.after)
@@ -250,11 +263,13 @@ class Writer:
                 given = len(plan.prompt)
                 answer_at = answers.pop(number, len(ids) if self._asks(plan) else given)
                 del planned[number]
-                done[number] = Sample(
-                    number, plan.kind, plan.temperature, given, answer_at, np.array(ids, dtype=np.uint32)
-                )
+                written = np.array(ids, dtype=np.uint32)
+                done[number] = Sample(number, plan.kind, plan.temperature, given, answer_at, written), features
                 while out.next_number in done and out.num_tokens < num_tokens:
-                    num_repeated = 0 if out.append(done.pop(out.next_number)) else num_repeated + 1
+                    sample, features = done.pop(out.next_number)
+                    if recording is not None and features is not None:  # first, so that no sample is without
+                        recording.write(out.num_tokens, features)
+                    num_repeated = 0 if out.append(sample) else num_repeated + 1
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(

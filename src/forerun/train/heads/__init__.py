@@ -32,6 +32,7 @@ from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
 WHAT = "method that can be trained"
+ROWS = 128  # whose logits of all ids are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class Teacher:
         last = {name: tensor_of(weight) for name, weight in (found | {final: model.weight(final)}).items()}
         probe = tensor_of(head_files.probe(model, num_ids))
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
+
+    def mass(self, hidden: Tensor) -> Tensor:
+        """The log of the sum of exp of all logits of rows behind the final norm [S, L, H], float32 [S, L]."""
+        parts = torch.split(hidden.flatten(0, 1), ROWS)
+        rows = torch.cat([F.linear(part.float(), self.head).logsumexp(-1) for part in parts])
+        return torch.unflatten(rows, 0, hidden.shape[:2])
 
     def decoder(self, ops: ReferenceOps) -> TorchModel:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
@@ -188,7 +195,8 @@ class Batch:
 
     ids [S, L] int64; text [S, L] int64: which text of its row a token is of, -1 = none; at [S, L]: the index in its
     text; is_written [S, L] bool: whether the target wrote it. layers [S, L, k, H] and hidden [S, L, H] bfloat16, best
-    [S, L] int64, mass [S, L] float32: the target's features of each token.
+    [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0 where nothing is
+    measured.
     """
 
     ids: Tensor
@@ -215,7 +223,7 @@ class Rows:
     """What a head guesses at one position, over all rows [S, L].
 
     wanted: rows that have such a token. learned: those of which there are logits. ids [n]: what is drafted. best: the
-    target's likeliest id there; mass: see Features.
+    target's likeliest id there; mass: see Teacher.
     """
 
     wanted: Tensor
@@ -406,7 +414,7 @@ class Packing:
                     found.layers[:n],
                     found.hidden[:n],
                     found.best[:n],
-                    found.mass[:n],
+                    torch.zeros(n),
                 )
             )
             left -= n

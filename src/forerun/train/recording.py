@@ -1,0 +1,85 @@
+"""What the target computes while it writes is kept for its heads, so that nothing is run again for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.engine.llm import LLM
+from forerun.train.features import FeatureFile, Features, Recomputed, Stored, best_of, facts_of, features_of
+from forerun.train.samples import Samples
+from forerun.types import Budget, Coins, Draft, Sequence
+
+
+class Recorder(Drafter):
+    """A drafter that drafts nothing, and keeps the features of each sequence until they are taken.
+
+    layers: behind which the residual stream is kept, in this order.
+    """
+
+    draws = "point"
+
+    def __init__(self, target: Target, layers: Seq[int]) -> None:
+        self._model, self._layers, self.hidden_layers = target.model, layers, tuple(sorted(set(layers)))
+        self._parts: dict[int, list[Features]] = {}
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.empty(len(seqs))
+
+    def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
+        return 0
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, own in zip(seqs, seen, strict=True):
+            if not len(own.kept):
+                continue
+            if own.start == 0:  # the first time, or once more, where it had to give way to others
+                self._parts[seq.id] = []
+            best = own.best
+            if len(best) != len(own.kept):  # of a prompt, of which no row was scored
+                best = best_of(self._model, own.hidden)
+            taps = [own.layer(k) for k in self._layers]
+            self._parts[seq.id].append(features_of(self._model, taps, own.hidden, best))
+
+    def take(self, seq_id: int, num_tokens: int) -> Features:
+        """Return the features of a sequence's first tokens, and forget it. The last one was not run: it gets zeros."""
+        kept = Features.joined(self._parts.pop(seq_id))
+        rows = [torch.cat((own, own.new_zeros(1, *own.shape[1:])))[:num_tokens] for own in kept.tensors]
+        return Features(*rows)
+
+
+@dataclass
+class Recording:
+    """The features of samples, in a folder that grows with their file. layers: see Recorder."""
+
+    folder: Path
+    layers: Seq[int]
+    recorder: Recorder | None = field(default=None, init=False)
+    file: FeatureFile | None = field(default=None, init=False)
+
+    def make(self, target: Target) -> Drafter:
+        """Make the drafter that records, for LLM."""
+        self.recorder = Recorder(target, self.layers)
+        return self.recorder
+
+    def begin(self, llm: LLM, samples: Samples) -> None:
+        """Open the folder, and compute what the samples so far lack in it."""
+        model = llm.checkpoint.model
+        longest = max((len(sample.ids) for sample in samples.samples), default=1)
+        facts = facts_of(model, samples.options)
+        source = Recomputed(model, self.layers, longest)
+        self.file = Stored(self.folder, samples.samples, source, self.layers, facts).file
+
+    def write(self, start: int, features: Features) -> None:
+        """Store the features of the next sample. start: tokens of those before."""
+        assert self.file is not None
+        self.file.write(start, features)
+
+    def take(self, seq_id: int, num_tokens: int) -> Features:
+        """See Recorder."""
+        assert self.recorder is not None
+        return self.recorder.take(seq_id, num_tokens)
