@@ -36,7 +36,9 @@ def sampling_fields(folder: Path) -> dict[str, Any]:
 
 def sampling_defaults(folder: Path) -> SamplingParams:
     small = SmallFiles(folder)
-    return generation.sampling_defaults(small, small.json("config.json"))
+    fields = generation.sampling_fields(small, small.json("config.json"))
+    generation.check_together(fields, small)
+    return SamplingParams(**fields)
 
 
 def end_ids_of(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
@@ -149,7 +151,7 @@ REFUSED = [
     *[({key: True}, OTHERS) for key in ("token_healing", "num_beams", "a_key_of_the_future")],
     ({"diversity_penalty": 0.5, "num_beams": 4}, OTHERS),
     ({"typical_p": 0.9}, OTHERS),
-    ({"bad_words_ids": [[7]]}, OTHERS),
+    *[({"bad_words_ids": value}, "give the texts as bad_words") for value in ([[7], [7, 8]], [7], 7, {}, [["a"]])],
     ({"stop_words_ids": [[7]]}, OTHERS),
     ({"forced_eos_token_id": [0, 1]}, "it must be an integer"),
     ({"forced_bos_token_id": 0}, OTHERS),
@@ -277,6 +279,29 @@ def test_no_end_id_lies_outside_the_vocabulary(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_words_of_one_token_are_forbidden(tmp_path: Path) -> None:
+    """As every Opus-MT forbids its padding; together with what is suppressed."""
+    found = sampling_defaults(folder_with(tmp_path, bad_words_ids=[[7], [9]], suppress_tokens=[9, 5]))
+    assert found.logit_bias == {5: -math.inf, 7: -math.inf, 9: -math.inf}
+
+
+def test_what_is_not_done_leaves_the_other_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"top_k": 7, "no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "temperature": 0.5, "top_p": 7}
+    folder = folder_with(write_tiny(tmp_path / "model"), **values)
+    assert LLM(folder).usual_fields == {"top_k": 7, "temperature": 0.5}
+    said = [record.getMessage() for record in caplog.records]
+    for key, way_out in {
+        "no_repeat_ngram_size": "'none'",
+        "bad_words_ids": "as bad_words",
+        "top_p": "in (0, 1]",
+    }.items():
+        (line,) = [line for line in said if f"{key}" in line]
+        assert way_out in line
+        assert line.endswith("this value is left out")
+    with pytest.raises(UnsupportedModel, match="no_repeat_ngram_size"):
+        LLM(folder, generation_config="model")
 
 
 def test_they_are_applied_on_request_only(tmp_path: Path) -> None:

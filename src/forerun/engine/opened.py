@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of
 from forerun.models import named, next_tokens
 from forerun.models.families import run_by
-from forerun.models.generation import sampling_defaults, sampling_fields, start_ids_of
+from forerun.models.generation import check_together, sampling_fields, start_ids_of
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes
 from forerun.models.naming import says_next_tokens
 from forerun.models.next_tokens import NextTokens
@@ -325,13 +325,17 @@ class Opened:
         """The sampling parameters where a request says nothing of them; others have SamplingParams' defaults.
 
         The first of these that there is: its generation_config.json, what data/models.toml has under its name, and
-        named.USUAL where it answers texts. Raises UnsupportedModel under generation_config='model'.
+        named.USUAL where it answers texts. A value of the file that is not done is left out with a warning; under
+        generation_config='model' it raises UnsupportedModel.
         """
         if self.config.generation_config == "none":
             return {}
+        small, raw, left_out = self.files.small, self.files.raw, None
+        if self.config.generation_config != "model":
+            left_out = partial(LOG.warning, "%s; this value is left out")
         try:
-            sampling_defaults(self.files.small, self.files.raw)
-            own = sampling_fields(self.files.small, self.files.raw)
+            own = sampling_fields(small, raw, left_out)
+            check_together(own, small)
         except UserError as error:
             if self.config.generation_config == "model":
                 raise UnsupportedModel(str(error)) from error

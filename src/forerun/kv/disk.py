@@ -84,7 +84,7 @@ class Limit(NamedTuple):
         except (ValueError, KeyError):
             raise BadOption(f"kv_disk={text!r} is no size: write 20GB, or 20GB:FOLDER") from None
         if num_bytes < LEAST_BYTES:
-            raise BadOption(f"kv_disk={text!r} is too small: give {LEAST_BYTES // 10**6}MB at least")
+            raise BadOption(f"kv_disk={text!r} is too small: give {-(-LEAST_BYTES // 10**6)}MB at least")
         return cls(num_bytes, Path(where).expanduser() if where else default_path())
 
 

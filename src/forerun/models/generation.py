@@ -4,13 +4,13 @@ End ids are always applied. The suggested sampling values are what a request has
 (`Opened.usual_fields`); generation_config="none" leaves them out.
 
 Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
-honoured, beside do_sample, stop_strings and suppress_tokens; INERT and NEUTRAL change nothing; any other key must be
-absent, null, false or empty.
+honoured, beside do_sample, stop_strings, suppress_tokens and bad_words_ids; INERT and NEUTRAL change nothing; any other
+key must be absent, null, false or empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from forerun.errors import BadOption, UnsupportedModel, shown
@@ -39,7 +39,7 @@ _INERT = (
 )
 INERT = frozenset(_INERT.split())
 INERT_BEGINNINGS = ("_", "cache_", "output_", "return_")
-KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens"})
+KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens", "bad_words_ids"})
 FORCED_START, FORCED_END = "forced_bos_token_id", "forced_eos_token_id"
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
 NEUTRAL = {
@@ -61,35 +61,42 @@ NEUTRAL = {
 WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("min_new_tokens", "min_tokens")}
 
 
-def sampling_defaults(small: SmallFiles, config: Raw) -> SamplingParams:
-    """The values of generation_config.json, over our own defaults where it says nothing; see `sampling_fields`."""
+def check_together(fields: Mapping[str, Any], small: SmallFiles) -> None:
+    """Raise UnsupportedModel where the fields of generation_config.json do not go together."""
     try:
-        return SamplingParams(**sampling_fields(small, config))
+        SamplingParams(**fields)
     except BadOption as error:
         raise UnsupportedModel(f"{FILE} in {small.folder}: {error}") from error
 
 
-def sampling_fields(small: SmallFiles, config: Raw) -> dict[str, Any]:
+def sampling_fields(
+    small: SmallFiles, config: Raw, refuse: Callable[[UnsupportedModel], None] | None = None
+) -> dict[str, Any]:
     """The fields of SamplingParams that generation_config.json sets, and no others. config: config.json.
 
-    do_sample=false is temperature 0, stop_strings are stop, suppress_tokens are biases of minus infinity. A least
-    number of tokens without a greatest lifts our default limit, which may lie below it. Raises UnsupportedModel for a
-    value that would change the output and is not implemented, or that is of the wrong type or out of range.
+    do_sample=false is temperature 0, stop_strings are stop; suppress_tokens and bad words of one token are biases of
+    minus infinity. A least number of tokens without a greatest lifts our default limit, which may lie below it. A value
+    that would change the output and is not implemented, or that is of the wrong type or out of range, is handed to
+    `refuse`, and the others stay; without `refuse` it raises UnsupportedModel.
     """
     raw, name = _set(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as transformers has it
         raw, name = _set({FORCED_END: config.get(FORCED_END)}), "config.json"
-    where = f"{name} in {small.folder}"
+    where, fields, forbidden = f"{name} in {small.folder}", dict[str, Any](), frozenset[int]()
     for key, value in raw.items():
-        if not _is_known(key, value, raw, config):
-            _refuse_key(key, value, where)
-    fields = {field: _checked(key, field, raw[key], where) for key, field in SAME.items() if key in raw}
-    if not _boolean(raw, "do_sample", default=True, where=where):
+        try:
+            if not _is_known(key, value, raw, config):
+                _refuse_key(key, value, where)
+            fields |= _fields_of(key, value, where)
+            forbidden |= _forbidden_ids(key, value, where, _num_ids(config))
+        except UnsupportedModel as error:
+            if refuse is None:
+                raise
+            refuse(error)
+    if raw.get("do_sample") is False:
         fields["temperature"] = 0.0
-    if stop := _texts(raw.get("stop_strings", []), where):
-        fields["stop"] = _checked("stop_strings", "stop", stop, where)
-    if suppressed := _ids(raw.get("suppress_tokens", []), "suppress_tokens", where, "a list of ids", _num_ids(config)):
-        fields["logit_bias"] = dict.fromkeys(sorted(suppressed), float("-inf"))
+    if forbidden:
+        fields["logit_bias"] = dict.fromkeys(sorted(forbidden), float("-inf"))
     if fields.get("min_tokens"):
         fields.setdefault("max_tokens", None)
     return fields
@@ -133,6 +140,29 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 # -------------------------------------------------------------------------------------------------- sampling values
 
 
+def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
+    """Return what a known key sets by itself. Raises UnsupportedModel for a value that it cannot have."""
+    if key in SAME:
+        return {SAME[key]: _checked(key, SAME[key], value, where)}
+    if key == "do_sample":
+        _require(isinstance(value, bool), key, value, where, "true or false")
+    stop = _texts(value, where) if key == "stop_strings" else ()
+    return {"stop": _checked(key, "stop", stop, where)} if stop else {}
+
+
+def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> frozenset[int]:
+    """Return the ids that a key forbids everywhere. Raises UnsupportedModel for a value that it cannot have."""
+    if key == "suppress_tokens":
+        return _ids(value, key, where, "a list of ids", num_ids)
+    if key != "bad_words_ids":
+        return frozenset()
+    words = value if isinstance(value, list) else [value]
+    one_each = all(isinstance(word, list) and len(word) == 1 for word in words)
+    what = "lists of one id each; of words of several tokens give the texts as bad_words"
+    _require(one_each, key, value, where, what)
+    return _ids([word[0] for word in words], key, where, what, num_ids)
+
+
 def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
     """Whether a key is honoured, or changes nothing with this value."""
     if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
@@ -161,12 +191,6 @@ def _checked(key: str, field: str, value: Any, where: str) -> Any:
     except BadOption as error:
         raise UnsupportedModel(f"{where}: {key}{str(error).removeprefix(field)}") from error
     return value
-
-
-def _boolean(raw: Raw, key: str, default: bool, where: str) -> bool:
-    value = raw.get(key, default)
-    _require(isinstance(value, bool), key, value, where, "true or false")
-    return bool(value)
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
