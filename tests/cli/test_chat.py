@@ -312,12 +312,12 @@ def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -
     assert fields(temperature=0.6, top_k=20) == {"temperature": 0.6, "top_k": 20}
     assert fields(do_sample=False) == {"temperature": 0.0}
     assert usual_fields(generation_config="none") == {}
-    assert fields(temperature=0.6, typical_p=0.9) == {"temperature": 0.7, "top_p": 0.9}  # the others are logged
+    assert fields(temperature=0.6, typical_p=0.9) == {"temperature": 0.6}  # what is not done is logged
     with pytest.raises(UnsupportedModel, match=r"typical_p=0\.9"):
         usual_fields(generation_config="model")
     llm = LLM(folder, draft="none")
-    assert llm.default_params == SamplingParams(temperature=0.7, top_p=0.9)
-    assert llm.params(max_tokens=3, top_p=1.0) == SamplingParams(temperature=0.7, max_tokens=3)
+    assert llm.default_params == SamplingParams(temperature=0.6)
+    assert llm.params(max_tokens=3, top_p=0.5) == SamplingParams(temperature=0.6, top_p=0.5, max_tokens=3)
 
 
 def test_a_text_is_a_message_everywhere(cli: Any, talker: Path) -> None:

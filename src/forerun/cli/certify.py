@@ -57,18 +57,23 @@ def certify(
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
-    """Show a bar on standard error, where that is a terminal."""
+    """Show a bar on standard error where that is a terminal, else lines."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from forerun.cli.waiting import Waiting
     from forerun.text.terminal import make_console
 
     console = make_console(stderr=True)
+    if not console.is_terminal:
+        with Waiting("loading") as waiting:
+            yield lambda what, share: waiting.tell(f"{share:.0%} {what}")
+        return
     columns = (
         BarColumn(20),
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading", total=1.0)
         yield lambda what, share: progress.update(task, description=what, completed=share)

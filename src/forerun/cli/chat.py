@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -18,13 +18,13 @@ from typing import Any, TextIO
 from forerun import verify
 from forerun.cli.conversations import Conversations, default_folder
 from forerun.cli.tool_file import ToolFile
+from forerun.cli.waiting import Answering, loading
 from forerun.cli.words import counted, drafting, drawing, ending, lossy, model_name, note, percent, precision
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
-from forerun.models.hub import is_hub_id
 from forerun.models.named import DRAWING
 from forerun.native import cache_folder
 from forerun.registry import unknown
@@ -298,11 +298,15 @@ class Chat:
         given = self._given if may_call else {}
         speaking = self._speaking if may_call else self.llm.speaking()
         answer, ids = Answer(), list[int]()
-        with _shown(out) as show, suppress(_Stopped):
+        with suppress(_Stopped), ExitStack() as stack:
             interrupt.is_awaited = True
             try:
                 prompt = self.llm.apply_chat_template(messages, **given)
+                waiting, show = stack.enter_context(Answering(self.llm, len(prompt))), None
                 for chunk in self.llm.stream(prompt, self.params, speaking=speaking):
+                    if show is None:
+                        waiting.end()
+                        show = stack.enter_context(_shown(out))
                     ids += chunk.token_ids
                     for part in chunk.parts if chunk.parts is not None else [Text(chunk.text)]:
                         show(answer.add(part))
@@ -425,14 +429,9 @@ def _one_interrupt() -> Iterator[_Interrupt]:
 
 
 def load_models(opened: Opened) -> LLM:
-    """Load the LLM of a chat, with a spinner on a terminal's standard error.
-
-    A checkpoint without a chat template is refused before its weights are fetched.
-    """
+    """Load the LLM of a chat. A checkpoint without a chat template is refused before its weights are fetched."""
     _ = opened.chat_template
-    fetches = opened.files.is_of_hub or is_hub_id(opened.config.draft)
-    # Downloads have progress bars of their own, and a spinner on the same line would make them scroll.
-    with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):
+    with loading(opened):
         llm = LLM.from_opened(opened)
     spare_what_is_loaded()
     return llm

@@ -43,6 +43,7 @@ from forerun.errors import BadOption, ForerunError, UserError, not_installed
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.cli.waiting import Waiting
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.engine.request import Chunk, RequestOutput
@@ -217,25 +218,38 @@ def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
 
 
 def _loaded(opened: Opened) -> LLM:
+    from forerun.cli.waiting import loading
     from forerun.engine.llm import LLM
     from forerun.memory.machine import spare_what_is_loaded
 
-    llm = LLM.from_opened(opened)
+    with loading(opened):
+        llm = LLM.from_opened(opened)
     spare_what_is_loaded()
     return llm
 
 
 def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
-    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], raw=True)
+    with _answering(llm, [prompt for prompt, _ in requests]):
+        return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], raw=True)
+
+
+def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
+    """Tell how far prompts are read, until something is written."""
+    from forerun.cli.waiting import Answering
+
+    ids = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return Answering(llm, sum(len(own) for own in ids))
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:
-    start = time.perf_counter()
-    for chunk in llm.stream(prompt, params, raw=True):
-        text = _readable(llm, chunk)
-        _write(text if chunk.output is None else f"{text}\n")
-        if chunk.output is not None:
-            _note_numbers(llm, chunk.output, params, time.perf_counter() - start, verbose)
+    start, waiting = time.perf_counter(), _answering(llm, [prompt])
+    with waiting:
+        for chunk in llm.stream(prompt, params, raw=True):
+            waiting.end()
+            text = _readable(llm, chunk)
+            _write(text if chunk.output is None else f"{text}\n")
+            if chunk.output is not None:
+                _note_numbers(llm, chunk.output, params, time.perf_counter() - start, verbose)
 
 
 def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:

@@ -70,7 +70,10 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
                 "use this server; give --api-key, or FORERUN_API_KEY"
             )
         opened = refuse_together({names[0]: config for names, config in models}) if len(models) > 1 else {}
-        llms = [(names, loaded(opened.get(names[0]) or Opened.of(config))) for names, config in models]
+        llms = list[tuple[Seq[str], LLM]]()
+        for names, config in models:
+            note(f"loading {visible(names[0])}")  # seconds pass until the next line
+            llms.append((names, loaded(opened.get(names[0]) or Opened.of(config))))
         sys.setswitchinterval(SWITCH_S)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(_serve(llms, options, listening, pages or {}))

@@ -1,0 +1,91 @@
+"""What a command waits for, told on standard error: nobody looks at a silent screen for longer than two seconds."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from forerun.cli.words import counted
+from forerun.models.hub import is_hub_id
+from forerun.text.terminal import make_console, note
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from forerun.engine.llm import LLM
+    from forerun.engine.opened import Opened
+    from forerun.types import StepReport
+
+SILENT_S, AGAIN_S = 1.8, 10.0  # where no terminal is: before the first line, and between two
+
+
+class Waiting:
+    """Tells what is waited for until `end`: on a terminal by a line that changes and goes, elsewhere by lines.
+
+    A line comes when the wait has lasted `SILENT_S`, and another every ten seconds if there is something new to say.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self._told = text, ""
+        console = make_console(stderr=True)
+        self._status = console.status(text) if console.is_terminal else None
+        self._over = threading.Event()
+
+    def tell(self, text: str) -> None:
+        """Say something else from now on. Any thread may call it."""
+        self._text = text
+        if self._status is not None:
+            self._status.update(text)
+
+    def end(self) -> None:
+        """The wait is over; once is enough."""
+        self._over.set()
+        if self._status is not None:
+            self._status.stop()
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        else:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+    def _print_lines(self) -> None:
+        wait_s = SILENT_S
+        while not self._over.wait(wait_s):
+            if self._text != self._told:
+                note(self._text)
+            self._told, wait_s = self._text, AGAIN_S
+
+
+class Answering(Waiting):
+    """Tells how much of the prompts was read, and then how much was written. num_tokens: of all prompts."""
+
+    def __init__(self, llm: LLM, num_tokens: int) -> None:
+        super().__init__(f"reading {counted(num_tokens, 'token')}")
+        self._num_tokens, self._num_read, self._num_written = num_tokens, 0, 0
+        self._unlisten = llm.listen(self._see)
+
+    def end(self) -> None:
+        self._unlisten()
+        super().end()
+
+    def _see(self, report: StepReport) -> None:
+        self._num_read += report.num_prefill_tokens
+        self._num_written += report.num_committed
+        if self._num_written:
+            self.tell(f"{counted(self._num_written, 'token')} written")
+        else:
+            self.tell(f"reading {self._num_read:,} of {counted(self._num_tokens, 'token')}")
+
+
+def loading(opened: Opened) -> AbstractContextManager[object]:
+    """Tell that a model is loaded. Downloads have progress bars of their own, which the line would make scroll."""
+    if opened.files.is_of_hub or is_hub_id(opened.config.draft):
+        return nullcontext()
+    return Waiting(f"loading {opened.files.name}")

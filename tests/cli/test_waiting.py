@@ -1,0 +1,63 @@
+"""What commands say while they wait: on a terminal a line that goes, in a pipe lines."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.cli import waiting
+from forerun.cli.waiting import Answering, Waiting
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def until(said: io.StringIO, text: str) -> None:
+    while text not in said.getvalue():
+        time.sleep(0.001)
+
+
+def test_a_pipe_gets_a_line_and_later_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.0)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.001)
+    with Waiting("loading a model") as wait:
+        until(said, "loading a model")
+        wait.tell("reading 3 of 8 tokens")
+        until(said, "reading 3 of 8 tokens")
+    assert said.getvalue().splitlines() == ["loading a model", "reading 3 of 8 tokens"]
+
+
+def test_what_is_soon_over_says_nothing_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with Waiting("loading a model"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_the_line_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Terminal()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setenv("TERM", "xterm")
+    with Waiting("loading a model") as wait:
+        until(said, "loading a model")
+        wait.end()
+        assert said.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor is back on a line that is empty"
+    assert said.getvalue().count("\n") == said.getvalue().count("\x1b[1A")
+
+
+def test_it_says_how_far_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("shipped", draft="none", prefill_chunk_tokens=16)
+    told = list[str]()
+    monkeypatch.setattr(Answering, "tell", lambda self, text: told.append(text))
+    with Answering(llm, 50) as wait:
+        for _ in llm.stream(list(range(2, 52)), SamplingParams(max_tokens=4, temperature=0)):
+            wait.end()
+    assert told[:3] == [f"reading {num} of 50 tokens" for num in (16, 32, 48)]
+    assert told[-1] == "1 token written"
