@@ -37,7 +37,7 @@ def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -
     cli("prefill", "--raw", str(file), "--target", "llama", "--draft", "none", "--kv-disk", f"1GB:{tmp_path / 'kv'}")
     listed = cli("cache", "list", *folder)
     assert re.fullmatch(r"[0-9a-f]{8}  [\d-]+ [\d:]+ +[\d.]+ GB +128 tokens  llama\n", listed.stdout)
-    assert cli("cache", "verify", *folder).stdout == "8 blocks, 0 of them damaged\n"
+    assert cli("cache", "verify", "--kv-disk", f"1GB:{tmp_path / 'kv'}").stdout == "8 blocks, 0 of them damaged\n"
     (rows,) = (tmp_path / "kv").glob("*/*.kv")
     rows.write_bytes(b"x" + rows.read_bytes()[1:])
     damaged = cli("cache", "verify", *folder)
@@ -58,6 +58,8 @@ def test_refusals(cli: Any, tmp_path: Path) -> None:
         (("prefill", str(tmp_path / "nowhere"), *kept), "there is no file"),
         (("prefill", str(file), *kept), "must hold an object"),
         (("cache", "clear", "--folder", str(tmp_path)), "is no folder of kv_disk"),
+        (("cache", "list", "--folder", str(tmp_path), "--kv-disk", "1GB"), "both name the folder: drop one"),
+        (("cache", "list", "--kv-disk", "lots"), "write 20GB"),
         (("generate", "x", "--target", "llama", "--kv-disk", "lots"), "write 20GB"),
     ):
         done = cli(*arguments)

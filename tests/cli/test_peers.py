@@ -114,8 +114,6 @@ def test_other_mistakes_keep_their_words(refused: Any, line: str) -> None:
 # ------------------------------------------------------------------------------------------- a flag of another command
 
 OF_ANOTHER = {
-    "chat --target t": "--target is an option of forerun generate, and the argument TARGET of forerun chat: write it "
-    "without --target",
     "chat t --ops reference": "--ops is an option of forerun generate, not of forerun chat: set FORERUN_OPS or use "
     "--config",
     "chat t --kv_cache_backend=paged": "--kv_cache_backend is an option of forerun generate, not of forerun chat: set "

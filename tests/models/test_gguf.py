@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from forerun import LLM, SamplingParams, native
 from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.config import Quantization
-from forerun.errors import BadOption, CapacityError, UnsupportedModel
+from forerun.errors import BadOption, CapacityError, NotFound, UnsupportedModel
 from forerun.host_tensor import HostTensor
 from forerun.models import qwen3_next
 from forerun.models.llama import GGUF
@@ -71,6 +71,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def bits(numbers: Any) -> Any:
     """The bits of float32, whether they have the name of a type or not."""
     return (numbers.float32() if isinstance(numbers, HostTensor) else numbers).view(np.int32)
+
+
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """Caches of other programs name such files by their hash."""
+    file = tmp_path / "sha256-0123"
+    write_tensors(file, {"output_norm.weight": ("F32", np.ones(8, np.float32))}, {}, "llama")
+    assert source_module.recognises(file)
+    file.write_bytes(file.read_bytes()[:3])
+    with pytest.raises(NotFound, match="a checkpoint is a folder"):
+        open_source(file)
 
 
 @pytest.mark.parametrize("alignment", [32, 128])

@@ -130,8 +130,8 @@ def test_a_folder_and_what_looks_like_one_never_reach_the_network(hub: HubServer
     assert {f.error for f in found} == {"NotFound"}
     assert all(f.message.startswith("there is no folder ") for f in found)
     assert found[0].message == (
-        "there is no folder org/tiny: name a folder that holds config.json, model.safetensors and tokenizer.json, a "
-        "GGUF file, or a model of the hub as org/name"
+        "there is no folder org/tiny: name a model of `forerun models`, a folder that holds config.json, "
+        "model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as org/name"
     )
     unlike = ["org/ti ny", "-org/tiny", "org/tiny--x", "org/C:tiny", "org/C:../a.gguf", "org/C:"]
     for name, nothing in zip(unlike, client.find(*unlike), strict=True):

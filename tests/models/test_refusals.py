@@ -24,8 +24,8 @@ from tiny import write_tiny
 Raw = dict[str, Any]
 TYPES, KNOWN = " or ".join(model_types()), str(list(model_types()))
 WANTED = (
-    "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
-    "org/name"
+    "a model of `forerun models`, a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, "
+    "or a model of the hub as org/name"
 )
 READABLE = (
     "name the unquantised original, or one quantised as GPTQ, AWQ, FP8, MXFP4 or compressed-tensors of 4 or 8 bits"

@@ -41,7 +41,7 @@ def test_a_folder_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(NotFound) as caught:
         ChatTemplate.load(tmp_path)
     assert str(caught.value) == (
-        f"there is no chat template in {tmp_path}, as is usual for a base model: use generate, which needs none, or "
+        f"{tmp_path} has no chat template, as is usual for a base model: use generate, which needs none, or "
         "name a template with --chat-template FILE (chat_template= in Python)"
     )
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}', encoding="utf-8")

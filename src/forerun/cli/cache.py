@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from forerun.cli.help import App
+from forerun.errors import BadOption, shown
 
 FolderOption = Annotated[
     Path | None, typer.Option("--folder", help="of --kv-disk; none = the one in the user's cache", show_default=False)
+]
+SizeOption = Annotated[
+    str | None, typer.Option("--kv-disk", help="the folder as other commands name it: 20GB:FOLDER", show_default=False)
 ]
 DAMAGED = 1
 
@@ -19,11 +24,11 @@ app = App("What --kv-disk keeps: blocks of KV caches, by model.")
 
 
 @app.command("list")
-def list_kept(folder: FolderOption = None) -> None:
+def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     """List the models of the folder: tokens, bytes, and when they were used last."""
     from forerun.kv.disk import kept
 
-    found = kept(_folder(folder))
+    found = kept(_folder(folder, kv_disk))
     if not found:
         typer.echo("Nothing is kept there yet.")
     for one in found:
@@ -33,11 +38,11 @@ def list_kept(folder: FolderOption = None) -> None:
 
 
 @app.command()
-def verify(folder: FolderOption = None) -> None:
+def verify(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     """Read every block and compare it with its hash. Exit code 1: some are damaged; no engine uses these."""
     from forerun.kv.disk import kept
 
-    found = kept(_folder(folder), verifies=True)
+    found = kept(_folder(folder, kv_disk), verifies=True)
     num_blocks, num_damaged = (sum(getattr(one, name) for one in found) for name in ("num_blocks", "num_damaged"))
     typer.echo(f"{num_blocks:,} blocks, {num_damaged:,} of them damaged")
     if num_damaged:
@@ -48,17 +53,30 @@ def verify(folder: FolderOption = None) -> None:
 def clear(
     model: Annotated[str | None, typer.Argument(help="as list shows it; none = all", show_default=False)] = None,
     folder: FolderOption = None,
+    kv_disk: SizeOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
 ) -> None:
     """Remove what is kept, of one model or of all. Texts are then read again."""
     from forerun.kv.disk import clear as removed
 
-    typer.echo(f"{removed(_folder(folder), model) / 1e9:.3f} GB removed")
+    path = _folder(folder, kv_disk)
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"remove what {shown(str(path))} keeps of {model or 'all models'}?", abort=True)
+    typer.echo(f"{removed(path, model) / 1e9:.3f} GB removed")
 
 
-def _folder(given: Path | None) -> Path:
-    from forerun.kv.disk import default_path
+def _folder(given: Path | None, kv_disk: str | None) -> Path:
+    """Return the folder that is meant. Raises BadOption where it is said twice, or as no size."""
+    from forerun.kv.disk import Limit, default_path
 
-    return given or default_path()
+    if kv_disk is None and given is None and not default_path().exists():
+        typer.echo("Nothing is kept yet: commands with --kv-disk 20GB keep what they read.")
+        raise typer.Exit
+    if kv_disk is None:
+        return given or default_path()
+    if given is not None:
+        raise BadOption("--folder and --kv-disk both name the folder: drop one of them")
+    return Limit.parse(kv_disk).path
 
 
 def _shown(text: str) -> str:

@@ -20,6 +20,7 @@ ENGINE = "engine/"  # before the panel of an option that a variable FORERUN_<NAM
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts
 SETTINGS = {"help_option_names": ["-h", "--help"]}
+TARGET = "--target"
 GAP = 2  # columns between a flag and its text
 _FORMATTER: Any = typer.Context.formatter_class
 
@@ -69,6 +70,13 @@ class _Context(typer.Context):
 class _Command(TyperCommand):
     context_class = _Context
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take `--target MODEL` for the argument TARGET as well: other commands teach it."""
+        flags = {flag for param in self.params for flag in param.opts}
+        if "target" in {param.name.removesuffix("s") for param in self.params} and TARGET not in flags:
+            args = _without_flag(args, TARGET)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """The arguments, then the options of each panel; those without one come first."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
@@ -85,6 +93,13 @@ class _Command(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _without_flag(args: list[str], flag: str) -> list[str]:
+    """Return the words of a command line without a flag, whose value stays behind; none behind `--` is a flag."""
+    end = args.index("--") if "--" in args else len(args)
+    words = [word.removeprefix(f"{flag}=") for word in args[:end] if word != flag]
+    return [*words, *args[end:]]
 
 
 class _Group(TyperGroup):

@@ -145,6 +145,7 @@ def generate(
     with _without_collections():
         config = flags.engine_config(engine)
         from forerun.engine.opened import Opened
+        from forerun.text.terminal import note
 
         opened = Opened.of(config)
         params = flags.sampling_params(sampling, opened.usual_fields)
@@ -155,6 +156,8 @@ def generate(
         if rounds and any(params.searches for _, params in requests):
             raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
         requests = _with_messages(requests, opened, chat)
+        if sys.stderr.isatty() and not as_json and chat is None and not (opened.answers_texts or opened.is_shipped):
+            note(f"{opened.files.name} has no chat template: it continues the text and answers nothing")
         llm = _loaded(opened)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     if as_json:
@@ -191,7 +194,9 @@ def _with_messages(requests: list[flags.Request], opened: Opened, chat: bool | N
         opened.text_tokenizer()
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
         _ = opened.chat_template
-    if not has_texts or chat is False or (chat is None and not opened.answers_texts):
+    if not has_texts or chat is False:
+        return requests
+    if chat is None and not opened.answers_texts:
         return requests
     try:
         _ = opened.chat_template

@@ -30,7 +30,7 @@ class Waiting:
     def __init__(self, text: str) -> None:
         self._text, self._told = text, ""
         console = make_console(stderr=True)
-        self._status = console.status(text) if console.is_terminal else None
+        self._status = console.status(text) if console.is_terminal and not console.is_dumb_terminal else None
         self._over = threading.Event()
 
     def tell(self, text: str) -> None:

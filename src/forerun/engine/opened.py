@@ -299,7 +299,7 @@ class Opened:
     @cached_property
     def _templates(self) -> Mapping[str, Source]:
         file = self.config.chat_template
-        return find_sources(self.files.small, None if file is None else Path(file))
+        return find_sources(self.files.small, None if file is None else Path(file), self.files.name)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

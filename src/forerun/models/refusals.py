@@ -28,8 +28,8 @@ QUANTISERS = {
 }
 
 WANTED = (
-    "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
-    "org/name"
+    "a model of `forerun models`, a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, "
+    "or a model of the hub as org/name"
 )
 GGUF, PICKLES = (".gguf",), (".bin", ".pt", ".pth", ".ckpt")
 OTHERS = (".safetensors", ".h5", ".msgpack", ".onnx")

@@ -72,8 +72,9 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
         opened = refuse_together({names[0]: config for names, config in models}) if len(models) > 1 else {}
         llms = list[tuple[Seq[str], LLM]]()
         for names, config in models:
+            target = opened.get(names[0]) or Opened.of(config)
             note(f"loading {visible(names[0])}")  # seconds pass until the next line
-            llms.append((names, loaded(opened.get(names[0]) or Opened.of(config))))
+            llms.append((names, loaded(target)))
         sys.setswitchinterval(SWITCH_S)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(_serve(llms, options, listening, pages or {}))

@@ -27,11 +27,12 @@ class Source:
     where: str
 
 
-def find_sources(small: SmallFiles, file: Path | None) -> dict[str, Source]:
+def find_sources(small: SmallFiles, file: Path | None, model: str | None = None) -> dict[str, Source]:
     """The templates by name, "default" among them where there is one; the order of precedence is transformers'.
 
     `file` if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else `chat_template`
-    of tokenizer_config.json: one text, or a list of {"name", "template"}. Raises NotFound where there is none.
+    of tokenizer_config.json: one text, or a list of {"name", "template"}. Raises NotFound where there is none, with the
+    name by which the user knows the model, else its folder.
     """
     if file is not None:
         if not file.is_file():
@@ -45,7 +46,7 @@ def find_sources(small: SmallFiles, file: Path | None) -> dict[str, Source]:
     found = found or _from_config(small.json(CONFIG), folder / CONFIG)
     if not found:
         raise NotFound(
-            f"there is no chat template in {folder}, as is usual for a base model: use generate, which needs none, or "
+            f"{model or folder} has no chat template, as is usual for a base model: use generate, which needs none, or "
             "name a template with --chat-template FILE (chat_template= in Python)"
         )
     num_bytes = sum(len(source.text.encode(errors="replace")) for source in found.values())

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from forerun.errors import UnsupportedModel
 from forerun.host_tensor import HELD_AS, Array, HostTensor
 from forerun.models.gguf.config import ROPE_TENSORS, family_of, read_config
-from forerun.models.gguf.header import Entry, Header, read_model
+from forerun.models.gguf.header import MAGIC, Entry, Header, read_model
 from forerun.models.gguf.tokenizer import NO_CUTTING, guesses_cutting, write_tokenizer
 from forerun.models.kept_folder import kept_folder
 from forerun.models.naming import Gguf, Names
@@ -38,8 +38,17 @@ COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is 
 
 
 def recognises(path: Path) -> bool:
-    """Every file with that ending."""
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    """Every file with that ending, and those that begin as one does, whatever their name is."""
+    return path.is_file() and (path.suffix.lower() == SUFFIX or _first_bytes(path) == MAGIC)
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Return as many bytes as tell a GGUF file; none of a file that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC))
+    except OSError:
+        return b""
 
 
 class GgufFile:
