@@ -71,6 +71,17 @@ def test_a_program_may_make_its_own_drafter():
     assert (plain.token_ids, plain.report.num_drafted) == (out.token_ids, 0)
 
 
+@pytest.mark.once("about options")
+def test_what_makes_no_drafter_is_refused():
+    assert "draft='own'" in repr(LLM("shipped", draft_model=LastTokenAgain))
+    with pytest.raises(BadOption, match="use_speculative_decoding says something else of drafts"):
+        LLM("shipped", draft=LastTokenAgain, use_speculative_decoding=True)
+    with pytest.raises(BadOption, match=r"draft made NoneType: it must make a forerun\.drafters\.Drafter"):
+        LLM("shipped", draft=lambda target: None)
+    with pytest.raises(BadOption, match="draft is a drafter already: give the function that makes it"):
+        LLM("shipped", draft=Drafter())
+
+
 def test_prompts_may_be_texts_ids_or_arrays_and_keep_their_order():
     ids = llm().tokenizer.encode(PROMPT)
     outs = llm().generate([PROMPT, ids, np.array(ids), "import"], greedy(8))

@@ -15,7 +15,7 @@ from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import load, make_options
-from forerun.train.heads import Batch, Teacher
+from forerun.train.heads import Batch, Teacher, decayed
 from tiny import write_tiny
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -112,6 +112,32 @@ def test_rows_that_go_on_are_computed_as_among_all_rows(tmp_path: Path, method: 
         torch.testing.assert_close(target, all_target[learned[among]])
 
 
+@pytest.mark.parametrize("ids", [0, 1, 2])
+@torch.no_grad()
+def test_one_row_of_several_goes_on_and_which_depends_on_the_batch(tmp_path: Path, ids: int) -> None:
+    head, teacher = head_of(write_tiny(tmp_path / "target", "llama"), "eagle", steps=3, every=3)
+    batch = batch_of(teacher)
+    batch.ids[0, 0] += (ids - int(batch.ids.sum())) % 3
+    going_on = torch.arange(12) % 3 == ids
+    wanted = losses_of(head._steps(batch, going_on))
+    assert head.loss(batch) == wanted
+    assert wanted != losses_of(head._steps(batch))
+    assert wanted != losses_of(head._steps(batch, going_on.roll(1)))
+
+
+def losses_of(parts: Any) -> torch.Tensor:
+    return decayed(parts, 0.8, "kl")
+
+
+def test_without_the_rows_before_the_last_layer_the_part_stays_whole(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "target", "llama")
+    head, teacher = head_of(folder, "eagle", layers="0+2")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(head.weights[name], teacher.last[name])
+    with pytest.raises(BadOption, match="add 1 to layers, or leave mlp out"):
+        head_of(folder, "eagle", layers="0+2", mlp=12)
+
+
 @torch.no_grad()
 def test_a_narrow_part_keeps_what_adds_something(tmp_path: Path) -> None:
     """Where half of the inner outputs add nothing, a part of the other half says what the whole one says."""
@@ -137,7 +163,7 @@ def test_the_last_matrix_is_fitted_to_what_is_left(tmp_path: Path) -> None:
     head, teacher = head_of(write_tiny(tmp_path / "target", "llama"), "eagle", mlp=12)
     batches = [batch_of(teacher, seed) for seed in range(8)]
     narrowing = head._narrowing
-    inner = torch.cat([narrowing._inner(batch) for batch in batches])
+    inner = torch.cat([narrowing._inner(batch)[batch.inside.flatten()] for batch in batches])
     head.begin(iter(batches))
     up = teacher.last["model.layers.0.mlp.up_proj.weight"]
     kept = [int((up == row).all(1).nonzero()) for row in head.weights["model.layers.0.mlp.up_proj.weight"]]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,19 +17,21 @@ from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig
 from forerun.drafters import trained
 from forerun.engine.opened import Opened
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.models.loading import Checkpoint
-from forerun.train import loop, recipe
-from forerun.train.config import DrafterConfig, SampleConfig
+from forerun.ops.model import LoadedModel
+from forerun.train import head as training, loop, recipe
+from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig
 from forerun.train.features import Recomputed, Stored, facts_of
 from forerun.train.recipe import SAMPLE_SHARE, State
-from forerun.train.recording import Recording
-from forerun.train.samples import read_samples
+from forerun.train.recording import Recorder, Recording
+from forerun.train.samples import Samples, read_samples
 from forerun.train.sampling import write
+from forerun.types import Sequence
 from train.written import chatting
 
 METHOD = "eagle:draft_vocab=200,steps=2"
-HOURS = 120 / 3600  # readings of the clock: 54 samples, their hidden states, and steps
+HOURS = 120 / 3600  # readings of the clock: 72 samples, and steps
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,7 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     """It is found by auto, drafts what the target accepts, and changes no text."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
     out, said = tmp_path / "out", list[str]()
+    monkeypatch.setattr(Recomputed, "of", None)  # for nothing is run again
     head = recipe.make(config_of(out), str(target), ops="native", quiet=True, say=said.append, clock=clock_of())
     samples, state = read_samples(out / "samples.ids").samples, State.of(config_of(out))
     assert state.is_sampled
@@ -78,9 +82,9 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     assert drafting.generate("some words", params)[0].token_ids == plain.generate("some words", params)[0].token_ids
 
 
-@pytest.mark.parametrize("stops_at", [3, 30, 70])
-def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: int) -> None:
-    """While it samples, or while it stores: what was done is not done again, and its time is counted."""
+@pytest.mark.parametrize("stops_at", [3, 30, None])
+def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: int | None) -> None:
+    """While it samples, or behind that: what was done is not done again, and its time is counted."""
 
     class Stopped(Exception):
         pass
@@ -89,7 +93,7 @@ def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: 
 
     def until() -> float:
         now = ticks()
-        if now >= stops_at:
+        if State.of(config_of(out)).is_sampled if stops_at is None else now >= stops_at:
             raise Stopped
         return now
 
@@ -122,26 +126,107 @@ def test_hidden_states_are_kept_while_the_target_writes(target: Path, tmp_path: 
         write(config, str(target), lambda now: None, dtype="auto", ops="native", recording=Recording(folder, (2, 1)))
     samples = read_samples(tmp_path / "samples.ids")
     assert {sample.kind for sample in samples.samples} == {"chat", "task", "text"}
-    kept = (folder / "features.bin").stat()
+    before = (folder / "features.bin").stat()
     source = Recomputed(checkpoint.model, (2, 1), 300)
     stored = Stored(folder, samples.samples, source, (2, 1), facts_of(checkpoint.model, samples.options))
-    assert (folder / "features.bin").stat() == kept, "nothing was missing"
+    after = (folder / "features.bin").stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size), "nothing was missing"
+    assert len(stored.file.rows()) == sum(len(sample.ids) for sample in samples.samples)
     for sample in samples.samples:
         for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
             assert torch.equal(had[:-1], computed[:-1])
 
 
-def test_hidden_states_of_a_file_that_was_begun_without_are_computed(target: Path, tmp_path: Path) -> None:
-    folder, options = tmp_path / "rows", {"dtype": "auto", "ops": "native"}
-    config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
-    write(config, str(target), lambda now: None, **options)
-    write(replace(config, num_tokens=1200), str(target), lambda now: None, recording=Recording(folder, (1,)), **options)
-    samples, model = read_samples(config.out), loaded(target).model
+def equal_features(folder: Path, samples: Samples, model: LoadedModel) -> None:
+    """Stored features are those that a pass over the finished texts computes."""
     source = Recomputed(model, (1,), 600)
     stored = Stored(folder, samples.samples, source, (1,), facts_of(model, samples.options))
     for sample in samples.samples:
         for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
             assert torch.equal(had[:-1], computed[:-1])
+
+
+@pytest.mark.parametrize("lost", ["all", "some bytes", "a text"])
+def test_what_a_folder_lacks_is_computed_before_more_is_written(target: Path, tmp_path: Path, lost: str) -> None:
+    """As of a file that was begun without, or as a kill leaves it: within a row, or between a text and its rows."""
+    options: dict[str, Any] = {"dtype": "auto", "ops": "native"}
+    config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
+    folder, told = tmp_path / "rows", list[int]()
+    write(config, str(target), told.append, **options, recording=Recording(folder, (1,)) if lost != "all" else None)
+    samples, file = read_samples(config.out), folder / "features.bin"
+    if lost != "all":
+        row = file.stat().st_size // sum(len(sample.ids) for sample in samples.samples)
+        with file.open("r+b") as rows:
+            rows.truncate(file.stat().st_size - (7 if lost == "some bytes" else row * len(samples.samples[-1].ids)))
+    computed = list[tuple[int, int]]()
+    recording = Recording(folder, (1,), lambda num, of: computed.append((num, of)))
+    write(replace(config, num_tokens=1200), str(target), told.append, recording=recording, **options)
+    num = len(samples.samples)
+    assert computed == [(i, num) for i in (range(1, num + 1) if lost == "all" else [num])]
+    equal_features(folder, read_samples(config.out), loaded(target).model)
+
+
+def test_a_head_begins_the_same_of_recorded_features(target: Path, tmp_path: Path) -> None:
+    """Nothing was recorded of a text's last token, and nothing is fitted to it."""
+    config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=3000)
+    write(
+        config,
+        str(target),
+        lambda now: None,
+        dtype="auto",
+        ops="native",
+        recording=Recording(tmp_path / "rows", (2, 1)),
+    )
+    checkpoint = loaded(target)
+    sizes: dict[str, Any] = {"tokens_per_step": 256, "seq_len_tokens": 256, "fit_tokens": 2048, "steps": 1}
+    for method in (
+        "eagle:draft_vocab=200,layers=1+2,mlp=20",
+        "mtp:draft_vocab=200",
+        "blockwise:draft_vocab=200,heads=2",
+    ):
+        heads = [
+            training.prepare(
+                HeadConfig(out=tmp_path / "out", method=method, samples=config.out, features=features, **sizes),
+                checkpoint,
+            ).head.weights
+            for features in (tmp_path / "rows", None)
+        ]
+        for name, weight in heads[0].items():
+            assert torch.equal(weight, heads[1][name]), (method, name)
+
+
+def test_a_recorder_that_fails_ends_the_run(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("forerun.train.recording.features_of", fails)
+    config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
+    with pytest.raises(InternalError, match="no memory"):
+        write(
+            config, str(target), lambda now: None, dtype="auto", ops="native", recording=Recording(tmp_path / "r", (1,))
+        )
+    assert not read_samples(config.out).samples
+
+
+def test_a_sequence_that_gave_way_is_recorded_from_its_beginning() -> None:
+    """What was seen before it gave way is seen again, and counts once; a text of which rows are missing is refused."""
+    model = SimpleNamespace(rows=SimpleNamespace(to_host=lambda rows: rows))
+    target: Any = SimpleNamespace(model=model)
+
+    def seen(start: int, values: list[float]) -> Any:
+        rows = np.array(values, np.float32)[:, None]
+        return SimpleNamespace(start=start, kept=values, hidden=rows, best=[7] * len(values), layer=lambda k: rows * k)
+
+    recorder, seq = Recorder(target, (2, 1)), cast(Sequence, SimpleNamespace(id=3))
+    for start, values in ((0, [1.0, 2.0]), (2, [3.0]), (0, [1.0, 2.0, 3.0]), (3, [4.0])):
+        recorder.observe([seq], [seen(start, values)])
+    features = recorder.take(3, 5)
+    assert features.hidden.flatten().tolist() == [1, 2, 3, 4, 0]
+    assert features.layers[:, :, 0].tolist() == [[2, 1], [4, 2], [6, 3], [8, 4], [0, 0]]
+    assert features.best.tolist() == [7, 7, 7, 7, 0]
+    recorder.observe([seq], [seen(0, [1.0])])
+    with pytest.raises(InternalError, match="2 of 5 tokens of a text were seen"):
+        recorder.take(3, 5)
 
 
 def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.config import EngineConfig
-from forerun.drafters import Drafter
+from forerun.drafters import Drafter, Target
 from forerun.engine.building import build
 from forerun.engine.fitting import refuse_early, with_room
 from forerun.engine.loop import Loop
@@ -31,6 +31,7 @@ from forerun.engine.prompts import (
     refuse_to_stream,
 )
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
+from forerun.engine.router import OWN
 from forerun.errors import BadOption, UserError, shown
 from forerun.kv.disk import Folder
 from forerun.models.loading import Checkpoint
@@ -73,9 +74,7 @@ class LLM:
         self._loaded_draft = draft if isinstance(draft, Checkpoint) else None
         if self._loaded_draft is not None:
             options["draft"] = "model"
-        own_drafter = draft if callable(draft) else None
-        if own_drafter is not None:
-            options["draft"] = "none"
+        own_drafter = _own_drafter(options)
         opened = _open(target, options, self._loaded_draft is not None)
         log = None if opened.config.pacing_log is None else PacingLog(opened.config.pacing_log)
         if isinstance(target, Checkpoint):
@@ -415,9 +414,10 @@ class LLM:
         if "engine" not in vars(self):
             return "<LLM, closed>"
         model, config = self.checkpoint.model, self.config
+        drafts = OWN if OWN in self.engine.drafter.members else config.draft
         return (
             f"<LLM {self.checkpoint.name}: {model.config.model_type}, {model.precision} on {model.device}, "
-            f"{model.ops.name} operators, draft={config.draft!r}, up to {config.max_batch_size} sequences of "
+            f"{model.ops.name} operators, draft={drafts!r}, up to {config.max_batch_size} sequences of "
             f"{self.engine.max_seq_len:,} tokens>"
         )
 
@@ -461,6 +461,26 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
         del readers[request]
     if chunk.token_ids or mark.finish_reason is not None:
         yield chunk
+
+
+def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
+    """Take the function that makes a drafter of the program's own out of the options, in place of which is `none`.
+
+    Raises BadOption where something else is said of drafts, too, and for a drafter that is made already.
+    """
+    names = ("draft", "draft_model")
+    for name in names:
+        if isinstance(options.get(name), Drafter):
+            raise BadOption(f"{name} is a drafter already: give the function that makes it for a drafters.Target")
+    given = [name for name in names if callable(options.get(name))]
+    if not given:
+        return None
+    for name in (*names, "speculative_config", "use_speculative_decoding"):
+        if name != given[0] and options.get(name) is not None:
+            raise BadOption(f"{given[0]} makes a drafter, and {name} says something else of drafts: drop one of them")
+    make: Callable[[Target], Drafter] = options.pop(given[0])
+    options["draft"] = "none"
+    return make
 
 
 def _open(

@@ -44,7 +44,7 @@ class LLMOptions(TypedDict, total=False):
     max_itl_ms: float | None
     max_num_batched_tokens: int
     draft_catchup_tokens: int
-    draft_model: str | Path | Checkpoint | None
+    draft_model: str | Path | Checkpoint | Callable[[Target], Drafter] | None
     num_speculative_tokens: int | None
     speculative_config: Mapping[str, Any] | None
     use_speculative_decoding: bool | None

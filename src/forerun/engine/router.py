@@ -392,7 +392,11 @@ def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | Non
     Each is called by its method's name; of several of one method the first, or the one that is written as that name
     alone, and the others by their whole text. own: makes one that comes before them all, named `own`. Raises BadOption.
     """
-    members: dict[str, Drafter] = {} if own is None else {OWN: own(target)}
+    members: dict[str, Drafter] = {}
+    if own is not None:
+        members[OWN] = own(target)
+        if not isinstance(members[OWN], Drafter):
+            raise BadOption(f"draft made {type(members[OWN]).__name__}: it must make a forerun.drafters.Drafter")
     aliases: dict[str, str] = {}
     for text in specs:
         method, drafter = _made(text, target)

@@ -1,8 +1,8 @@
 """What a head reads of its target: inner hidden states of texts, kept while they are written, or computed again.
 
 For every token of a text: the residual stream behind some layers, the rows behind the final norm, and the likeliest
-next id. Rows are rounded to bfloat16 in all cases, so that a run on stored ones is the run on recomputed ones. Stored,
-a token takes 2 H (layers + 1) + 4 bytes.
+next id. Rows are rounded to bfloat16 in all cases, so that a run on stored ones is the run on recomputed ones: nothing
+is learned of a text's last token, for which recorded ones are zeros. Stored, a token takes 2 H (layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class FeatureFile:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are, of which the last text may be cut short."""
+        """How many whole rows there are; the last text may be cut short."""
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
-        """Write a text, of which `start` tokens are before."""
+        """Write a text behind the first `start` tokens."""
         rows = np.empty(len(features.best), dtype=self._record)
         rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
         rows["best"] = features.best.numpy()
@@ -176,7 +176,7 @@ class FeatureFile:
 
     def rows(self) -> NDArray[Any]:
         """Return all of it, as it lies on the disk."""
-        return np.memmap(self.path, dtype=self._record, mode="r")
+        return np.memmap(self.path, dtype=self._record, mode="r", shape=(self.num_tokens,))
 
 
 def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ class HeadTask:
     tokenizer: str
     facts: Mapping[str, Any]
     checkpoint: Checkpoint
+    options: Any  # of the method, with its defaults: another version may have others
     weights: Mapping[str, Tensor] = field(init=False)
     rates: Mapping[str, float] = field(init=False)
     masses: dict[int, Tensor] = field(default_factory=dict, init=False)  # of the held-out batches
@@ -53,7 +55,7 @@ class HeadTask:
     def identity(self) -> dict[str, Any]:
         """See `Task`: the method, what it began as, and who wrote the texts; a run may go on with more of them."""
         own = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
-        return own | {"samples": self.facts["samples"]}
+        return own | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
@@ -185,7 +187,7 @@ def prepare(
         "target": checkpoint.name,
         "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
     }
-    return HeadTask(config, head, data, held_out, teacher, known, facts, checkpoint)
+    return HeadTask(config, head, data, held_out, teacher, known, facts, checkpoint, made)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Narrowing:
     def seen(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Return the batches, each after its inner outputs were added."""
         for batch in batches:
-            inner = self._inner(batch)[batch.text.flatten() >= 0]
+            inner = self._inner(batch)[batch.inside.flatten()]
             self._squares += inner.T @ inner
             yield batch
 

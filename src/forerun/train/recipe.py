@@ -25,7 +25,7 @@ from forerun.train.recording import Recording
 from forerun.train.sampling import Progress, write
 
 SAMPLE_SHARE = 0.6  # of the time
-LEAST_SHARE = 0.1  # of the time, for steps, however long the hidden states took
+LEAST_SHARE = 0.1  # of the time, for steps, however long all else took
 MOST_PASSES = 5  # over the samples
 LEAST_TOKENS = 2048  # of samples, which teach something
 NO_END = 1 << 40  # tokens
@@ -98,7 +98,7 @@ def make(
     warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainedHead:
-    """Sample, store and train, from wherever the out folder is. say: is told what comes next; warn: see `train head`.
+    """Sample and train, from wherever the out folder is. say: is told what comes next; warn: see `train head`.
 
     Raises UserError as `train sample` and `train head` do.
     """
@@ -176,6 +176,11 @@ def _sample(
             if sampled_s >= limit_s and num_tokens >= LEAST_TOKENS:
                 raise _TimeIsUp
 
+        def compute(num: int, of: int) -> None:
+            replace(state, sampled_s=state.sampled_s + clock() - begun).save(config.out)
+            progress.update(row, note=f"hidden states of {num:,} of {of:,} texts that are there")
+
+        recording.say = compute
         try:
             write(sampling, target, look, dtype=dtype, ops=ops, recording=recording)
         except _TimeIsUp:

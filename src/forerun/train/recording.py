@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from forerun.drafters import Drafter, Seen, Target
 from forerun.engine.llm import LLM
+from forerun.errors import InternalError
 from forerun.train.features import FeatureFile, Features, Recomputed, Stored, best_of, facts_of, features_of
 from forerun.train.samples import Samples
 from forerun.types import Budget, Coins, Draft, Sequence
@@ -46,18 +47,27 @@ class Recorder(Drafter):
             self._parts[seq.id].append(features_of(self._model, taps, own.hidden, best))
 
     def take(self, seq_id: int, num_tokens: int) -> Features:
-        """Return the features of a sequence's first tokens, and forget it. The last one was not run: it gets zeros."""
-        kept = Features.joined(self._parts.pop(seq_id))
-        rows = [torch.cat((own, own.new_zeros(1, *own.shape[1:])))[:num_tokens] for own in kept.tensors]
+        """Return the features of a sequence's first tokens, and forget it. The last one was not run: it gets zeros.
+
+        Raises InternalError where not all were seen.
+        """
+        seen = Features.joined(self._parts.pop(seq_id))
+        rows = [torch.cat((own, own.new_zeros(1, *own.shape[1:])))[:num_tokens] for own in seen.tensors]
+        if len(rows[0]) != num_tokens:
+            raise InternalError(f"{len(rows[0])} of {num_tokens} tokens of a text were seen while it was written")
         return Features(*rows)
 
 
 @dataclass
 class Recording:
-    """The features of samples, in a folder that grows with their file. layers: see Recorder."""
+    """The features of samples, in a folder that grows with their file. layers: see Recorder.
+
+    say: is told of how many texts the features are stored, of how many, while those that are missing are computed.
+    """
 
     folder: Path
     layers: Seq[int]
+    say: Callable[[int, int], None] = lambda num, of: None
     recorder: Recorder | None = field(default=None, init=False)
     file: FeatureFile | None = field(default=None, init=False)
 
@@ -72,7 +82,8 @@ class Recording:
         longest = max((len(sample.ids) for sample in samples.samples), default=1)
         facts = facts_of(model, samples.options)
         source = Recomputed(model, self.layers, longest)
-        self.file = Stored(self.folder, samples.samples, source, self.layers, facts).file
+        self.file = Stored(self.folder, samples.samples, source, self.layers, facts, self.say).file
+        llm.engine.drafter.spares = False  # what it raises ends the run: no text is stored without its features
 
     def write(self, start: int, features: Features) -> None:
         """Store the features of the next sample. start: tokens of those before."""

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, shown
+from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.text.files import unreadable
 
 MAGIC = b"forerun samples 1\n"
@@ -72,19 +72,16 @@ class SampleWriter:
         self._keys: set[bytes] = set()
         self._width = 2 if options["num_ids"] <= 1 << 16 else 4
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size:
-            self._file: BinaryIO = path.open("r+b")
-            try:
-                self._lock()
-                end = self._read_on(options)
-            except UserError:
-                self._file.close()  # whoever asks with other options next finds it free
-                raise
-            self._file.truncate(end)
-            self._file.seek(end)
-        else:
-            self._file = path.open("wb")
+        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
             self._lock()
+            end = self._read_on(options) if path.stat().st_size else 0
+        except BaseException:
+            self._file.close()  # whoever asks with other options next finds it free
+            raise
+        self._file.truncate(end)
+        self._file.seek(end)
+        if end == 0:
             self._file.write(MAGIC + json.dumps(dict(options), sort_keys=True).encode() + b"\n")
             self._file.flush()
 
@@ -119,6 +116,8 @@ class SampleWriter:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadOption(f"another process writes to {shown(str(self.path))}: wait for it, or stop it") from None
+        except OSError:
+            return  # a file system that knows no locks
 
     def _read_on(self, options: Mapping[str, Any]) -> int:
         """Read what is there; returns where its last whole record ends."""

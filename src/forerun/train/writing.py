@@ -221,7 +221,7 @@ class Writer:
     ) -> None:
         """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
 
-        recording: stores what was computed for them.
+        recording: stores what was computed for them; its folder is that of this file.
 
         Raises BadOption where the texts have too few different passages for that, or there are too few questions.
         """
@@ -266,10 +266,11 @@ class Writer:
                 written = np.array(ids, dtype=np.uint32)
                 done[number] = Sample(number, plan.kind, plan.temperature, given, answer_at, written), features
                 while out.next_number in done and out.num_tokens < num_tokens:
-                    sample, features = done.pop(out.next_number)
-                    if recording is not None and features is not None:  # first, so that no sample is without
-                        recording.write(out.num_tokens, features)
-                    num_repeated = 0 if out.append(sample) else num_repeated + 1
+                    (sample, features), end = done.pop(out.next_number), out.num_tokens
+                    is_new = out.append(sample)
+                    num_repeated = 0 if is_new else num_repeated + 1
+                    if is_new and recording is not None and features is not None:
+                        recording.write(end, features)  # behind it: what a kill loses is computed when it goes on
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(

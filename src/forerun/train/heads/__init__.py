@@ -66,7 +66,10 @@ class Teacher:
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
     def mass(self, hidden: Tensor) -> Tensor:
-        """The log of the sum of exp of all logits of rows behind the final norm [S, L, H], float32 [S, L]."""
+        """The log of the sum of exp of all logits of rows behind the final norm [S, L, H], float32 [S, L].
+
+        As everywhere in training, logits are the LM head's: a scale, cap or bias of the target's is not applied.
+        """
         parts = torch.split(hidden.flatten(0, 1), ROWS)
         rows = torch.cat([F.linear(part.float(), self.head).logsumexp(-1) for part in parts])
         return torch.unflatten(rows, 0, hidden.shape[:2])
@@ -207,6 +210,16 @@ class Batch:
     hidden: Tensor
     best: Tensor
     mass: Tensor
+
+    @property
+    def inside(self) -> Tensor:
+        """[S, L] bool: whether another token of the same text is behind. Of the last one nothing is known for sure.
+
+        A text's last token is not run while the target writes, so that features which were recorded are zeros there.
+        """
+        inside = (self.text == shifted(self.text, 1)) & (self.text >= 0)
+        inside[:, -1] = False
+        return inside
 
     def ahead(self, num: int) -> Tensor:
         """[S, L] bool: whether the token `num` places on is of the same text, and was written by the target."""

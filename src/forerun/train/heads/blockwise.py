@@ -64,7 +64,7 @@ class Head(medusa.Head):
         num, units = self.options.heads, self._units + 1
         squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
         for batch in batches:
-            rows = batch.ahead(num) & (batch.text >= 0)
+            rows = batch.ahead(num + 1)  # of a text's last token nothing is known for sure
             x = batch.hidden[rows].float()
             inner = F.pad(F.relu(self._linear("hidden", x)), (0, 1), value=1.0)
             wanted = [shifted(batch.hidden, k + 1)[rows].float() - x for k in range(num)]

@@ -60,7 +60,7 @@ class Learning:
     steps: int = field(default=4, metadata={"help": "tokens that it learns to draft one after another", "min": 1})
     every: int = field(
         default=3,
-        metadata={"help": "rows from one that goes on with its own to the next; they are most of the time", "min": 1},
+        metadata={"help": "of so many rows one goes on with its own; those rows take most of the time", "min": 1},
     )
     decay: float = field(default=0.8, metadata={"help": "weight of a step's loss over that of the step before"})
     loss: str = field(default="kl", metadata={"help": losses.HELP})
@@ -147,8 +147,7 @@ class SteppingHead:
         squares, products = torch.zeros(2 * width, 2 * width), torch.zeros(2 * width, width)
         for batch in batches:
             inputs = self._inputs(F.embedding(shifted(batch.ids, 1), self._teacher.embeddings), self.features(batch))
-            rows = (batch.text == shifted(batch.text, 1)) & (batch.text >= 0)
-            rows[:, -1] = False
+            rows = batch.inside & shifted(batch.inside, 1)
             x, y = inputs[rows], shifted(batch.layers[:, :, self._fitted], 1)[rows].float()
             weight = y.pow(2).mean(-1, keepdim=True).clamp(min=1e-6).rsqrt()
             squares += (x * weight).T @ (x * weight)
@@ -222,10 +221,17 @@ class Head(SteppingHead):
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         vocab, read = Vocabulary(teacher, options.draft_vocab), layers(options, teacher.config)
         whole = stepping_block(teacher.config, vocab_size=len(vocab.ids), tied=True)
-        decoder = narrowed(whole, options.mlp or max(LEAST_MLP, 2 * whole.hidden_size))
-        self.config = EagleConfig(decoder, read)
         wanted = last_attending(teacher.config)
         fitted = read.index(wanted) if wanted in read else None
+        decoder = narrowed(whole, options.mlp or max(LEAST_MLP, 2 * whole.hidden_size))
+        if fitted is None:
+            if options.mlp is not None and decoder != whole:
+                raise BadOption(
+                    f"mlp={options.mlp} keeps the inner outputs that add most, which only the rows before the target's "
+                    f"last layer tell: add {wanted} to layers, or leave mlp out"
+                )
+            decoder = whole
+        self.config = EagleConfig(decoder, read)
         super().__init__(teacher, decoder, vocab, _first_weights(self.config, teacher), options, fitted)
         self._narrowing = None
         if decoder != whole and fitted is not None:
