@@ -106,6 +106,12 @@ def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
     child.send("two \\\rlines\r")
     child.expect(NUMBERS)
     child.expect_exact(READY)
+    child.send("quit\r")
+    child.expect_exact("to leave, type /exit or Ctrl-D; quit is sent to the model if you type it again")
+    child.expect_exact(READY)
+    child.send("quit\r")
+    child.expect(NUMBERS)
+    child.expect_exact(READY)
     child.send("/reset\r")
     child.expect_exact("the conversation is forgotten")
     child.expect_exact(READY)
@@ -238,6 +244,11 @@ def test_a_conversation_is_asked_again_saved_and_opened_otherwise(talker: Path, 
     (tmp_path / "other.jsonl").write_text("[1]")
     with pytest.raises(BadOption, match="holds no conversation"):
         other.load(str(tmp_path / "other.jsonl"))
+    other = Chat(chat.llm, chat.params)
+    with pytest.raises(BadOption, match=r"talk\.jsonl is there already: name another file, or write /save! "):
+        other.save(str(tmp_path / "talk.jsonl"))
+    assert other.save(str(tmp_path / "talk.jsonl"), overwrites=True).startswith("written to")
+    chat.save(str(tmp_path / "talk.jsonl"))  # it has written there before
     chat.save(str(tmp_path / "talk.md"))
     assert (tmp_path / "talk.md").read_text(encoding="utf-8").startswith("## system\n\nbe brief\n\n## user\n\none\n")
     with pytest.raises(BadOption, match="cannot be written"):

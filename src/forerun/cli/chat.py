@@ -40,6 +40,7 @@ HELP = """\
 /retry            drop the last answer and ask again
 /system TEXT      change the system message; without TEXT, there is none
 /save FILE        write the conversation: as Markdown for FILE.md, else as a line for --prompt-file
+/save! FILE       the same, over a file that is there
 /load FILE        go on with a conversation that was saved as a line; with --kv-disk it is not read again
 /load             go on with the last one that was kept; with --kv-disk each is kept by itself
 /reset            forget the conversation
@@ -57,6 +58,8 @@ KEPT = "The conversation is kept: forerun chat --continue, with the same options
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
 LEFT_OUT = "the answer has a call of a tool that is not whole, which was left out"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
+LEAVING = frozenset(("exit", "quit", "bye", "q", ":q"))  # what people type to leave
+HOW_TO_LEAVE = "to leave, type /exit or Ctrl-D; {0} is sent to the model if you type it again"
 SETTABLE = (
     *sorted(DRAWING),
     "max_tokens",
@@ -153,6 +156,7 @@ class Chat:
         self._asked_back: SamplingParams | None = None
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._opening)
+        self._saved: set[Path] = set()  # files that this conversation was written to
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -209,11 +213,16 @@ class Chat:
         self.messages, question = self.messages[:last], self.messages[last]
         return str(question["content"])
 
-    def save(self, name: str) -> str:
-        """Write the conversation to a file, and say so. Raises BadOption where it cannot be written."""
+    def save(self, name: str, *, overwrites: bool = False) -> str:
+        """Write the conversation to a file, and say so. Raises BadOption where it cannot be written.
+
+        overwrites: whether a file may be there that this conversation was not saved to before.
+        """
         file = Path(name).expanduser()
         if not name or file.is_dir():
             raise BadOption("there is no file to write: write /save FILE.md or /save FILE.jsonl")
+        if file.exists() and not overwrites and file.resolve() not in self._saved:
+            raise BadOption(f"{name} is there already: name another file, or write /save! {name}")
         if file.suffix.lower() == ".md":
             text = "\n\n".join(f"## {one['role']}\n\n{one['content']}" for one in self.messages)
         else:
@@ -222,6 +231,7 @@ class Chat:
             file.write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
+        self._saved.add(file.resolve())
         return f"written to {file}"
 
     def load(self, name: str) -> str:
@@ -491,7 +501,12 @@ def run(
 
 def _talk(chat: Chat, terminal: bool) -> None:
     """Answer messages and obey commands, until the input ends."""
+    leaving = set(LEAVING) if terminal else set[str]()
     for text in _typed() if terminal else _piped():
+        if text.strip().lower() in leaving:
+            note(HOW_TO_LEAVE.format(text.strip()))
+            leaving.clear()
+            continue
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
         if command == "/exit":
             return
@@ -523,8 +538,8 @@ def _obey(chat: Chat, command: str) -> str:
         return chat.set(rest)
     if name == "/system":
         return chat.system(rest.strip())
-    if name == "/save":
-        return chat.save(rest.strip())
+    if name in ("/save", "/save!"):
+        return chat.save(rest.strip(), overwrites=name == "/save!")
     if name == "/load":
         return chat.load(rest.strip())
     if name == "/reset":

@@ -1,43 +1,67 @@
-"""A folder of the cache that is written once, whole or not at all: another process may write the same one."""
+"""A folder of the cache that is written once, whole or not at all: another process may write the same one.
+
+Where the cache cannot be written, as in a home that is read-only, it is made for this process alone.
+"""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 
 from forerun.errors import CapacityError
 from forerun.native import cache_folder
 
+LOG = logging.getLogger(__name__)
+
 
 def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None], what: str) -> Path:
     """Return the folder `name` of the cache; `write` fills a new one where it lacks one of its files.
 
-    what: its content in words, for the error. Raises CapacityError where the folder cannot be written.
+    what: its content in words. Raises CapacityError where nothing can be written anywhere.
     """
     folder = cache_folder() / name
     if _is_whole(folder, files):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        started = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            write(started)
-            started.chmod(0o755)
-            try:
-                started.rename(folder)
-            except OSError:
-                if not _is_whole(folder, files):  # what a cleaner of caches left of it; else another process was faster
-                    shutil.rmtree(folder, ignore_errors=True)
-                    started.rename(folder)
-        finally:
-            shutil.rmtree(started, ignore_errors=True)
+        return _written(folder, files, write)
     except OSError as error:
-        raise CapacityError(
-            f"{what} cannot be written to {folder.parent} ({error.strerror}): set FORERUN_CACHE_DIR to a folder with "
-            "room that may be written to"
-        ) from error
+        way_out = "set FORERUN_CACHE_DIR to a folder with room that may be written to"
+        reason = f"cannot be written to {folder.parent} ({error.strerror})"
+        try:
+            found = _written(Path(_for_this_process().name) / name, files, write)
+        except OSError:
+            raise CapacityError(f"{what} {reason}: {way_out}") from error
+        LOG.warning("%s %s: it is made anew in each process; %s", what, reason, way_out)
+        return found
+
+
+@cache
+def _for_this_process() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="forerun-cache-")
+
+
+def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]) -> Path:
+    """Return the folder, which is filled where it is not whole. Raises OSError."""
+    if _is_whole(folder, files):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    started = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        write(started)
+        started.chmod(0o755)
+        try:
+            started.rename(folder)
+        except OSError:
+            if not _is_whole(folder, files):  # what a cleaner of caches left of it; else another process was faster
+                shutil.rmtree(folder, ignore_errors=True)
+                started.rename(folder)
+    finally:
+        shutil.rmtree(started, ignore_errors=True)
     return folder
 
 
