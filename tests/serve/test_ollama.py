@@ -92,6 +92,8 @@ def test_chats_whole_and_in_pieces(client: client_of_ollama.Client, plain: LLM) 
     assert whole.created_at.endswith("Z")
     pieces = list(client.chat("shipped", HELLO, options=GREEDY, stream=True))
     assert "".join(piece.message.content for piece in pieces) == expected.text
+    floats = {"temperature": 0, "num_predict": 12.0, "draft_num_predict": 2}
+    assert client.chat("shipped", HELLO, options=floats).message.content == expected.text
     from_generate = client.generate("shipped", CODE, options=GREEDY)
     assert from_generate.response == expected.text
 

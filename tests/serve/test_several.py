@@ -17,6 +17,7 @@ from forerun.engine import fitting
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, CapacityError, NotFound
 from forerun.serve.aside import LONG_BYTES
+from forerun.serve.bodies import meant
 from forerun.serve.options import ServerOptions
 from forerun.serve.server import named
 from serve.running import CODE, Running, serving
@@ -53,6 +54,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path.write_text(TWO, encoding="utf-8")
     with serving("--config", str(path), target=None) as running:
         yield running
+
+
+def test_a_model_is_found_by_the_names_that_clients_make_of_its_own(two: Running) -> None:
+    """Ollama's put a tag behind it."""
+    for name in ("plain", "plain:latest"):
+        body = {"model": name, "prompt": CODE, "max_tokens": 2}
+        assert two.http.post("/v1/completions", json=body).json()["model"] == "plain"
+        assert two.http.get(f"/v1/models/{name}").json()["id"] == "plain"
+    assert meant("model.gguf", ["model.gguf"]) == meant("model", ["model.gguf"]) == "model.gguf"
+    assert meant("model:latest", ["model.gguf"]) == "model.gguf"
+    assert meant("other", ["model.gguf"]) == "other"
 
 
 def test_a_body_chooses_the_model(two: Running) -> None:

@@ -27,7 +27,7 @@ from forerun.errors import ForerunError, InternalError, UserError, shown
 from forerun.serve import llama_server, messages, ollama, openai, openapi, responses
 from forerun.serve.absent import refusal
 from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
-from forerun.serve.bodies import Refused, named, told
+from forerun.serve.bodies import Refused, meant, named, told
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.origins import Origins
@@ -194,8 +194,8 @@ def _add_models(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/models/{name:path}", responses=openapi.ERRORS)
     async def model(name: str) -> JSONResponse:
-        if name in services.names:
-            return JSONResponse(described(name))
+        if (own := meant(name, services.names)) in services.names:
+            return JSONResponse(described(own))
         message = f"model={shown(name)} is not here: it must be {named(services.names)}"
         status, body = openai.error_answer(Refused(message, "model", code="model_not_found", status=404))
         return JSONResponse(body, status)

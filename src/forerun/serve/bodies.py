@@ -12,7 +12,7 @@ Plain data in and out: no web framework, no file, no clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence as Seq, Set
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ Message = Mapping[str, Any]
 Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
 # What fields may hold, so that no request holds up others: most of it is looked through at every step.
+LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
 MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "choice": 1024, "logit_bias": 4096}
 SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
 MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
@@ -178,9 +179,15 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
     model = given.get("model")
     if model is not None and not isinstance(model, str):
         raise Refused(f"model={shown(model)} is not possible: it must be a text, or left out", "model")
-    if model is not None and served_names and model not in served_names:
+    if model is not None and served_names and meant(model, served_names) not in served_names:
         message = f"model={shown(model)} is not here: it must be {named(served_names)}, or left out"
         raise Refused(message, "model", code="model_not_found", status=404)
+
+
+def meant(name: str, served_names: Collection[str]) -> str:
+    """Return the served name that a client means, which may add `:latest` or leave `.gguf` out; else its own."""
+    bare = name.removesuffix(LATEST)
+    return next((own for own in (name, bare, f"{name}.gguf", f"{bare}.gguf") if own in served_names), name)
 
 
 def named(served_names: Seq[str]) -> str:

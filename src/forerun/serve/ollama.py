@@ -25,6 +25,7 @@ from forerun.serve.bodies import (
     Refused,
     check,
     flag,
+    meant,
     params_of,
     report_of,
     status_of,
@@ -46,7 +47,6 @@ TAGS, RUNNING, VERSION = "/api/tags", "/api/ps", "/api/version"
 BEGINNING = "/api/"  # of all its routes
 LINES = "application/x-ndjson"
 FOLLOWED = "0.13.0"  # the version whose API this is; clients look up features by it
-LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
 _ROLES = ("system", "user", "assistant", "tool")
 _NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
 _NEUTRAL: Mapping[str, Neutral] = {
@@ -83,6 +83,7 @@ OPTIONS = {
     "min_p": "min_p",
     "seed": "seed",
     "num_predict": "max_tokens",
+    "draft_num_predict": "spec_length",
     "stop": "stop",
     "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
@@ -109,6 +110,7 @@ _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
     "penalize_newline": ((True,), "ends of lines, too"),
 }
 _WINDOW = "repeat_last_n"
+_WHOLE = frozenset(("num_predict", "draft_num_predict", "top_k", "seed", "repeat_last_n"))
 THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
 _UNLIMITED = (-1, -2)  # as num_predict: until the end, and until the context is full
 
@@ -165,14 +167,12 @@ def read_show(body: object, served_names: Seq[str]) -> tuple[str, ...]:
 
 
 def called(body: object, served_names: Collection[str]) -> object:
-    """A body whose model is called as it is here: by the field model, and without a tag that was put behind it."""
+    """A body whose model is called as it is here, by the field model."""
     if not isinstance(body, Mapping) or not body.keys() & {"model", "name"}:
         return body
     given = {name: value for name, value in body.items() if name != "name"}
     name = body.get("model", body.get("name"))
-    if isinstance(name, str) and name not in served_names:
-        name = name.removesuffix(LATEST)
-    return {**given, "model": name}
+    return {**given, "model": meant(name, served_names) if isinstance(name, str) else name}
 
 
 def _options(read: Given) -> dict[str, Any]:
@@ -183,6 +183,8 @@ def _options(read: Given) -> dict[str, Any]:
     for name, value in options.items():
         if value is None or name in RUNNER or name == CONTEXT:
             continue
+        if name in _WHOLE and isinstance(value, float) and value.is_integer():
+            value = int(value)  # as its clients in languages without integers write it
         try:
             if name in OPTIONS:
                 found[name] = value

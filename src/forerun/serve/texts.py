@@ -22,7 +22,7 @@ from typing import Any
 from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve import llama_server, messages, ollama, openai, responses
-from forerun.serve.bodies import Form, Job, Prompt, Refused, check, flag
+from forerun.serve.bodies import Form, Job, Prompt, Refused, check, flag, meant
 from forerun.serve.events import in_slices
 from forerun.serve.tools import thinking_variables
 from forerun.text.chat import ChatTemplate
@@ -133,7 +133,7 @@ class Library:
     def _of(self, given: Any) -> Texts:
         """A name that no model has is refused by the first."""
         name = given.get("model") if isinstance(given, dict) else None
-        return self._by_name.get(name, self._first) if isinstance(name, str) else self._first
+        return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
 
 class OnlyAside(Exception):
