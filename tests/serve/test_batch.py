@@ -97,7 +97,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
         ("unknown", COMPLETIONS, {"prompt": "x", "frequency": 1}, 400, "frequency"),
         ("empty", COMPLETIONS, {"prompt": ""}, 400, None),
         ("surrogate", COMPLETIONS, {"prompt": "\ud800"}, 400, None),
-        ("template", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"enable_thinking": True}}, 400, None),
+        ("template", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"mood": "good"}}, 400, None),
         ("ids", COMPLETIONS, {"prompt": [1, 4096]}, 400, None),
         ("rule", COMPLETIONS, {"prompt": "x", "acceptance": "always"}, 400, None),
         ("long", COMPLETIONS, {"prompt": "x", "max_tokens": 4000}, 400, None),

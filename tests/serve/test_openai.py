@@ -119,6 +119,10 @@ def test_what_changes_nothing_is_taken() -> None:
     assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
     job = read(CHAT, stream=True, stream_options={"include_usage": True})
     assert (job.stream, job.include_usage, job.continuous_usage) == (True, True, False)
+    for says_nothing in ({"include_usage": False}, {"include_usage": False, "continuous_usage_stats": True}):
+        job = read(CHAT, stream=True, stream_options=says_nothing)
+        assert (job.include_usage, job.continuous_usage) == (False, False)
+    assert not read(CHAT, stream_options={"include_usage": False}).include_usage
     job = read(CHAT, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert (job.stream, job.include_usage, job.continuous_usage) == (True, True, True)
 
@@ -238,7 +242,6 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"stream": "yes"}, "stream", "true or false"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "with a stream"),
     (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "it must be"),
-    (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "set both"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
     (COMPLETIONS, {"prompt": ["a", [1]], "stop": [""]}, "stop", "texts that are not empty"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a text"),

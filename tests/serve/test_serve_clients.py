@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -123,6 +124,28 @@ def test_usage_so_far_with_each_chunk(client: openai.OpenAI) -> None:
     assert (0 < counts[0] < 16, counts[-1]) == (True, 16)
     assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages if usage)
+
+
+def test_ids_of_prompts_and_answers(server: Running, plain: LLM) -> None:
+    """As those ask for them who train on answers: whole, and put together of a stream's events."""
+    params = SamplingParams(**GREEDY)
+    chat, text = plain.chat(HELLO, params)[0], plain.generate(CODE, params, raw=True)[0]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, **GREEDY, "return_token_ids": True},
+        "/v1/completions": {"prompt": CODE, **GREEDY, "return_token_ids": True},
+    }
+    for (url, body), want in zip(bodies.items(), (chat, text), strict=True):
+        whole = server.http.post(url, json=body).json()
+        (choice,) = whole["choices"]
+        told = whole if url.startswith("/v1/chat") else choice
+        assert (told["prompt_token_ids"], choice["token_ids"]) == (want.prompt_ids, want.token_ids)
+        lines = server.http.post(url, json={**body, "stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        choices = [choice for one in events for choice in one["choices"]]
+        assert [token for choice in choices for token in choice.get("token_ids", [])] == want.token_ids
+        prompts = [one["prompt_token_ids"] for one in (*events, *choices) if "prompt_token_ids" in one]
+        assert prompts == [want.prompt_ids]
+        assert "token_ids" not in server.http.post(url, json={**body, "return_token_ids": False}).json()["choices"][0]
 
 
 def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenAI) -> None:

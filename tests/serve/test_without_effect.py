@@ -94,6 +94,7 @@ OF_OPENAI: dict[str, Example] = {
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "stream_options": ({"stream": True}, {"include_usage": True}),
+    "return_token_ids": True,
 }
 OWN: dict[str, dict[str, Example]] = {
     openai.CHAT: {

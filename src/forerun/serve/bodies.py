@@ -90,6 +90,7 @@ class Job:
     include_usage: bool = False  # at the end of a stream
     continuous_usage: bool = False  # and what it is so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
+    token_ids: bool = False  # whether it asks for the ids of prompts and answers
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
     calls: Calls | None = None  # the tools that the answer may call

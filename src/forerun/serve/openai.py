@@ -60,8 +60,14 @@ INERT: Mapping[str, str] = {
     "service_tier": "there is one tier",
     "prompt_cache_key": _CACHED,
     "prompt_cache_retention": _CACHED,
+    "id_slot": "an answer is the same wherever its prompt is found",
+    "guided_decoding_backend": "grammars are compiled by one library",
 }
-_BOTH = {"model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options", *FORMATS}
+_BOTH = {
+    *("model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options"),
+    *("return_token_ids", *FORMATS),
+}
+_SPEEDS = frozenset(("timings_per_token", "return_progress"))  # llama-server's: how fast it is, and how far
 _OWN = {
     CHAT: {
         *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
@@ -69,7 +75,8 @@ _OWN = {
     },
     COMPLETIONS: {"prompt", "suffix", "best_of", "echo"},
 }
-_NOTED: Mapping[str, frozenset[str]] = {CHAT: frozenset(("verbosity",)), COMPLETIONS: frozenset()}  # no template reads
+# No template reads the first; numbers of speed come with the report.
+_NOTED: Mapping[str, frozenset[str]] = {CHAT: frozenset(("verbosity",)) | _SPEEDS, COMPLETIONS: _SPEEDS}
 _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
         "functions": (([],), NO_CALLS),
@@ -133,6 +140,7 @@ def read_body(
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
+        token_ids=flag(given, "return_token_ids"),
         ignored=tuple(read.ignored),
         echo=echo,
         only_prompt=only_prompt,
@@ -213,13 +221,13 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
     stream, options = flag(read.fields, "stream"), read.fields.get("stream_options", {})
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
-    if not is_known or (options and not stream):
+    if not is_known or (any(options.values()) and not stream):
         message = (
             f'stream_options={shown(options)} is not possible: it must be {{"include_usage": true}}, with a stream'
         )
         raise Refused(message, "stream_options")
-    if options.get("continuous_usage_stats") and not options.get("include_usage"):
-        raise Refused("continuous_usage_stats needs include_usage=true: set both or neither", "stream_options")
+    if not options.get("include_usage"):
+        options = {**options, "continuous_usage_stats": False}  # it says when what is not wanted comes
     return stream, options
 
 
@@ -304,10 +312,15 @@ def answer_body(
         choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
     else:
         choices = [_text_choice(i, output, tokenizer, job) for i, output in enumerate(outputs)]
+    if job.token_ids:
+        ids = [_ids_of(job, output.token_ids, output.prompt_ids) for output in outputs]
+        choices = [choice | own for choice, own in zip(choices, ids, strict=True)]
+    of_prompt = {"prompt_token_ids": list(outputs[0].prompt_ids)} if job.token_ids and job.url == CHAT else {}
     made = {
         **_head(job, answer_id, created_s, "chat.completion"),
         "choices": choices,
         "usage": _usage(Usage.of(outputs, job.params)),
+        **of_prompt,
     }
     return made | ({"forerun": report_of(outputs)} if with_report else {})
 
@@ -332,6 +345,9 @@ class Stream:
         self._lefts = lasts[:]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
         self._num_calls = [0] * self._num_choices
+        self._prompts = [prompt for prompt in prompts for _ in range(job.params.n)]
+        self._ids: list[list[int]] = [[] for _ in self._prompts]  # that no event has told yet
+        self._begun = [False] * self._num_choices
         echoed = prompts if job.echo else ()
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
@@ -341,8 +357,9 @@ class Stream:
             chosen = enumerate(self._echoes)
             return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in chosen)
         delta = {"role": "assistant", "content": "", "refusal": None}
+        of_prompt = {"prompt_token_ids": list(self._prompts[0])} if self._job.token_ids else {}
         return b"".join(
-            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], more=of_prompt)
             for i in range(self._num_choices)
         )
 
@@ -350,6 +367,7 @@ class Stream:
         """What a chunk of a choice adds; nothing where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
+        self._ids[index] += chunk.token_ids
         if self._job.only_prompt:
             deltas = []
         elif chunk.parts is None:
@@ -400,7 +418,11 @@ class Stream:
     def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         delta = delta or {}
         what = {"delta": delta} if self._job.url == CHAT else {"text": delta.get("content", "")}
-        return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
+        made = {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
+        if self._job.token_ids:
+            made |= _ids_of(self._job, self._ids[index], () if self._begun[index] else self._prompts[index])
+            self._ids[index], self._begun[index] = [], True
+        return made
 
     def _logprobs_of(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         if chunk.logprobs is None:
@@ -434,6 +456,12 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": usage.prompt_details,
         "completion_tokens_details": details,
     }
+
+
+def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
+    """What a choice tells of ids: those of a completion's prompt stand beside its own, where there are any."""
+    told: dict[str, Any] = {"token_ids": list(ids)}
+    return told if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **told}
 
 
 def _chat_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:

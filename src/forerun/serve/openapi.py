@@ -210,6 +210,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FLAG,
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
+        "return_token_ids": _FLAG,
         **_FORMATS,
     },
     openai.COMPLETIONS: {
@@ -221,6 +222,7 @@ _OWN: dict[str, dict[str, Schema]] = {
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
         "best_of": _FIELDS["n"],
         "echo": _FLAG,
+        "return_token_ids": _FLAG,
     },
     responses.RESPONSES: {
         "input": _either(

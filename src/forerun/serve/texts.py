@@ -390,9 +390,9 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
         return job
     reads, speech = template().reads, template().speech
     ignored, variables, calls = list(job.ignored), dict(job.variables), job.calls
-    for name in ("enable_thinking", "thinking"):
-        if variables.get(name) is False and name not in reads:
-            del variables[name]  # it does not think
+    unread = (ollama.THINKING & variables.keys()) - reads  # many clients ask every model to think, or not to
+    ignored += [f"chat_template_kwargs.{name}" for name in sorted(unread) if variables[name] is not False]
+    variables = {name: value for name, value in variables.items() if name not in unread}
     if calls is not None and speech.dialect is None:
         if not ignore_unsupported or calls.is_forced:
             raise Refused(NO_TOOLS, "tools", code="unsupported_parameter")
