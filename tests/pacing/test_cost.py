@@ -212,6 +212,27 @@ def test_a_curve_is_neither_falling_nor_too_steep(wide_s: float, bound: float):
     assert one_s == pytest.approx(best, rel=0.05)
 
 
+def test_a_flat_curve_is_fitted_without_dividing_by_nothing():
+    """As a busy moment may measure it: plain steps alone say what one row takes."""
+    fit = Fit(PassTime(WIDTHS, [1.0] * len(WIDTHS)))
+    for _ in range(3):
+        assert fit.observe(0.02, 1.0) == pytest.approx(0.02)
+
+
+def test_a_busy_moment_that_measures_no_slope_leaves_the_usual_one(tmp_path, monkeypatch):
+    """Else no step would ever say that wide passes cost something."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    flat = PassTime(WIDTHS, [1.0] * len(WIDTHS), one_row_s=0.01, is_steady=False)
+    monkeypatch.setattr("forerun.pacing.measuring.of_runner", lambda runner, pause: flat)
+    costs = Costs.of({"": [a_machine("a machine", Machine(lambda n: 0.01))]}, {}, measures=True)
+    costs.measure()
+    assert costs.target.one_row_s == 0.01
+    assert float(costs.target.ratio(4)) > 1.1
+    for _ in range(3):
+        costs.observe(StepReport(num_decoding=1, num_rows=1, score_s=0.02))
+    assert 0.01 < costs.target.one_row_s < 0.03
+
+
 def test_a_curve_that_was_kept_is_taken_at_once(tmp_path, monkeypatch):
     """Of all models of a drafter, or of none; not where nothing is to be measured."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))

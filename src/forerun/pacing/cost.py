@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy.typing as npt
 
 from forerun.models.runner import Runner
 from forerun.pacing import measuring
 from forerun.pacing.measuring import NOW, Pause, Unwanted
-from forerun.pacing.pass_time import Doubt, Fit, Floats, PassTime
+from forerun.pacing.pass_time import LEAST_STEEP, Doubt, Fit, Floats, PassTime
 from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
@@ -90,6 +90,9 @@ class Costs:
             del self.runners[name]
             self._take(name, curve, () if self._was_doubted else models)
             if not name and not curve.is_steady:
+                if float(curve.ratio(4)) < LEAST_STEEP:  # no pass would say how steep it is
+                    usual = PassTime.together([measuring.usual(runner) for runner in models])
+                    self.target = curve = replace(usual, one_row_s=curve.one_row_s)
                 curve.fit = Fit(curve)
 
     def _measured_now(self, runner: Runner, pause: Pause) -> PassTime:

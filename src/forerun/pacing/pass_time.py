@@ -18,6 +18,7 @@ WIDE = 1.1  # passes of one row that a pass takes which says something of the cu
 NUM_PASSES = 64  # narrow ones, and wide ones, before they can contradict the curve
 MUCH = 1.5  # by which wide passes must be slower or faster than the curve says
 TRUST = 0.5  # of a usual curve, in passes over 4 rows
+LEAST_STEEP = 1.01  # passes of one row that a pass over 4 rows takes, of a curve whose steepness can be fitted
 HELD_UP = 1.5  # times as long as expected, which is taken for another process's doing: a fit sees no more of it
 STEEPEST = 8.0  # times as steep as the usual curve, and as flat
 
@@ -32,7 +33,7 @@ class Fit:
 
     def __init__(self, curve: PassTime) -> None:
         self.steepness = 1.0
-        steep = float(curve.ratio(4))
+        steep = max(float(curve.ratio(4)), LEAST_STEEP)  # of a flat one nothing would be left to divide by
         self._trust = TRUST * (1 - 1 / steep) ** 2
         self._sums = {False: np.zeros(5), True: np.zeros(5)}
 
