@@ -184,7 +184,7 @@ def test_after_a_plan_an_offline_run_says_what_is_missing(
     client.forerun("plan", "--target", "org/target", "--draft", "none", "--memory", "16GB")
     for said, what in zip(
         client.foreruns(GENERATE, ("chat", "org/target"), HF_HUB_OFFLINE="1"),
-        ("HF_HUB_OFFLINE", "there is no chat template"),
+        ("HF_HUB_OFFLINE", "has no chat template"),
         strict=True,
     ):
         assert said["code"] == 2

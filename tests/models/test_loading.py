@@ -129,7 +129,7 @@ def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:
 
 
 def test_folders_that_are_not_checkpoints(tmp_path: Path, llama_raw: Raw, write_checkpoint: Any) -> None:
-    with pytest.raises(NotFound, match=r"there is no folder .*nowhere: name a folder"):
+    with pytest.raises(NotFound, match=r"there is no folder .*nowhere: name a model of"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(NotFound, match=r"no config\.json"):
         load_checkpoint(tmp_path)
