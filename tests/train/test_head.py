@@ -29,9 +29,9 @@ from forerun.ops.torch import TorchModel, empty_weights
 from forerun.ops.torch_tensors import tensor_of
 from forerun.train import head as training, heads, loop
 from forerun.train.config import HeadConfig
+from forerun.train.fingerprint import fingerprint
 from forerun.train.heads import dflash, eagle as eagle_head
 from forerun.train.samples import read_samples
-from forerun.train.writing import fingerprint
 from tiny import write_tiny
 from train.written import write, writer_of
 

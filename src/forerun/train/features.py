@@ -24,8 +24,8 @@ from forerun.models.runner import Run, Runner
 from forerun.ops.model import FindsBest, LoadedModel, Model
 from forerun.sampling import largest
 from forerun.text.json_files import read_json
+from forerun.train.fingerprint import fingerprint
 from forerun.train.samples import Sample
-from forerun.train.writing import fingerprint
 
 CHUNK_TOKENS = 128  # of a text, in one pass
 SLOT = 0

@@ -23,10 +23,10 @@ from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.config import HeadConfig
 from forerun.train.features import FeatureSource, Recomputed, Stored, facts_of, stored_layers
+from forerun.train.fingerprint import fingerprint
 from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
-from forerun.train.writing import fingerprint
 
 NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json: a head may go on with other ids
 

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.blocks import weight_shapes
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, NotFound
-from forerun.ops.model import LoadedModel
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
+from forerun.train.fingerprint import fingerprint
 from forerun.train.samples import Sample, SampleWriter
 from forerun.types import SamplingParams
 
@@ -336,23 +335,6 @@ def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
     is_same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period])))
     found = np.flatnonzero(is_same[wanted:] - is_same[:-wanted] == wanted)
     return int(found[0]) + period + wanted if len(found) else None
-
-
-def fingerprint(model: LoadedModel) -> str:
-    """What identifies weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
-
-    The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
-    """
-    ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
-    embedded = model.embed(range(min(64, model.config.vocab_size)))
-    some = [model.rows.to_host(rows) for rows in (embedded, model.norm(ones))]
-    model.wait()
-    digest = hashlib.sha256(b"".join(rows.astype(np.float32).tobytes() for rows in some))
-    at = f"model.layers.{model.config.num_layers // 2}."
-    for name in weight_shapes(model.config):
-        if name.startswith(at):
-            digest.update(model.weight(name).tobytes())
-    return digest.hexdigest()
 
 
 def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

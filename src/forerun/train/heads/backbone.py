@@ -31,9 +31,9 @@ from forerun.models.saving import config_to_dict, save_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import HostWeights, tensor_of
 from forerun.train import losses
+from forerun.train.fingerprint import fingerprint
 from forerun.train.heads import Batch, Teacher, visible
 from forerun.train.ops import RememberingOps, run_rows
-from forerun.train.writing import fingerprint
 
 FROZEN = ("model.embed_tokens.weight", "lm_head.weight")
 PREFIX = "target."  # of its weights' names among those that are trained

@@ -1,0 +1,27 @@
+"""What tells the weights of a target from others, for what was made of them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from forerun.blocks import weight_shapes
+from forerun.ops.model import LoadedModel
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """What identifies weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
+
+    The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
+    """
+    ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
+    embedded = model.embed(range(min(64, model.config.vocab_size)))
+    some = [model.rows.to_host(rows) for rows in (embedded, model.norm(ones))]
+    model.wait()
+    digest = hashlib.sha256(b"".join(rows.astype(np.float32).tobytes() for rows in some))
+    at = f"model.layers.{model.config.num_layers // 2}."
+    for name in weight_shapes(model.config):
+        if name.startswith(at):
+            digest.update(model.weight(name).tobytes())
+    return digest.hexdigest()
