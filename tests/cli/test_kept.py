@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+import pexpect
+
+import processes
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -47,6 +53,20 @@ def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -
     cli("cache", "clear", "llama", *folder)
     assert cli("cache", "list", *folder).stdout == "Nothing is kept there yet.\n"
     assert (tmp_path / "kv" / "secret").exists()
+
+
+def test_a_terminal_is_asked_before_anything_is_removed(checkpoints: Path, cli: Any, tmp_path: Path) -> None:
+    file, folder = tmp_path / "text.txt", tmp_path / "kv"
+    file.write_text("once upon a time " * 8)
+    cli("prefill", "--raw", str(file), "--target", "llama", "--draft", "none", "--kv-disk", f"1GB:{folder}")
+    listed = cli("cache", "list", "--folder", str(folder)).stdout
+    command = [sys.executable, "-m", "forerun", "cache", "clear", "--folder", str(folder)]
+    for answer, left in (("n", listed), ("y", "Nothing is kept there yet.\n")):
+        child = processes.spawn(command, env=dict(os.environ), timeout=90, cwd=checkpoints)
+        child.expect_exact("[y/N]")
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        assert cli("cache", "list", "--folder", str(folder)).stdout == left
 
 
 def test_refusals(cli: Any, tmp_path: Path) -> None:

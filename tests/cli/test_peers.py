@@ -113,6 +113,15 @@ def test_other_mistakes_keep_their_words(refused: Any, line: str) -> None:
 
 # ------------------------------------------------------------------------------------------- a flag of another command
 
+
+@pytest.mark.parametrize("line", ["chat {} nowhere", "chat {}=nowhere", "serve {} nowhere", "tune {}=nowhere"])
+def test_the_target_is_an_argument_or_an_option(refused: Any, line: str) -> None:
+    """As other commands teach it: the sentence is that of a folder, and not of an option."""
+    plainly = line.replace("{}=", "").replace("{} ", "")
+    assert refused(*line.format("--target").split()) == refused(*plainly.split())
+    assert "there is no folder nowhere" in refused(*plainly.split())
+
+
 OF_ANOTHER = {
     "chat t --ops reference": "--ops is an option of forerun generate, not of forerun chat: set FORERUN_OPS or use "
     "--config",

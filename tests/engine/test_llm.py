@@ -63,6 +63,7 @@ class LastTokenAgain(Drafter):
 def test_a_program_may_make_its_own_drafter():
     own = LLM("shipped", draft=LastTokenAgain, spec_length=2, pacing="fixed")
     assert own.engine.drafter.first.num_ids == own.tokenizer.num_ids
+    assert "model" not in own.engine.drafter.members, "what drafts otherwise is not loaded beside it"
     (out,) = own.generate(PROMPT, greedy(40))
     assert out.report.num_drafted > 20
     assert own.engine.drafter.main == "own"

@@ -160,6 +160,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         training.train(tiny("parts", method=method, seed=1), checkpoint, resume=True, quiet=True)
 
 
+def test_a_run_that_was_begun_with_other_defaults_is_refused(
+    tiny: Make, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of another version may be: the options that nobody wrote are part of the run, too."""
+    config = tiny(method="eagle:draft_vocab=200,steps=2")
+    training.train(config, checkpoint, quiet=True)
+    load = heads.load
+
+    def another_version(spec: str, target: Any) -> Any:
+        name, module, options = load(spec, target)
+        return name, module, replace(options, every=2)
+
+    monkeypatch.setattr(heads, "load", another_version)
+    with pytest.raises(BadOption, match="holds a run of"):
+        training.train(config, checkpoint, resume=True, quiet=True)
+
+
 def test_a_target_that_is_trained_along_is_another_one(tiny: Make, checkpoint: Checkpoint, folder: Path) -> None:
     """Medusa-2: near the original, heads agree with it more often, and speculation gives its texts, not the others."""
     sizes: dict[str, Any] = {"steps": 100, "tokens_per_step": 256, "validate_every_steps": 100}

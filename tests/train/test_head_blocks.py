@@ -16,6 +16,7 @@ from forerun.models.loading import load_checkpoint
 from forerun.ops.torch_tensors import HostWeights
 from forerun.registry import load, make_options
 from forerun.train.heads import Batch, Teacher, decayed
+from forerun.train.narrowing import narrowed
 from tiny import write_tiny
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -129,8 +130,11 @@ def losses_of(parts: Any) -> torch.Tensor:
     return decayed(parts, 0.8, "kl")
 
 
-def test_without_the_rows_before_the_last_layer_the_part_stays_whole(tmp_path: Path) -> None:
+def test_without_the_rows_before_the_last_layer_the_part_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_tiny(tmp_path / "target", "llama")
+    monkeypatch.setattr("forerun.train.heads.eagle.narrowed", lambda decoder, size: narrowed(decoder, 12))
     head, teacher = head_of(folder, "eagle", layers="0+2")
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(head.weights[name], teacher.last[name])

@@ -156,7 +156,8 @@ def generate(
         if rounds and any(params.searches for _, params in requests):
             raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
         requests = _with_messages(requests, opened, chat)
-        if sys.stderr.isatty() and not as_json and chat is None and not (opened.answers_texts or opened.is_shipped):
+        continues = chat is None and any(isinstance(prompt, str) for prompt, _ in requests) and not opened.is_shipped
+        if continues and sys.stderr.isatty() and not as_json:
             note(f"{opened.files.name} has no chat template: it continues the text and answers nothing")
         llm = _loaded(opened)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
@@ -194,9 +195,7 @@ def _with_messages(requests: list[flags.Request], opened: Opened, chat: bool | N
         opened.text_tokenizer()
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
         _ = opened.chat_template
-    if not has_texts or chat is False:
-        return requests
-    if chat is None and not opened.answers_texts:
+    if not has_texts or chat is False or (chat is None and not opened.answers_texts):
         return requests
     try:
         _ = opened.chat_template
@@ -239,11 +238,11 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Tell how far prompts are read, until something is written."""
+    """Tell how far prompts are read, until something is written. How long a text is, is not known before."""
     from forerun.cli.waiting import Answering
 
-    ids = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return Answering(llm, sum(len(own) for own in ids))
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    return Answering(llm, sum(map(len, ids)) if len(ids) == len(prompts) else None)
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:

@@ -40,10 +40,11 @@ class Waiting:
             self._status.update(text)
 
     def end(self) -> None:
-        """The wait is over; once is enough."""
-        self._over.set()
-        if self._status is not None:
-            self._status.stop()
+        """Say nothing more. It may be called again."""
+        if not self._over.is_set():
+            self._over.set()
+            if self._status is not None:
+                self._status.stop()
 
     def __enter__(self) -> Self:
         if self._status is not None:
@@ -64,15 +65,19 @@ class Waiting:
 
 
 class Answering(Waiting):
-    """Tells how much of the prompts was read, and then how much was written. num_tokens: of all prompts."""
+    """Tells how much of the prompts was read, and then how much was written.
 
-    def __init__(self, llm: LLM, num_tokens: int) -> None:
-        super().__init__(f"reading {counted(num_tokens, 'token')}")
+    num_tokens: of all prompts; None = not known yet.
+    """
+
+    def __init__(self, llm: LLM, num_tokens: int | None) -> None:
+        super().__init__("reading" if num_tokens is None else f"reading {counted(num_tokens, 'token')}")
         self._num_tokens, self._num_read, self._num_written = num_tokens, 0, 0
         self._unlisten = llm.listen(self._see)
 
     def end(self) -> None:
-        self._unlisten()
+        if not self._over.is_set():
+            self._unlisten()
         super().end()
 
     def _see(self, report: StepReport) -> None:
@@ -80,6 +85,8 @@ class Answering(Waiting):
         self._num_written += report.num_committed
         if self._num_written:
             self.tell(f"{counted(self._num_written, 'token')} written")
+        elif self._num_tokens is None:
+            self.tell(f"{counted(self._num_read, 'token')} read")
         else:
             self.tell(f"reading {self._num_read:,} of {counted(self._num_tokens, 'token')}")
 

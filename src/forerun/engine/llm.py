@@ -464,7 +464,7 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
 
 
 def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
-    """Take the function that makes a drafter of the program's own out of the options, in place of which is `none`.
+    """Return the function with which a program makes its drafter; among the options `none` takes its place.
 
     Raises BadOption where something else is said of drafts, too, and for a drafter that is made already.
     """

@@ -367,7 +367,8 @@ class Stream:
         """What a chunk of a choice adds; nothing where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
-        self._ids[index] += chunk.token_ids
+        if self._job.token_ids:
+            self._ids[index] += chunk.token_ids
         if self._job.only_prompt:
             deltas = []
         elif chunk.parts is None:
@@ -459,9 +460,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
-    """What a choice tells of ids: those of a completion's prompt stand beside its own, where there are any."""
-    told: dict[str, Any] = {"token_ids": list(ids)}
-    return told if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **told}
+    """Return the ids that a choice tells: its answer's, and beside them a completion's prompt, () where it was told."""
+    answer: dict[str, Any] = {"token_ids": [] if job.only_prompt else list(ids)}
+    return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
 
 
 def _chat_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -42,12 +42,12 @@ class Features:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of it."""
+        """The three of them, in the order of the fields."""
         return self.layers, self.hidden, self.best
 
     @classmethod
     def joined(cls, parts: Seq[Features]) -> Features:
-        """Return those of a text in parts."""
+        """Return the features of a text from its parts."""
         return cls(*(torch.cat(rows) for rows in zip(*(part.tensors for part in parts), strict=True)))
 
 

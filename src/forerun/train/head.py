@@ -114,22 +114,13 @@ def train(
     return loop.train(config, lambda: shown_prepare(config, checkpoint, quiet, warn), resume=resume, quiet=quiet)
 
 
-def shown_prepare(
-    config: HeadConfig,
-    checkpoint: Checkpoint,
-    quiet: bool,
-    warn: Callable[[str], None],
-    stored: Callable[[], object] = lambda: None,
-) -> HeadTask:
-    """Prepare behind a progress bar. stored: is called after each text whose features were stored."""
+def shown_prepare(config: HeadConfig, checkpoint: Checkpoint, quiet: bool, warn: Callable[[str], None]) -> HeadTask:
+    """Prepare behind a progress bar."""
     with loop.progress_bar(quiet) as progress:
         row = progress.add_task("hidden states", note="", visible=False)
-
-        def say(num: int, of: int) -> None:
-            progress.update(row, completed=num, total=of, visible=True)
-            stored()
-
-        return prepare(config, checkpoint, say, warn)
+        return prepare(
+            config, checkpoint, lambda num, of: progress.update(row, completed=num, total=of, visible=True), warn
+        )
 
 
 def prepare(

@@ -41,12 +41,11 @@ class _TimeIsUp(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """How far a folder is. sampled_s, stored_s: seconds of all sessions; steps: of training, None = not known yet."""
+    """How far a folder is. sampled_s: seconds of all sessions; steps: of training, None = not known yet."""
 
     hours: float
     method: str
     sampled_s: float = 0.0
-    stored_s: float = 0.0
     is_sampled: bool = False
     steps: int | None = None
 
@@ -58,9 +57,9 @@ class State:
         if not path.exists():
             return asked
         known = read_json(path)
-        if known.keys() != asdict(asked).keys():
+        if not asdict(asked).keys() <= known.keys():
             raise BadOption(f"{shown(str(path))} is not of `forerun train drafter`: name another folder with --out")
-        state = cls(**known)
+        state = cls(**{name: known[name] for name in asdict(asked)})
         for name in ("hours", "method"):
             had, wanted = getattr(state, name), getattr(asked, name)
             if had != wanted:
@@ -107,20 +106,15 @@ def make(
     _, method, options = heads.load(config.method, opened.files.spec)  # hours before it is trained
     if not state.is_sampled:
         sampling = _sampling_of(config, opened.files.spec.max_positions)
-        recording = Recording(config.out / FEATURES, method.layers(options, opened.files.spec))
+        layers = method.layers(options, opened.files.spec)
         state = _sample(
-            config, sampling, recording, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock
+            config, sampling, layers, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock
         )
     checkpoint = opened.load()
 
-    run, begun, before = _run_of(config, state.steps or TIMED_STEPS), clock(), state
-
-    def stored() -> None:
-        replace(before, stored_s=before.stored_s + clock() - begun).save(config.out)
-
-    task = training.shown_prepare(run, checkpoint, quiet, warn, stored)
+    run = _run_of(config, state.steps or TIMED_STEPS)
+    task = training.shown_prepare(run, checkpoint, quiet, warn)
     if state.steps is None:
-        state = State.of(config)  # with the time that storing took
         steps = steps_for(config, state, task, clock)
         state = replace(state, steps=steps)
         state.save(config.out)
@@ -142,7 +136,7 @@ def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, cloc
     for weight in task.weights.values():
         weight.grad = None
     whole_s = 3600 * config.hours
-    left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s - state.stored_s)
+    left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s)
     num_tokens: int = task.facts["num_tokens"]
     most = MOST_PASSES * num_tokens // TOKENS_PER_STEP
     return max(1, min(round(left_s / step_s), most))
@@ -151,7 +145,7 @@ def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, cloc
 def _sample(
     config: DrafterConfig,
     sampling: SampleConfig,
-    recording: Recording,
+    layers: tuple[int, ...],
     state: State,
     target: str | None,
     *,
@@ -180,7 +174,7 @@ def _sample(
             replace(state, sampled_s=state.sampled_s + clock() - begun).save(config.out)
             progress.update(row, note=f"hidden states of {num:,} of {of:,} texts that are there")
 
-        recording.say = compute
+        recording = Recording(config.out / FEATURES, layers, compute)
         try:
             write(sampling, target, look, dtype=dtype, ops=ops, recording=recording)
         except _TimeIsUp:

@@ -41,7 +41,7 @@ class Recorder(Drafter):
             if own.start == 0:  # the first time, or once more, where it had to give way to others
                 self._parts[seq.id] = []
             best = own.best
-            if len(best) != len(own.kept):  # of a prompt, of which no row was scored
+            if len(best) != len(own.kept):  # a prompt's rows were not scored
                 best = best_of(self._model, own.hidden)
             taps = [own.layer(k) for k in self._layers]
             self._parts[seq.id].append(features_of(self._model, taps, own.hidden, best))
@@ -62,7 +62,7 @@ class Recorder(Drafter):
 class Recording:
     """The features of samples, in a folder that grows with their file. layers: see Recorder.
 
-    say: is told of how many texts the features are stored, of how many, while those that are missing are computed.
+    say: is told how many of how many texts have features, while missing ones are computed.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ class Recording:
         llm.engine.drafter.spares = False  # what it raises ends the run: no text is stored without its features
 
     def write(self, start: int, features: Features) -> None:
-        """Store the features of the next sample. start: tokens of those before."""
+        """Store the features of the next sample. start: tokens of all samples before it."""
         assert self.file is not None
         self.file.write(start, features)
 

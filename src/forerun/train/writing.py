@@ -220,7 +220,7 @@ class Writer:
     ) -> None:
         """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
 
-        recording: stores what was computed for them; its folder is that of this file.
+        recording: stores their features, in the folder that grows with this file.
 
         Raises BadOption where the texts have too few different passages for that, or there are too few questions.
         """
@@ -265,11 +265,11 @@ class Writer:
                 written = np.array(ids, dtype=np.uint32)
                 done[number] = Sample(number, plan.kind, plan.temperature, given, answer_at, written), features
                 while out.next_number in done and out.num_tokens < num_tokens:
-                    (sample, features), end = done.pop(out.next_number), out.num_tokens
+                    (sample, recorded), end = done.pop(out.next_number), out.num_tokens
                     is_new = out.append(sample)
                     num_repeated = 0 if is_new else num_repeated + 1
-                    if is_new and recording is not None and features is not None:
-                        recording.write(end, features)  # behind it: what a kill loses is computed when it goes on
+                    if is_new and recording is not None and recorded is not None:
+                        recording.write(end, recorded)  # behind it: what a kill loses is computed when it goes on
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(

@@ -79,8 +79,8 @@ class Options(Learning):
                   "all but one, and all"},
     )  # fmt: skip
     mlp: int | None = field(
-        default=None, metadata={"help": "inner outputs of its feed-forward part, of the target's those that add most; "
-                                "none = twice the hidden size, or 2,048 where that is more", "min": 1},
+        default=None, metadata={"help": "width of its feed-forward part, which keeps the target's inner outputs that "
+                                "add most; none = twice the hidden size, or 2,048 where that is more", "min": 1},
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ class SteppingHead:
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids].
+        """Yield for each step which rows it learns [S, L], and their logits and the target's, float32 [R, draft ids].
 
         going_on [L] bool: the rows that are learned in later steps than the first; None = all.
         """
@@ -281,19 +281,20 @@ def _attend(
     rows: Tensor,
     scale: float,
 ) -> Tensor:
-    """q [heads, R, D], of the rows [S, L] bool, over the first step's under the mask, and their own of later steps.
+    """Attend from some rows to the first step's, under the mask, and to what each row itself was in later steps.
 
-    first: keys and values [S, heads, L, D]. later: each [1, heads, R, D].
+    rows [S, L] bool: which they are; q [heads, R, D]: their queries, in order. first: keys and values
+    [S, heads, L, D]. later: keys and values of each later step [1, heads, R, D].
     """
     attended, begin = list[Tensor](), 0
-    for text, num in enumerate(rows.sum(1).tolist()):
+    for packed, num in enumerate(rows.sum(1).tolist()):
         here = slice(begin, begin + num)
-        scores = (q[:, here] @ first[0][text].transpose(-1, -2)).float()
-        scores = scores.masked_fill(~mask[text][:, rows[text]], -torch.inf)
+        scores = (q[:, here] @ first[0][packed].transpose(-1, -2)).float()
+        scores = scores.masked_fill(~mask[packed][:, rows[packed]], -torch.inf)
         own = [(q[:, here] * keys[0, :, here]).sum(-1, keepdim=True).float() for keys, _ in later]
         weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
         length = mask.shape[-1]
-        out: Tensor = weights[..., :length] @ first[1][text]
+        out: Tensor = weights[..., :length] @ first[1][packed]
         for i, (_, values) in enumerate(later):
             out = out + weights[..., length + i, None] * values[0, :, here]
         attended.append(out)
