@@ -19,8 +19,8 @@ import pytest
 import processes
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
+from forerun.serve.apis.openai import CHAT, COMPLETIONS
 from forerun.serve.batch import seed_of
-from forerun.serve.openai import CHAT, COMPLETIONS
 from speculation import environment
 
 GREEDY = {"temperature": 0, "max_tokens": 24}

@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 
+import forerun
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Chunk, RequestOutput, RequestReport
-from forerun.serve import messages, ollama, openai, responses
-from forerun.serve.app import APIS
+from forerun.serve.apis import messages, ollama, openai, responses, written
 from forerun.serve.bodies import Job
 from forerun.text.calls import dialect, dialects
 from forerun.text.parts import ToolCall
 from forerun.text.reading import Parser
 from forerun.text.speech import Speaking
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import FinishReason
 from text.test_calls import CASES, speaking
 
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
+TOKENIZER = Tokenizer.load(Path(forerun.__file__).parent / "data" / "target")
 URLS = (openai.CHAT, responses.RESPONSES, messages.MESSAGES, ollama.CHAT)
 Told = tuple[str, list[tuple[str, Any]], str]  # text, calls, and whether it was "cut" or ended by itself, "over"
 
@@ -137,9 +139,9 @@ def answered(how: Speaking, text: str, reason: FinishReason) -> tuple[RequestOut
 
 def told(url: str, output: RequestOutput, chunks: list[Chunk]) -> Told:
     """What an API tells of an answer: the same, whole and in pieces."""
-    job, api = Job(url, "small", SamplingParams()), APIS[url]
-    body = api.answer(job, [output], None, answer_id="0a", created_s=0)
-    stream = api.events(job, [output.prompt_ids], None, "0a", 0)
+    job, route = Job(url, "small", SamplingParams()), written()[url]
+    body = route.answer(job, [output], TOKENIZER, "0a", 0)
+    stream = route.stream(job, [output.prompt_ids], TOKENIZER, "0a", 0)
     pieces = [stream.begin(), *(stream.piece(0, chunk) for chunk in chunks), stream.end([output])]
     whole = READ[url](json.loads(json.dumps(body)))
     assert READ[url](JOIN[url](events_of(b"".join(pieces)))) == whole

@@ -13,8 +13,8 @@ import pytest
 
 import forerun
 from forerun import LLM
+from forerun.serve.apis.openai import COMPLETIONS
 from forerun.serve.batch import BatchRequest, Requests, Running
-from forerun.serve.openai import COMPLETIONS
 from serve.test_serve_inside import run, served
 
 pytestmark = pytest.mark.once("texts of prompts, whatever the speculation")

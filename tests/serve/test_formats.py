@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from forerun import SamplingParams
-from forerun.serve.openai import CHAT, COMPLETIONS, read_body
+from forerun.serve.apis import written
+from forerun.serve.apis.openai import CHAT, COMPLETIONS
 from serve.running import Running
 
 SCHEMA: dict[str, Any] = {
@@ -25,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 def params(url: str = CHAT, **fields: Any) -> SamplingParams:
     asked = {"messages": MESSAGES} if url == CHAT else {"prompt": "x = "}
-    return read_body(url, {**asked, **fields}, "small").params
+    return written()[url].job({**asked, **fields}, "small").params
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve import llama_server
+from forerun.serve.apis import llama_server, written
 from forerun.serve.bodies import Refused
 from serve.running import CODE, Running
 
@@ -78,4 +78,4 @@ def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:
 )
 def test_what_is_not_built_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
-        llama_server.read_body({"prompt": CODE, **fields}, "small")
+        written()[llama_server.COMPLETION].job({"prompt": CODE, **fields}, "small")

@@ -11,7 +11,7 @@ import ollama as client_of_ollama
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve import ollama
+from forerun.serve.apis import ollama, written
 from forerun.serve.bodies import Job, Refused
 from serve.running import CODE, Running, serving
 
@@ -52,7 +52,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def read(url: str = ollama.CHAT, *, ignore: bool = False, **body: Any) -> Job:
     given = {"messages": HELLO} if url == ollama.CHAT else {"prompt": CODE}
-    return ollama.read_body(url, {**given, **body}, "small", served_names=("small",), ignore_unsupported=ignore)
+    return written()[url].job({**given, **body}, "small", served_names=("small",), ignore_unsupported=ignore)
 
 
 # ------------------------------------------------------------------------------------------------------ the client
@@ -75,7 +75,7 @@ def test_durations_are_nanoseconds(plain: LLM) -> None:
     (output,) = plain.generate(CODE, SamplingParams(max_tokens=2, temperature=0), raw=True)
     times = {"arrived_at_s": 1.0, "scheduled_at_s": 1.25, "first_token_at_s": 1.5, "last_token_at_s": 3.0}
     output.report = dataclasses.replace(output.report, **times)
-    made = ollama.answer_body(read(), [output], plain.tokenizer, answer_id="", created_s=0)
+    made = ollama.answer(read(), [output], plain.tokenizer, "", 0)
     assert {name: value for name, value in made.items() if name.endswith("_duration")} == {
         "total_duration": 2_000_000_000,
         "load_duration": 0,
@@ -145,7 +145,7 @@ def test_lists_of_models(client: client_of_ollama.Client, server: Running) -> No
     assert shown.modelinfo["llama.context_length"] == 2048
     assert shown.capabilities == ["completion"]
     assert server.http.post(ollama.SHOW, json={"name": "shipped"}).status_code == 200  # as older clients ask
-    assert server.http.get(ollama.VERSION).json()["version"] == ollama.FOLLOWED
+    assert server.http.get("/api/version").json()["version"] == ollama.FOLLOWED
 
 
 def test_what_is_refused_is_refused_in_a_sentence(client: client_of_ollama.Client, server: Running) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
+from forerun.serve.apis import written
+from forerun.serve.apis.openai import CHAT, COMPLETIONS, answer
 from forerun.serve.bodies import Refused, model_names
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
-from forerun.serve.openai import CHAT, COMPLETIONS, answer_body, error_answer, read_body
+from forerun.serve.routes import plain_error
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import TokenLogprob
 from speculation import llm_options
@@ -26,7 +28,7 @@ NAMES = ("small", "models/small")
 
 def read(url: str, **body: Any) -> Any:
     asked = {"messages": HELLO} if url == CHAT else {"prompt": "hello"}
-    return read_body(url, {**asked, **body}, "small", served_names=NAMES)
+    return written()[url].job({**asked, **body}, "small", served_names=NAMES)
 
 
 # ------------------------------------------------------------------------------------------------------- honoured
@@ -37,7 +39,7 @@ def test_defaults_are_those_of_the_api() -> None:
     assert read(CHAT).params == SamplingParams(max_tokens=None)
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
     for url in (CHAT, COMPLETIONS):
-        job = read_body(url, {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given)
+        job = written()[url].job({"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given)
         assert job.params == SamplingParams(**given)
         assert (job.model, job.stream, job.include_usage) == ("small", False, False)
 
@@ -178,9 +180,9 @@ def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert model_names("org/name@v2") == ("org/name", "org/name@v2")
     for name in (*NAMES, None):
         assert read(CHAT, model=name).model == "small", "the answer says what answered"
-    assert read_body(CHAT, {"messages": HELLO, "model": "gpt-4o"}, "small").model == "small"
-    with pytest.raises(Refused, match="model=3 is not possible: it must be a text, or left out"):
-        read_body(CHAT, {"messages": HELLO, "model": 3}, "small")
+    assert written()[CHAT].job({"messages": HELLO, "model": "gpt-4o"}, "small").model == "small"
+    with pytest.raises(Refused, match="model=3 is not possible: it must be a text"):
+        written()[CHAT].job({"messages": HELLO, "model": 3}, "small")
 
 
 # -------------------------------------------------------------------------------------------------------- refused
@@ -264,7 +266,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(url: str, body: dict[str, An
     with pytest.raises(Refused) as error:
         read(url, **body)
     assert sentence in str(error.value)
-    status, answer = error_answer(error.value)
+    status, answer = plain_error(error.value)
     assert status == (404 if param == "model" else 400)
     assert answer["error"] == {
         "message": str(error.value),
@@ -285,7 +287,7 @@ def test_errors_of_the_engine_have_a_status() -> None:
         (CapacityError("a"), 503, "capacity"),
         (InternalError("a"), 500, "internal_error"),
     ]:
-        got, body = error_answer(error)
+        got, body = plain_error(error)
         assert (got, body["error"]["code"], body["error"]["message"]) == (status, code, "a")
 
 
@@ -296,7 +298,7 @@ def test_errors_of_the_engine_have_a_status() -> None:
 def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     job = read(COMPLETIONS, prompt=["def f(", "class A:"], n=2, seed=1, max_tokens=5)
     outputs = llm.generate(list(job.prompts), job.params)
-    body = answer_body(job, outputs, llm.tokenizer, answer_id="00ff", created_s=5)
+    body = answer(job, outputs, llm.tokenizer, "00ff", 5)
     assert (body["id"], body["object"], body["created"], body["model"]) == ("cmpl-00ff", "text_completion", 5, "small")
     assert [choice["text"] for choice in body["choices"]] == [output.text for output in outputs]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
@@ -318,9 +320,7 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
 def test_logprobs_spell_the_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, seed=3, logprobs=2)
     output = llm.generate("def f(x):\n    return", params)[0]
-    text = answer_body(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][
-        0
-    ]["logprobs"]
+    text = answer(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]
     assert "".join(text["tokens"]) == output.text
     assert [output.text[at:].startswith(t) for at, t in zip(text["text_offset"], text["tokens"], strict=True)] == [
         True
@@ -330,9 +330,7 @@ def test_logprobs_spell_the_text(llm: LLM) -> None:
         assert top[token] == logprob
         assert len(top) in (2, 3)
         assert max(top.values()) == next(iter(top.values()))
-    chat = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][0][
-        "logprobs"
-    ]["content"]
+    chat = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in chat] == text["tokens"]
     assert b"".join(bytes(entry["bytes"]) for entry in chat).decode() == output.text
     assert all(len(entry["top_logprobs"]) == 2 for entry in chat)
@@ -350,10 +348,10 @@ def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints:
             [[*prompt, *ids[:i]]], SamplingParams(max_tokens=1, temperature=0, logit_bias=bias, logprobs=0)
         )
         job = read(COMPLETIONS, logprobs=0)
-        shown = answer_body(job, output, llm.tokenizer, answer_id="0", created_s=0)["choices"][0]["logprobs"]["tokens"]
+        shown = answer(job, output, llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["tokens"]
         assert shown == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
     output = llm.generate("a", SamplingParams(max_tokens=4, logit_bias={0: 1e9}, logprobs=0))[0]
-    entry = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][0]
+    entry = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]
     assert entry["logprobs"]["content"][0]["token"] == "<|end|>"
     assert (entry["message"]["content"], entry["finish_reason"]) == ("", "stop")
 
@@ -364,6 +362,6 @@ def test_bytes_of_random_tokens_are_those_of_the_text(checkpoints: Path) -> None
     llm = LLM(checkpoints / "llama", **llm_options())
     params = SamplingParams(max_tokens=60, temperature=5.0, seed=11, ignore_eos=True, logit_bias={0: -1e9}, logprobs=1)
     output = llm.generate("é", params)[0]
-    body = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)
+    body = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)
     raw = b"".join(bytes(entry["bytes"]) for entry in body["choices"][0]["logprobs"]["content"])
     assert codecs.decode(raw, "utf-8", "replace") == output.text

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from forerun.serve import messages, openai, responses
-from forerun.serve.app import APIS
-from forerun.serve.bodies import MOST_ENTRIES, Job, Refused
-from forerun.serve.openapi import BODIES
+from forerun.serve.apis import messages, openai, responses, written
+from forerun.serve.bodies import Job, Refused
+from forerun.serve.fields import MOST_ENTRIES
+from forerun.serve.openapi import body_of
 from forerun.types import SamplingParams
 from serve.agents import CLAUDE_CODE, CODEX
 
@@ -19,17 +19,19 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def respond(**body: Any) -> Job:
-    return responses.read_body({"input": "hello", **body}, "small", served_names=("small",))
+    return written()[responses.RESPONSES].job({"input": "hello", **body}, "small", served_names=("small",))
 
 
 def message(**body: Any) -> Job:
-    return messages.read_body({"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",))
+    return written()[messages.MESSAGES].job(
+        {"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",)
+    )
 
 
 def test_a_developer_is_the_system_of_templates() -> None:
     conversation = [{"role": "developer", "content": "Be brief."}, *HELLO]
     body = {"model": "small", "messages": conversation}
-    job = openai.read_body(openai.CHAT, body, "small", served_names=("small",))
+    job = written()[openai.CHAT].job(body, "small", served_names=("small",))
     assert job.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
 
 
@@ -190,21 +192,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, A
 
 
 def test_agents_are_served_without_what_is_not_built() -> None:
-    job = responses.read_body(CODEX, "shipped")
+    job = written()[responses.RESPONSES].job(CODEX, "shipped")
     assert (job.ignored, job.effort) == (("tools[1]", "reasoning.summary"), "medium")
     assert [tool["function"]["name"] for tool in job.calls.tools] == ["shell"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream
-    job = messages.read_body(CLAUDE_CODE, "shipped")
+    job = written()[messages.MESSAGES].job(CLAUDE_CODE, "shipped")
     assert (job.ignored, job.effort, job.thinks) == (("context_management",), "medium", None)
     assert [tool["function"]["name"] for tool in job.calls.tools] == ["Bash"] if job.calls else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user"]
     chat = {"messages": HELLO, "tools": [{"type": "web_search"}], "best_of": 2, "verbosity": "low"}
-    job = openai.read_body(openai.CHAT, chat, "small", ignore_unsupported=True)
+    job = written()[openai.CHAT].job(chat, "small", ignore_unsupported=True)
     assert job.ignored == ("best_of", "verbosity", "tools[0]")
     for wrong in ({"messages": 3}, {"temperature": "hot"}):
         with pytest.raises(Refused):
-            openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)
+            written()[openai.CHAT].job({**chat, **wrong}, "small", ignore_unsupported=True)
 
 
 def test_documents_that_are_texts_are_read() -> None:
@@ -274,15 +276,10 @@ def test_the_form_of_an_answer() -> None:
 
 
 def test_the_document_has_the_limits_of_fields() -> None:
-    for url, api in APIS.items():
-        fields = BODIES[url]["properties"]
+    for url, route in written().items():
+        fields = body_of(route)["properties"]
         for name, most in MOST_ENTRIES.items():
             for own in {name, "stop_sequences" if name == "stop" else name} & fields.keys():
                 found = json.dumps(fields[own])
                 assert f'"maxItems": {most}' in found or f'"maxProperties": {most}' in found, (url, own)
-        assert '"maxLength": 1024' in json.dumps(fields["cache_salt"]), api.form.url
-
-
-def test_the_document_describes_the_fields_that_are_known() -> None:
-    for url, api in APIS.items():
-        assert set(BODIES[url]["properties"]) == api.form.known, url
+        assert '"maxLength": 1024' in json.dumps(fields["cache_salt"]), url

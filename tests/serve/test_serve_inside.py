@@ -31,7 +31,8 @@ from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
 from forerun.errors import ForerunError, InternalError
 from forerun.serve import server
-from forerun.serve.app import APIS, Door, make_app
+from forerun.serve.apis import written
+from forerun.serve.app import Door, make_app
 from forerun.serve.bodies import Refused
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Gate, Patience
@@ -591,7 +592,7 @@ _CONTRADICTORY = (
 
 def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
     longest = {"/v1/responses": "max_output_tokens", "/completion": "n_predict"}.get(operation.path, "max_tokens")
-    limit: dict[str, Any] = {longest: 2} if operation.path in APIS else {}
+    limit: dict[str, Any] = {longest: 2} if operation.path in written() else {}
     if operation.path.startswith("/api/") and limit:
         limit = {"options": {"num_predict": 2}}
 

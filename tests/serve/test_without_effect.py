@@ -13,23 +13,15 @@ from typing import Any
 import pytest
 
 import forerun
-from forerun.serve import llama_server, messages, ollama, openai, responses
-from forerun.serve.bodies import PARAMS, Form, Job, Refused
-from forerun.serve.openapi import BODIES
-from forerun.serve.texts import _TOKENIZE, READERS, OnlyAside, TextOptions, Texts
+from forerun.serve.apis import llama_server, messages, ollama, openai, responses, routes, vllm, written
+from forerun.serve.bodies import Job, Refused
+from forerun.serve.texts import OnlyAside, TextOptions, Texts
 from forerun.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")
 SHIPPED = Path(forerun.__file__).parent / "data" / "target"
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
-FORMS: dict[str, Form] = {
-    **openai.FORMS,
-    responses.RESPONSES: responses.FORM,
-    messages.MESSAGES: messages.FORM,
-    llama_server.COMPLETION: llama_server.FORM,
-    ollama.CHAT: ollama.FORMS[ollama.CHAT],
-    ollama.GENERATE: ollama.FORMS[ollama.GENERATE],
-}
+ROUTES = {route.form.url: route for route in written().values()}
 ASKED: Any = [{"role": "user", "content": "hi"}]
 FUNCTION: Any = {"name": "f", "parameters": {"type": "object"}}
 TOOL: Any = {"type": "function", "function": FUNCTION}
@@ -170,12 +162,14 @@ OWN: dict[str, dict[str, Example]] = {
 
 
 def read(url: str, body: dict[str, Any], *, ignore: bool = False) -> Job:
-    return READERS[url](body, body.get("model", "small"), {}, (), ignore_unsupported=ignore)
+    return ROUTES[url].job(body, body.get("model", "small"), {}, (), ignore_unsupported=ignore)
 
 
-@pytest.mark.parametrize("url", FORMS)
+@pytest.mark.parametrize("url", ROUTES)
 def test_every_field_that_is_honoured_makes_a_difference(url: str) -> None:
-    for name in {*PARAMS, *FORMS[url].own, "speculation"}:
+    for name, field in ROUTES[url].form.fields.items():
+        if field.schema is None:
+            continue
         example = {**OF_PARAMS, **OWN[url]}[name]
         beside, value = example if isinstance(example, tuple) else ({}, example)
         base = {**BASES[url], **beside}
@@ -183,28 +177,28 @@ def test_every_field_that_is_honoured_makes_a_difference(url: str) -> None:
         assert example is None or read(url, {**base, name: value}) != read(url, base), name
 
 
-@pytest.mark.parametrize("url", FORMS)
+@pytest.mark.parametrize("url", ROUTES)
 def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
-    form, base = FORMS[url], read(url, BASES[url])
-    told = BODIES[url]["properties"]
-    for name, why in form.inert.items():
-        assert len(why.split()) > 2
-        assert why in told[name]["description"]
-        for value in ANY:
-            job = read(url, {**BASES[url], name: value})
-            assert dataclasses.replace(job, given=base.given) == base, name
-    for name, (allowed, _) in form.neutral.items():
-        for value in () if callable(allowed) else allowed:
-            assert read(url, {**BASES[url], name: value}) == base, name
-    for name in form.noted:
-        noted = read(url, {**BASES[url], name: True})
-        assert noted == dataclasses.replace(base, ignored=(name,))
-        assert read(url, {**BASES[url], name: False}) == base
+    base = read(url, BASES[url])
+    for name, field in ROUTES[url].form.fields.items():
+        if field.inert:
+            assert len(field.why.split()) > 2
+            assert field.why in field.described["description"]
+            for value in ANY:
+                job = read(url, {**BASES[url], name: value})
+                assert dataclasses.replace(job, given=base.given) == base, name
+        elif field.neutral is not None:
+            for value in () if callable(field.neutral) else field.neutral:
+                assert read(url, {**BASES[url], name: value}) == base, name
+        elif field.is_noted:
+            assert read(url, {**BASES[url], name: True}) == dataclasses.replace(base, ignored=(name,))
+            assert read(url, {**BASES[url], name: False}) == base
 
 
 def test_the_page_names_every_field_without_effect() -> None:
     page = DOCS.read_text(encoding="utf-8")
-    names = {name for form in FORMS.values() for name in (*form.inert, *form.noted)}
+    forms = [route.form for route in ROUTES.values()]
+    names = {name for form in forms for name, field in form.fields.items() if field.inert or field.is_noted}
     assert not [name for name in sorted(names) if f"`{name}`" not in page]
 
 
@@ -233,7 +227,6 @@ def test_what_would_change_an_answer_is_refused_or_told(url: str, body: dict[str
 def test_what_is_asked_of_a_response_and_not_made_is_told() -> None:
     body = {**BASES[responses.RESPONSES], "text": {"verbosity": "low"}, "reasoning": {"summary": "auto"}}
     assert read(responses.RESPONSES, body).ignored == ("text.verbosity", "reasoning.summary")
-    assert ollama.read_show({"model": "a", "verbose": True, "system": ""}, ("a",)) == ("verbose",)
 
 
 # ----------------------------------------------------------------------------------------------------------- /tokenize
@@ -242,6 +235,15 @@ def test_what_is_asked_of_a_response_and_not_made_is_told() -> None:
 @pytest.fixture(scope="module")
 def texts() -> Texts:
     return Texts(TextOptions(SHIPPED, ("small",), 2048, 4))
+
+
+def tokenize(texts: Texts, body: dict[str, Any]) -> Any:
+    return texts.work(routes()[vllm.TOKENIZE], body)
+
+
+def test_what_is_not_needed_to_show_a_model_is_told(texts: Texts) -> None:
+    asked = {"name": "small", "verbose": True, "system": ""}
+    assert texts.work(routes()[ollama.SHOW], asked) == (b'{"model":"small"}', ("verbose",))
 
 
 def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
@@ -255,16 +257,16 @@ def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
         "continue_final_message": ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, True),
     }
     for name, (base, value) in examples.items():
-        with_it = texts.tokenize({**base, name: value})
-        assert not base or with_it != texts.tokenize(base), name
+        with_it = tokenize(texts, {**base, name: value})
+        assert not base or with_it != tokenize(texts, base), name
     # These need another tokenizer or template than the small model's: tests/serve/test_echo.py, test_serve_tools.py.
     elsewhere = {"add_special", "add_special_tokens", "tools", "chat_template_kwargs", "add_generation_prompt", "model"}
-    assert _TOKENIZE.own == examples.keys() | elsewhere
+    assert routes()[vllm.TOKENIZE].form.fields.keys() == examples.keys() | elsewhere
     for wrong in ({"prompt": "hi", "parse_special": False}, {"messages": ASKED, "with_pieces": True}):
         with pytest.raises(Refused, match="belongs to content"):
-            texts.tokenize(wrong)
+            tokenize(texts, wrong)
     with pytest.raises(Refused, match="the chat template has them"):
-        texts.tokenize({"messages": ASKED, "add_special_tokens": True})
+        tokenize(texts, {"messages": ASKED, "add_special_tokens": True})
 
 
 def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) -> None:
@@ -272,7 +274,7 @@ def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) ->
     tokenizer = texts.tokenizer
 
     def ids(**fields: Any) -> list[int]:
-        made: list[int] = texts.tokenize({"content": text, **fields})[0]["tokens"]
+        made: list[int] = json.loads(tokenize(texts, {"content": text, **fields})[0])["tokens"]
         return made
 
     special = tokenizer.encode("<|endoftext|>", False)[0]
@@ -283,9 +285,9 @@ def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) ->
     assert special in ids(), "the next one is read as before"
     shared = Texts(texts.options, Tokenizer.load(SHIPPED))
     with pytest.raises(OnlyAside):
-        shared.tokenize({"content": text, "parse_special": False})
+        tokenize(shared, {"content": text, "parse_special": False})
     plain = {"content": "plain", "parse_special": False}
-    assert shared.tokenize(plain) == texts.tokenize({"content": "plain"})
+    assert tokenize(shared, plain) == tokenize(texts, {"content": "plain"})
 
 
 def test_fields_of_an_answer_are_chosen() -> None:

@@ -13,9 +13,10 @@ import pytest
 
 import forerun
 from forerun.errors import UserError
-from forerun.serve import messages, ollama, openai, responses
+from forerun.serve.apis import messages, ollama, openai, responses, routes
+from forerun.serve.apis.vllm import TOKENIZE
 from forerun.serve.bodies import Refused
-from forerun.serve.texts import TOKENIZE, TextOptions, Texts
+from forerun.serve.texts import TextOptions, Texts
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from serve.agents import CLAUDE_CODE, CODEX
@@ -156,11 +157,11 @@ def test_tools_of_a_template_that_knows_none() -> None:
         own = Texts(TextOptions(folder, ("shipped",), 2048, 64, {}, ignore))
         for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
             if ignore and choice == "auto":
-                job, _ = own.read(openai.CHAT, {**body, "tool_choice": choice})
+                job, _ = own.read(routes()[openai.CHAT], {**body, "tool_choice": choice})
                 assert job.ignored == ("tools", "reasoning_effort")
                 continue
             with pytest.raises(UserError, match="does not know tools"):
-                own.read(openai.CHAT, {**body, "tool_choice": choice})
+                own.read(routes()[openai.CHAT], {**body, "tool_choice": choice})
 
 
 CONVERSATIONS: dict[str, dict[str, Any]] = {

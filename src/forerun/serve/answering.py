@@ -1,6 +1,6 @@
 """The way of one request through a server: body, Job, engine, answer, whole or as a stream of events.
 
-Every API goes this way; what differs between them is in an Api. It runs in the event loop, which waits, makes short
+Every API goes this way; what differs between them is in a Generate. It runs in the event loop, which waits, makes short
 pieces and sends, and hands what takes longer to the threads of the Service.
 """
 
@@ -13,25 +13,24 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence as Seq
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.errors import ForerunError, InternalError
-from forerun.serve.bodies import Form, Job, Refused, status_of
-from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
+from forerun.serve.bodies import Job, Refused, status_of
+from forerun.serve.events import as_json, in_slices
 from forerun.serve.generation import Generation
 from forerun.serve.kept import names_kept
 from forerun.serve.limits import Patience, Place
-from forerun.serve.responses import RESPONSES
+from forerun.serve.routes import Errors, Events, Generate
 from forerun.serve.service import Services
 
 if TYPE_CHECKING:
-    from forerun.engine.request import Chunk, RequestOutput
+    from forerun.engine.request import RequestOutput
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -42,44 +41,16 @@ MOST_HEADER_CHARS = 1000
 MOST_IN_LOOP_TOKENS = 16  # of a piece that the event loop makes itself: microseconds, where a thread costs 50 or more
 
 
-class Events(Protocol):
-    """The events of a streamed answer, as bytes; see `openai.Stream`."""
-
-    def begin(self) -> bytes:
-        """What comes before the first token."""
-
-    def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk of a choice adds."""
-
-    def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """What comes behind the last token."""
-
-    def fail(self, error: ForerunError) -> bytes:
-        """What says that nothing more comes."""
-
-
-@dataclass(frozen=True)
-class Api:
-    """What the answers and errors of one route look like; how it reads bodies is in texts.py."""
-
-    form: Form
-    answer: Callable[..., dict[str, Any]]
-    events: Callable[..., Events]
-    error: Callable[[ForerunError, str], tuple[int, dict[str, Any]]]
-    kind: str = "text/event-stream; charset=utf-8"  # of a streamed answer
-    sign_of_life: bytes = KEEP_ALIVE  # in a stream that has nothing to say
-
-
 class Answer(Response):
     """The answer to one request, made when it is sent."""
 
-    def __init__(self, services: Services, api: Api) -> None:
+    def __init__(self, services: Services, route: Generate, error: Errors) -> None:
         super().__init__()
-        self._services, self._api = services, api
+        self._services, self._route, self._error = services, route, error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, generate and send. Nothing is raised but what ends the connection."""
-        exchange = Exchange(self._services, self._api, scope, receive, send)
+        exchange = Exchange(self._services, self._route, self._error, scope, receive, send)
         try:
             await exchange.run()
         except ForerunError as error:
@@ -97,8 +68,11 @@ class ClientGone(Exception):
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, services: Services, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
-        self._services, self._api, self._receive, self._send = services, api, receive, send
+    def __init__(
+        self, services: Services, route: Generate, error: Errors, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._services, self._route, self._error = services, route, error
+        self._receive, self._send = receive, send
         self._service = services.first  # until the body names another one
         self._record: dict[str, Any] = scope[RECORD]
         self._headers = Request(scope).headers
@@ -112,7 +86,7 @@ class Exchange:
         """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
         services = self._services
         body = await read_body(self._headers, self._receive, services)
-        if self._api.form.url == RESPONSES and names_kept(body):
+        if self._route.is_kept and names_kept(body):
             body = await self._guarded(services.kept.extend, self._key, body)
         with services.gate.enter() as place:
             async with self._until_gone():
@@ -146,7 +120,7 @@ class Exchange:
 
     async def refuse(self, error: ForerunError) -> None:
         """Send an error."""
-        status, body = self._api.error(error, self._record["request_id"])
+        status, body = self._error(error, self._record["request_id"])
         self._record["error"] = str(error) if status >= 500 else status_of(error)[1] or type(error).__name__
         await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
 
@@ -158,16 +132,15 @@ class Exchange:
 
     def _body(self, job: Job, generation: Generation) -> bytes:
         outputs = self._outputs(generation)
-        made = self._api.answer(
-            job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
-        )
+        tokenizer = self._service.llm.tokenizer
+        made = self._route.answer(job, outputs, tokenizer, secrets.token_hex(12), int(time.time()))
         if job.items is not None:
             self._services.kept.put(self._key, made, job.items)
         return in_slices(made)
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
-        events = self._api.events(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
-        headers = {"content-type": self._api.kind, "cache-control": "no-cache"}
+        events = self._route.stream(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
+        headers = {"content-type": self._route.media_type, "cache-control": "no-cache"}
         await self._start(200, headers, job)
         try:
             # What is repeated of the body may be long.
@@ -178,7 +151,7 @@ class Exchange:
                     silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
                     await self._wait(generation, max(0.0, self._services.limits.keep_alive_s - silent_s))
                 except TimeoutError:
-                    await self._write(self._api.sign_of_life)
+                    await self._write(self._route.sign_of_life)
                     self._wrote_s = time.monotonic()  # also where there is none
                     continue
                 is_over = generation.is_over
@@ -228,7 +201,7 @@ class Exchange:
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
         """The job of a body, and its prompts as ids. Raises ForerunError."""
         with self._guarding():
-            made: tuple[Job, list[list[int]]] = await self._services.read(self._api.form.url, body)
+            made: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
             return made
 
     @contextmanager

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,19 +23,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.errors import ForerunError, InternalError, UserError, shown
-from forerun.serve import llama_server, messages, ollama, openai, openapi, responses
-from forerun.serve.absent import refusal
-from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, key_of, read_body
-from forerun.serve.bodies import Refused, meant, named, told
+from forerun.errors import ForerunError, InternalError
+from forerun.serve import openapi
+from forerun.serve.answering import RECORD, Answer, ClientGone, ignored_header, key_of, read_body
+from forerun.serve.apis import apis, of_path, refusal
+from forerun.serve.bodies import Refused
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
 from forerun.serve.origins import Origins
-from forerun.serve.service import Service, Services
-from forerun.serve.texts import COUNTERS, TOKENIZER_INFO
+from forerun.serve.routes import Count, Errors, Generate, Look
+from forerun.serve.service import Services
 from forerun.serve.tracing import span
-from forerun.text.small_files import SmallFiles
-from forerun.text.template_files import special_tokens
 from forerun.version import __version__
 
 LOG = logging.getLogger("forerun.serve.requests")
@@ -48,32 +46,6 @@ It speaks the APIs of OpenAI and Anthropic below /v1, and Ollama's below /api: /
 /openapi.json every route.
 """
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-def _plain_error(error: ForerunError, _: str) -> tuple[int, dict[str, Any]]:
-    return openai.error_answer(error)
-
-
-APIS = {
-    **{
-        url: Api(
-            openai.FORMS[url],
-            lambda job, *given, **named: openai.answer_body(job, *given, **named, with_report=job.report),
-            openai.Stream,
-            _plain_error,
-        )
-        for url in openai.URLS
-    },
-    responses.RESPONSES: Api(responses.FORM, responses.answer_body, responses.Stream, _plain_error),
-    messages.MESSAGES: Api(messages.FORM, messages.answer_body, messages.Stream, messages.error_answer),
-    llama_server.COMPLETION: Api(
-        llama_server.FORM, llama_server.answer_body, llama_server.Stream, llama_server.error_answer
-    ),
-    **{
-        url: Api(ollama.FORMS[url], ollama.answer_body, ollama.Stream, ollama.error_answer, ollama.LINES, b"")
-        for url in (ollama.CHAT, ollama.GENERATE)
-    },
-}
 
 
 def make_app(
@@ -92,163 +64,75 @@ def make_app(
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Door, services=services, api_key=api_key, pages=tuple(pages or ()), origins=origins)
     app.add_exception_handler(HTTPException, _http_error)
-    bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(services).items()}
-    for url, api in APIS.items():
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(services, api))
-    _add_kept(app, services)
-    _add_counting(app, services, bodies)
-    _add_models(app, services)
-    _add_ollama(app, services)
-    _add_llama_server(app, services)
-    _add_tokenizer(app, services)
+    schemas = openapi.bodies(services)
+    for api in apis().values():
+        for route in api.routes:
+            _add(app, services, route, api.error, schemas)
     _add_state(app, services, origins)
     for path, page in (pages or {}).items():
         app.mount(path, page)
     return app
 
 
-def _answering(services: Services, api: Api) -> Callable[[], Any]:
-    async def answer() -> Response:
-        return Answer(services, api)
+def _add(
+    app: FastAPI, services: Services, route: Generate | Count | Look, error: Errors, schemas: dict[str, Any]
+) -> None:
+    if isinstance(route, Look):
+        name = f"{route.method.lower()}_{_name(route.url)}"
+        app.api_route(route.url, methods=[route.method], name=name, responses=openapi.ERRORS)(
+            _looking(services, route, error)
+        )
+        return
+    endpoint = _answering(services, route, error) if isinstance(route, Generate) else _counting(services, route, error)
+    extra = openapi.as_body(schemas[route.form.url])
+    for url in (route.form.url, *route.also):
+        app.post(url, openapi_extra=extra, name=_name(url), responses=openapi.ERRORS)(endpoint)
 
-    answer.__name__ = api.form.url.strip("/").replace("/", "_")
+
+def _name(url: str) -> str:
+    return re.sub(r"\W+", "_", url).strip("_")
+
+
+def _answering(services: Services, route: Generate, error: Errors) -> Callable[[], Any]:
+    async def answer() -> Response:
+        return Answer(services, route, error)
+
     return answer
 
 
-def _add_kept(app: FastAPI, services: Services) -> None:
-    """Routes of responses that were given before."""
-
-    def answered(what: Callable[[str, str], dict[str, Any]], request: Request, response_id: str) -> JSONResponse:
+def _looking(services: Services, route: Look, error: Errors) -> Callable[[Request], Any]:
+    async def look(request: Request) -> Response:
         try:
-            return JSONResponse(what(key_of(request.headers), response_id))
-        except Refused as error:
-            status, body = openai.error_answer(error)
+            answer = partial(route.answer, services, key_of(request.headers), **request.path_params)
+            return Response(as_json(await services.in_thread(answer)), media_type="application/json")
+        except ForerunError as failure:
+            status, body = error(failure, request.scope[RECORD]["request_id"])
             return JSONResponse(body, status)
 
-    def deleted(key: str, response_id: str) -> dict[str, Any]:
-        services.kept.delete(key, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    @app.get(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
-    async def response(request: Request, response_id: str) -> JSONResponse:
-        return answered(services.kept.get, request, response_id)
-
-    @app.delete(f"{responses.RESPONSES}/{{response_id}}", responses=openapi.ERRORS)
-    async def forget(request: Request, response_id: str) -> JSONResponse:
-        return answered(deleted, request, response_id)
+    return look
 
 
-def _add_counting(app: FastAPI, services: Services, bodies: dict[str, Any]) -> None:
-    """Routes that need no engine: texts to ids, ids to texts."""
-    for url in COUNTERS:
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(services, url))
-
-
-def _counting(services: Services, url: str) -> Callable[[Request], Any]:
+def _counting(services: Services, route: Count, error: Errors) -> Callable[[Request], Any]:
     async def count(request: Request) -> Response:
         headers: dict[str, str] = {}
         try:
             body = await read_body(request.headers, request.receive, services)
             with services.gate.enter():
-                made, ignored = await services.read(url, body)
-            if url == ollama.SHOW:
-                made = as_json(ollama.show(services.of(json.loads(made)["model"]), services.started_s))
+                made, ignored = await services.read(route.form.url, body)
+            if route.finish is not None:
+                made = as_json(route.finish(services, json.loads(made)))
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
             return Response(made, 200, headers, "application/json")
         except ClientGone:
             return Response(status_code=400)
-        except ForerunError as error:
-            status, answer = _error_answer(url, error, request.scope[RECORD]["request_id"])
-            if getattr(error, "retry_after_s", None) is not None:
-                headers["retry-after"] = str(error.retry_after_s)  # type: ignore[attr-defined]
+        except ForerunError as failure:
+            status, answer = error(failure, request.scope[RECORD]["request_id"])
+            if getattr(failure, "retry_after_s", None) is not None:
+                headers["retry-after"] = str(failure.retry_after_s)  # type: ignore[attr-defined]
             return Response(as_json(answer), status, headers, "application/json")
 
-    count.__name__ = url.strip("/").replace("/", "_")
     return count
-
-
-def _add_models(app: FastAPI, services: Services) -> None:
-    def described(name: str) -> dict[str, Any]:
-        """In the form of OpenAI, and with what the client of Anthropic looks for."""
-        service = services.of(name)
-        return {
-            "id": name,
-            "object": "model",
-            "created": services.started_s,
-            "owned_by": "forerun",
-            "root": service.name,
-            "parent": None,
-            "max_model_len": service.llm.engine.max_seq_len,
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(services.started_s, UTC).isoformat(),
-        }
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        names = told(services.names)
-        data = [described(name) for name in names]
-        more = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": data, **more})
-
-    @app.get("/v1/models/{name:path}", responses=openapi.ERRORS)
-    async def model(name: str) -> JSONResponse:
-        if (own := meant(name, services.names)) in services.names:
-            return JSONResponse(described(own))
-        message = f"model={shown(name)} is not here: it must be {named(services.names)}"
-        status, body = openai.error_answer(Refused(message, "model", code="model_not_found", status=404))
-        return JSONResponse(body, status)
-
-
-def _add_ollama(app: FastAPI, services: Services) -> None:
-    """What Ollama's clients ask before they send anything."""
-
-    @app.get(ollama.TAGS)
-    async def tags() -> JSONResponse:
-        return JSONResponse(ollama.tags(services.all, services.started_s))
-
-    @app.get(ollama.RUNNING)
-    async def running() -> JSONResponse:
-        return JSONResponse(ollama.running(services.all))
-
-    @app.get(ollama.VERSION)
-    async def version() -> JSONResponse:
-        return JSONResponse(ollama.version(__version__))
-
-
-def _add_llama_server(app: FastAPI, services: Services) -> None:
-    """What its web page and health checks ask; of the first model."""
-    template = _template_of(services.first)
-
-    @app.get(llama_server.PROPS)
-    async def props() -> JSONResponse:
-        return JSONResponse(llama_server.props(services.first, template))
-
-    @app.get(llama_server.SLOTS)
-    async def slots() -> JSONResponse:
-        return JSONResponse(llama_server.slots(services.first))
-
-
-def _template_of(service: Service) -> str:
-    """The text of a model's chat templates; '' where it has none, or none that can be read: who chats is told."""
-    try:
-        return service.llm.chat_template.text
-    except UserError:
-        return ""
-
-
-def _add_tokenizer(app: FastAPI, services: Services) -> None:
-    """What clients need that cut texts into tokens by /tokenize, as vLLM names it; of the first model."""
-    llm = services.first.llm
-    ends = [llm.tokenizer.id_to_token[end] for end in sorted(llm.engine.end_ids) if end in llm.tokenizer.id_to_token]
-    named = {"bos_token": None, "eos_token": ends[0] if ends else None, "pad_token": None}
-    named |= special_tokens(SmallFiles(llm.checkpoint.folder))
-    info = {**named, "model_max_length": llm.engine.max_seq_len, "chat_template": _template_of(services.first) or None}
-
-    @app.get(TOKENIZER_INFO)
-    async def tokenizer_info() -> JSONResponse:
-        return JSONResponse(info)
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
@@ -283,7 +167,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
-    status, body = _error_answer(request.url.path, refused, request.scope[RECORD]["request_id"])
+    path = request.url.path
+    status, body = of_path(path).error(refused, request.scope[RECORD]["request_id"])
     return JSONResponse(body, status, dict(error.headers or {}))
 
 
@@ -296,14 +181,6 @@ def _no_route(path: str, app: FastAPI) -> str:
     if path.startswith("/v1/v1/"):
         return f"there is no {path}: the client adds /v1 itself, so leave it out of the address that it is given"
     return f"there is no {path}: /openapi.json lists the routes"
-
-
-def _error_answer(path: str, error: ForerunError, request_id: str) -> tuple[int, dict[str, Any]]:
-    """The status of an error that no route has met itself, and its body in the form of the API that has the path."""
-    if path.startswith(ollama.BEGINNING):
-        return ollama.error_answer(error)
-    is_messages = path == messages.MESSAGES or path.startswith(f"{messages.MESSAGES}/")
-    return (messages.error_answer if is_messages else _plain_error)(error, request_id)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -359,7 +236,7 @@ class Door:
             except ClientGone:
                 record["reason"] = "disconnect"
             except Refused as error:
-                code, answer = _error_answer(scope["path"], error, request_id)
+                code, answer = of_path(scope["path"]).error(error, request_id)
                 more = {"www-authenticate": "Bearer"} if code == 401 else {}
                 if error.retry_after_s is not None:
                     more["retry-after"] = str(error.retry_after_s)
@@ -369,7 +246,7 @@ class Door:
                 record["error"] = repr(error)[:200]
                 if not has_begun:
                     failed = InternalError(f"the request {request_id} failed; the log says why")
-                    code, answer = _error_answer(scope["path"], failed, request_id)
+                    code, answer = of_path(scope["path"]).error(failed, request_id)
                     await JSONResponse(answer, code)(scope, receive, sending)
             finally:
                 route = getattr(scope.get("route"), "path", "other")

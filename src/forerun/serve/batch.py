@@ -7,6 +7,7 @@ taken up by the next one. The engine is imported when the input is known to be s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -22,10 +23,11 @@ from forerun.config import EngineConfig
 from forerun.errors import CapacityError, InternalError, UserError, shown
 from forerun.models.named import default
 from forerun.serve.answers import AnswerFile, answer_id, some_of
+from forerun.serve.apis import batched
 from forerun.serve.bodies import Job, Prompt, Refused, model_names
-from forerun.serve.openai import answer_body, error_answer, read_body
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
+from forerun.serve.routes import plain_error
 from forerun.serve.texts import form_of, spoken
 from forerun.text.filling import filling_ids
 from forerun.text.terminal import note, visible
@@ -143,7 +145,7 @@ class Running:
 class Requests:
     """Makes requests of an engine from those of a file, and answers from those that have ended.
 
-    name: of the model in answers. served_names: what bodies may call it, see `read_body`. defaults: fields of
+    name: of the model in answers. served_names: what bodies may call it, see `Generate.job`. defaults: fields of
     SamplingParams below what the bodies say.
     """
 
@@ -155,10 +157,10 @@ class Requests:
         try:
             return self._start(request, hear)
         except (UserError, CapacityError) as error:
-            return _answer_line(request, *error_answer(error))
+            return _answer_line(request, *plain_error(error))
         except RecursionError:  # other requests are not to wait until this one is mended
             too_deep = Refused("the body is nested too deeply to be read: make it flatter")
-            return _answer_line(request, *error_answer(too_deep))
+            return _answer_line(request, *plain_error(too_deep))
         except _ENDS:
             raise
         except BaseException as error:
@@ -166,7 +168,8 @@ class Requests:
 
     def _start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running:
         defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
-        job = read_body(request.url, request.body, self._name, defaults, self._served_names)
+        job = batched()[request.url].job(request.body, self._name, defaults, self._served_names)
+        job = dataclasses.replace(job, report=True)
         if job.stream:
             raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
@@ -182,14 +185,14 @@ class Requests:
         error = next((choice.error for choice in running.choices if choice.error is not None), None)
         if error is not None:
             self.llm.end(running.choices)
-            return _answer_line(running.asked, *error_answer(error))
+            return _answer_line(running.asked, *plain_error(error))
         try:
-            body = answer_body(
+            body = batched()[running.asked.url].answer(
                 running.job,
                 [choice.output() for choice in running.choices],
                 self.llm.tokenizer,
-                answer_id=secrets.token_hex(12),
-                created_s=int(time.time()),
+                secrets.token_hex(12),
+                int(time.time()),
             )
         except _ENDS:
             raise
@@ -318,7 +321,7 @@ def _failed_line(asked: BatchRequest, error: BaseException) -> dict[str, Any]:
     """The line of a request that something went wrong in which nobody foresaw: the others are answered."""
     LOG.error("request %s failed", shown(asked.custom_id), exc_info=error)
     failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
-    return _answer_line(asked, *error_answer(failed))
+    return _answer_line(asked, *plain_error(failed))
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""What the bodies of all APIs have in common: fields that are honoured, harmless or refused, and the Job they become.
+"""What the bodies of all APIs have in common: the check of their fields, and the Job that they become.
 
 Policy, as for checkpoints: a field that would change the answer and is not honoured is refused by name. Each API says
-in a Form which of its fields are honoured, which change nothing with the values listed (neutral), of which no answer
-depends (inert, with the reason), and without which a request is served and told so (noted); any other field is refused.
-null is as good as absent. An agent that sends such fields whatever happens may be served without them, and is told
-which they were (`Given.ignored`).
+what becomes of its fields (fields.py); any other field is refused. null is as good as absent. An agent that sends such
+fields whatever happens may be served without them, and is told which they were (`Given.ignored`).
 
 Plain data in and out: no web framework, no file, no clock.
 """
@@ -12,13 +10,27 @@ Plain data in and out: no web framework, no file, no clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence as Seq, Set
+from collections.abc import Collection, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
 from forerun.models.named import there
 from forerun.registry import by_name, unknown
+from forerun.serve.fields import (
+    FLAG,
+    MAX_CHOICES,
+    MOST_ENTRIES,
+    MOST_TEXT_CHARS,
+    MOST_TEXTS_CHARS,
+    PARAMS,
+    SHARED,
+    SHORT_TEXTS,
+    SPECULATION,
+    TEXT,
+    Field,
+    Fields,
+)
 from forerun.serve.refused import Refused as Refused
 from forerun.types import SamplingParams
 
@@ -30,22 +42,11 @@ if TYPE_CHECKING:
 Body = Mapping[str, Any]
 Prompt = str | list[int]
 Message = Mapping[str, Any]
-# Values of a field that change nothing (or what says whether a value is one), and why no other is possible.
-Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
-# What fields may hold, so that no request holds up others: most of it is looked through at every step.
 LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
-MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "choice": 1024, "logit_bias": 4096}
-SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
-MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
 OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means there, as clients of other servers say it
-MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 NO_CALLS = "tools are described by `tools`, and chosen by `tool_choice`"
-NO_GRAMMAR = "output cannot be held to a grammar or schema"
 ONE_ANSWER = "this API gives one answer"
-# Honoured by every API, under these names.
-PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_logprobs", "n", "max_tokens", "stop"}
-SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`
 # What a chat template's variables cannot be called: they have a meaning of their own in LLM.apply_chat_template.
 _NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
 _REPORTED = ("num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted")
@@ -54,23 +55,27 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 
 @dataclass(frozen=True)
 class Form:
-    """The fields of one API's bodies, beside those of PARAMS.
+    """The fields of the bodies of one route.
 
-    inert: why no answer depends on a field. noted: fields that would change an answer, though not what is said in it.
-    elsewhere: fields of a sister API -> its url.
+    own: beside those of SHARED, which the bodies of an answer have, too. elsewhere: fields of a sister route -> its
+    url. other_names: name of a field in some clients -> its name.
     """
 
     url: str
-    own: Set[str]
-    inert: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, Neutral] = field(default_factory=dict)
+    own: Fields
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    noted: Set[str] = frozenset()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    is_of_an_answer: bool = True
 
     @property
-    def known(self) -> frozenset[str]:
+    def fields(self) -> Fields:
         """Every field that a body may have."""
-        return frozenset({*PARAMS, "speculation", *self.own, *self.inert, *self.neutral, *self.noted})
+        return {**SHARED, **self.own} if self.is_of_an_answer else self.own
+
+    def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Return a body with its fields called as they are called here; what has both names has the usual one."""
+        others = {ours: body[other] for other, ours in self.other_names.items() if other in body}
+        return {**others, **{name: value for name, value in body.items() if name not in self.other_names}}
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ class Job:
     items: bytes | None = None  # of /v1/responses: the input as a JSON list, where the response is kept
     echo: bool = False  # whether the answer repeats the prompt
     only_prompt: bool = False  # and has nothing else
-    context: int | None = None  # tokens of a conversation that the client counts on
+    context: tuple[str, int] | None = None  # the field that says how many tokens the client counts on, and they
+    thinking_wish: str | None = None  # the field of max_thinking_tokens, where it is a wish that need not be kept
+    without_template: str | None = None  # the prompt in place of messages, where the model has no chat template
     speaking: Speaking | None = None  # what tells the parts of the answer apart
 
     def __post_init__(self) -> None:
@@ -117,12 +124,13 @@ class Job:
 class Given:
     """The fields of a body that are honoured, none of them null. ignored: those without which it is served.
 
-    ignores: whether unsupported ones are among these, and not refused.
+    ignores: whether unsupported ones are among these, and not refused. body: all of it.
     """
 
     fields: dict[str, Any]
     ignored: list[str]
     ignores: bool
+    body: Mapping[str, Any]
 
     def ignore(self, refusal: Refused) -> None:
         """Serve it without the field that is refused. Raises the refusal where that is not wanted."""
@@ -135,29 +143,31 @@ class Given:
 
 
 def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsupported: bool = False) -> Given:
-    """The honoured fields of a body. Raises Refused, naming the field."""
+    """Return the honoured fields of a body. Raises Refused, naming the field."""
     if not isinstance(body, Mapping):
         raise Refused(f"the body is {shown(body)}: it must be a JSON object")
-    given, known = Given({}, [], ignore_unsupported), form.known
+    body, fields = form.named(body), form.fields
+    given = Given({}, [], ignore_unsupported, body)
     for name, value in body.items():
-        if value is None or name in form.inert:
+        known = fields.get(name)
+        if value is None or (known is not None and known.inert):
             continue
         try:
-            if name not in known:
-                raise _unknown(form, name, known)
-            if name in form.neutral:
-                _check_neutral(name, value, *form.neutral[name])
-            elif name not in form.noted:
-                given.fields[name] = value
-            elif value:
-                given.ignored.append(name)
+            if known is None:
+                raise _unknown(form, name, fields.keys())
+            _check_value(name, value, known)
         except Refused as error:
             given.ignore(error)
+            continue
+        if known.is_noted and value:
+            given.ignored.append(name)
+        elif known.schema is not None:
+            given.fields[name] = value
     _check_model(given.fields, served_names)
     return given
 
 
-def _unknown(form: Form, name: str, known: Set[str]) -> Refused:
+def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
     if name in form.elsewhere:
         message = f"{name} is a field of {form.elsewhere[name]}, not of {form.url}"
     else:
@@ -165,21 +175,28 @@ def _unknown(form: Form, name: str, known: Set[str]) -> Refused:
     return Refused(message, name, code="unknown_parameter")
 
 
-def _check_neutral(name: str, value: Any, allowed: Seq[Any] | Callable[[Any], bool], why: str) -> None:
+def _check_value(name: str, value: Any, field: Field) -> None:
+    """Refuse a value that a neutral field cannot have, and one of another type than a flag's or a text's."""
+    if field.schema is FLAG and not isinstance(value, bool):
+        raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
+    if field.schema is TEXT and not isinstance(value, str):
+        raise Refused(f"{name}={shown(value)} is not possible: it must be a text", name)
+    allowed = field.neutral
+    if allowed is None:
+        return
+    hint = "leave it out"
     if callable(allowed):
-        ok, hint = allowed(value), "leave it out"
+        is_allowed = allowed(value)
     else:
-        ok = any(value == other and type(value) is type(other) for other in allowed)
-        hint = f"leave it out (or say {' or '.join(f'{other!r}' for other in allowed)})" if allowed else "leave it out"
-    if not ok:
-        message = f"{name}={shown(value)} is not possible: {why}; {hint}"
+        is_allowed = any(value == other and type(value) is type(other) for other in allowed)
+        hint += f" (or say {' or '.join(f'{other!r}' for other in allowed)})" if allowed else ""
+    if not is_allowed:
+        message = f"{name}={shown(value)} is not possible: {field.why}; {hint}"
         raise Refused(message, name, code="unsupported_parameter")
 
 
 def _check_model(given: Body, served_names: Seq[str]) -> None:
     model = given.get("model")
-    if model is not None and not isinstance(model, str):
-        raise Refused(f"model={shown(model)} is not possible: it must be a text, or left out", "model")
     if model is not None and served_names and meant(model, served_names) not in served_names:
         message = f"model={shown(model)} is not here: it must be {named(served_names)}, or left out"
         raise Refused(message, "model", code="model_not_found", status=404)

@@ -12,7 +12,21 @@ from typing import Any
 
 from forerun.errors import shown
 from forerun.params import CONSTRAINTS
-from forerun.serve.bodies import Refused
+from forerun.serve.fields import (
+    FLAG,
+    NAME,
+    OBJECT,
+    OF_PARAMS,
+    TEXT,
+    Fields,
+    array,
+    either,
+    fixed,
+    honoured,
+    one_of,
+    structure,
+)
+from forerun.serve.refused import Refused
 
 # By field of vLLM's: of SamplingParams.
 GUIDED = {
@@ -21,7 +35,25 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED})
+FIELDS: Fields = honoured(
+    response_format=either(
+        structure(("type",), type=one_of("text", "json_object")),
+        structure(
+            ("type", "json_schema"),
+            type=fixed("json_schema"),
+            json_schema=structure(("schema",), name=TEXT, description=TEXT, strict=FLAG, schema=OBJECT),
+        ),
+    ),
+    structured_outputs=structure(
+        json=either(OBJECT, TEXT),
+        json_object=FLAG,
+        regex=TEXT,
+        choice=array(NAME, 1),
+        grammar=TEXT,
+        disable_any_whitespace=FLAG,
+    ),
+    **{name: OF_PARAMS[ours] for name, ours in GUIDED.items()},
+)
 _OUTPUTS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
 _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 

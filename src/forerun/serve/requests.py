@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from forerun.errors import BadOption, NotFound, shown
 from forerun.registry import unknown
-from forerun.serve.openai import CHAT, URLS
+from forerun.serve.apis import batched
 
 KEYS = ("custom_id", "method", "url", "body")
 NUM_SHOWN = 5  # malformed lines that the refusal names
@@ -76,7 +76,7 @@ class RequestFile:
                 if first != number:
                     raise BadOption(f"has the custom_id {shown(request.custom_id)} of line {first}")
                 self.digest_of[request.custom_id] = request.digest
-                self.has_chats |= request.url == CHAT
+                self.has_chats |= "messages" in batched()[request.url].form.own
                 model = request.body.get("model")
                 self.models |= {model} if isinstance(model, str) else set()
             except BadOption as error:
@@ -109,8 +109,8 @@ def _read(line: bytes) -> BatchRequest:
         _missing("custom_id", custom_id, "a text of its own")
     if fields.get("method") != "POST":
         _missing("method", fields.get("method"), "POST")
-    if url not in URLS:
-        _missing("url", url, " or ".join(URLS))
+    if url not in batched():
+        _missing("url", url, " or ".join(batched()))
     if not isinstance(body, dict):
         _missing("body", body, "an object")
     return BatchRequest(custom_id, url, body, _digest(line, url, body))

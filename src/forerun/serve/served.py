@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from forerun.errors import UserError
+
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
@@ -15,3 +17,11 @@ class Served(Protocol):
     def name(self) -> str: ...
     @property
     def llm(self) -> LLM: ...
+
+
+def template_of(service: Served) -> str:
+    """Return a model's chat templates as text; "" where it has none, or none that can be read: who chats is told."""
+    try:
+        return service.llm.chat_template.text
+    except UserError:
+        return ""

@@ -15,16 +15,17 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.sampling.grammar import Grammar, vocabulary
-from forerun.serve import llama_server, messages, ollama, openai, responses
-from forerun.serve.bodies import Form, Job, Prompt, Refused, check, flag, meant
+from forerun.serve.apis import routes
+from forerun.serve.bodies import Job, Prompt, Refused, check, meant
 from forerun.serve.events import in_slices
-from forerun.serve.tools import thinking_variables
+from forerun.serve.routes import Count, Generate
+from forerun.serve.tools import THINKING, thinking_variables
 from forerun.text.chat import ChatTemplate
 from forerun.text.filling import filling_ids
 from forerun.text.template_files import ANOTHER
@@ -35,23 +36,7 @@ from forerun.types import SamplingParams
 LOG = logging.getLogger(__name__)
 MOST_TRIED_S, MOST_TRIED_BYTES = 2.0, 512 << 20  # processor time and memory that a grammar may take to be compiled
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
-TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
-# As vLLM names them; these are llama-server's.
-_OF_LLAMA_SERVER = {"content", "add_special", "with_pieces", "parse_special"}
-# Of bodies of /tokenize that have messages, as chats have them.
-OF_CHATS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_TOKENIZE = Form(TOKENIZE, {"model", "prompt", "add_special_tokens", "return_token_strs", *OF_CHATS, *_OF_LLAMA_SERVER})
-_DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"})
-Counted = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
-Written = tuple[bytes, tuple[str, ...]]  # the same, as JSON
-# How the body of each API is read.
-READERS: Mapping[str, Callable[..., Job]] = {
-    **{url: partial(openai.read_body, url) for url in openai.URLS},
-    responses.RESPONSES: responses.read_body,
-    messages.MESSAGES: messages.read_body,
-    llama_server.COMPLETION: llama_server.read_body,
-    **{url: partial(ollama.read_body, url) for url in (ollama.CHAT, ollama.GENERATE)},
-}
+Written = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that were ignored
 
 
 @dataclass(frozen=True)
@@ -104,10 +89,8 @@ class Library:
     def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Written:
         """What the route of a body makes of it. Raises UserError."""
         try:
-            given = parse(body)
-            if url.startswith(ollama.BEGINNING):
-                given = ollama.called(given, self._by_name)
-            return self._of(given).work(url, given)
+            given, route = parse(body), routes()[url]
+            return self._of(route, given).work(route, given)
         except RecursionError:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
 
@@ -130,9 +113,9 @@ class Library:
         del made
         return held
 
-    def _of(self, given: Any) -> Texts:
+    def _of(self, route: Generate | Count, given: Any) -> Texts:
         """A name that no model has is refused by the first."""
-        name = given.get("model") if isinstance(given, dict) else None
+        name = route.form.named(given).get("model") if isinstance(given, dict) else None
         return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
 
@@ -155,29 +138,31 @@ class Texts:
         longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
         self._most_chars = _MARGIN * longest * options.max_seq_len
 
-    def work(self, url: str, body: Any) -> tuple[Job, list[list[int]]] | Written:
-        """What the route of a body, as JSON, makes of it: `read`, or the answer of one of COUNTERS."""
-        if url not in COUNTERS:
-            return self.read(url, body)
-        made, ignored = COUNTERS[url](self, body)
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the context."""
+        return self.options.max_seq_len
+
+    def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | Written:
+        """Return what a route makes of a body, as JSON: `read`, or an answer that follows from texts."""
+        if isinstance(route, Generate):
+            return self.read(route, body)
+        given = check(route.form, body, self._served, ignore_unsupported=self.options.ignore_unsupported)
+        made, ignored = route.work(self, given)
         return in_slices(made), ignored
 
-    def read(self, url: str, body: Any) -> tuple[Job, list[list[int]]]:
-        """The job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
+    def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
+        """Return the job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
         options = self.options
-        ignore = options.ignore_unsupported
-        job = self._read(READERS[url], body)
+        job = self._read(route, body)
         if job.num_choices > options.capacity:
             raise Refused(
                 f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
                 f"{options.capacity} at once: ask for fewer, or raise --max-queue"
             )
-        if url == ollama.GENERATE and job.messages and self._template_if_there is None:
-            job = dataclasses.replace(job, messages=None, prompts=(job.messages[-1]["content"],))
-        job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
-        if job.context is not None and job.context > options.max_seq_len:
-            job = dataclasses.replace(job, ignored=(*job.ignored, f"options.{ollama.CONTEXT}"))
-        job = self._with_budget(job)
+        if job.without_template is not None and self._template_if_there is None:
+            job = dataclasses.replace(job, messages=None, prompts=(job.without_template,))
+        job = self._with_wishes(self.spoken(job))
         prompts = self.encode(job)
         params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
         params = self._with_prediction(params)
@@ -185,27 +170,31 @@ class Texts:
         echoed = tuple[Prompt, ...](prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
-    def _read(self, reader: Callable[..., Job], body: Any) -> Job:
+    def _read(self, route: Generate, body: Any) -> Job:
         """The job of a body. A refusal of what may be ignored says how."""
         options, ignore = self.options, self.options.ignore_unsupported
         try:
-            job: Job = reader(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
+            return route.job(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
         except Refused as error:
             if error.code != "unsupported_parameter":
                 raise
             more = "; or start the server with --ignore-unsupported, which serves such requests without it"
             raise Refused(f"{error}{more}", error.param, code=error.code, status=error.status) from None
-        return job
 
-    def _with_budget(self, job: Job) -> Job:
-        """A job without the budget of messages, a wish there, where the reasoning cannot be closed behind it."""
-        speaking = job.speaking
-        if job.url != messages.MESSAGES or speaking is None or speaking.max_thinking_tokens is None:
-            return job
-        if speaking.can_limit(self.tokenizer):
-            return job
-        unlimited = dataclasses.replace(speaking, max_thinking_tokens=None)
-        return dataclasses.replace(job, speaking=unlimited, ignored=(*job.ignored, "thinking.budget_tokens"))
+    def spoken(self, job: Job) -> Job:
+        """Return a job as the model's chat template takes it; see the function."""
+        return spoken(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
+
+    def _with_wishes(self, job: Job) -> Job:
+        """A job that names its wishes which are not kept: a larger context, reasoning that cannot be closed in time."""
+        speaking, unkept = job.speaking, list[str]()
+        if job.context is not None and job.context[1] > self.max_seq_len:
+            unkept.append(job.context[0])
+        limit = None if speaking is None else speaking.max_thinking_tokens
+        if job.thinking_wish and speaking is not None and limit is not None and not speaking.can_limit(self.tokenizer):
+            speaking = dataclasses.replace(speaking, max_thinking_tokens=None)
+            unkept.append(job.thinking_wish)
+        return dataclasses.replace(job, speaking=speaking, ignored=(*job.ignored, *unkept)) if unkept else job
 
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Raises UserError."""
@@ -217,7 +206,7 @@ class Texts:
         if job.messages is None:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         try:
-            return [self._template.encode(self.tokenizer, job.messages, **form_of(job))]
+            return [self.template.encode(self.tokenizer, job.messages, **form_of(job))]
         except UnsupportedModel as error:
             raise self._unusable(error) from None
 
@@ -231,80 +220,18 @@ class Texts:
             message = message.replace(f": {verb}{ANOTHER}", "").replace(f", {verb}{ANOTHER}", "")
         return Refused(message, "messages")
 
-    def count(self, body: Any) -> Counted:
-        """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
-        ignore = self.options.ignore_unsupported
-        job = messages.read_count(body, self.name, self._served, ignore_unsupported=ignore)
-        job = spoken(job, lambda: self._template, ignore_unsupported=ignore)
-        return {"input_tokens": len(self.encode(job)[0])}, job.ignored
-
-    def show(self, body: Any) -> Counted:
-        """The model that a body of /api/show names."""
-        return {"model": self.name}, ollama.read_show(body, self._served)
-
-    def tokenize(self, body: Any) -> Counted:
-        """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them.
-
-        Or of {"content": a text}, in the form of llama-server, which adds no special tokens unless that is asked for.
-        """
-        given = self._given(_TOKENIZE, body)
-        if "content" in given:
-            return self._tokenize_content(given), ()
-        if ("prompt" in given) == ("messages" in given):
-            raise Refused("the body must have a prompt or messages: give one of them", "prompt")
-        if others := given.keys() & _OF_LLAMA_SERVER:
-            raise Refused(f"{min(others)} belongs to content, and the body has none: drop it", min(others))
-        if "messages" in given:
-            if flag(given, "add_special_tokens"):
-                raise Refused("add_special_tokens=True is not possible: the chat template has them; leave it out")
-            chat = {name: given[name] for name in OF_CHATS if name in given}
-            ids = self.encode(spoken(openai.read_body(openai.CHAT, chat, self.name), lambda: self._template))[0]
-        else:
-            if others := given.keys() & set(OF_CHATS):
-                raise Refused(f"{min(others)} belongs to messages, and the body has a prompt: drop it", min(others))
-            if not isinstance(given["prompt"], str):
-                raise Refused(f"prompt={shown(given['prompt'])} is not possible: it must be a text", "prompt")
-            self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["prompt"],)))
-            ids = self.tokenizer.encode(given["prompt"], flag(given, "add_special_tokens", True))
-        made = {"tokens": ids, "count": len(ids), "max_model_len": self.options.max_seq_len}
-        if flag(given, "return_token_strs"):
-            made["token_strs"] = [self.tokenizer.id_to_token.get(i, "") for i in ids]
-        return made, ()
-
-    def _tokenize_content(self, given: dict[str, Any]) -> dict[str, Any]:
-        if others := given.keys() & _TOKENIZE.own - _OF_LLAMA_SERVER - {"model"}:
-            raise Refused(f"content and {min(others)} are of two forms of this body: keep to one", "content")
-        if not isinstance(given["content"], str):
-            raise Refused(f"content={shown(given['content'])} is not possible: it must be a text", "content")
-        self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["content"],)))
-        ids = self._ids(given["content"], flag(given, "add_special"), flag(given, "parse_special", True))
-        if flag(given, "with_pieces"):
-            return {"tokens": [{"id": i, "piece": self.tokenizer.own_text(i)} for i in ids]}
-        return {"tokens": ids}
-
-    def _ids(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """parse_special: whether the name of a special token is that token. Raises OnlyAside."""
+    def literal_ids(self, text: str, add_special: bool) -> list[int]:
+        """Return the ids of a text in which the names of special tokens are words. Raises OnlyAside."""
         special = (self.tokenizer.id_to_token[i] for i in self.tokenizer.special_ids)
-        if parse_special or not any(name in text for name in special):
+        if not any(name in text for name in special):
             return self.tokenizer.encode(text, add_special)
         if self._is_shared:
             raise OnlyAside
         return self.tokenizer.encode_names(text, add_special)
 
-    def detokenize(self, body: Any) -> Counted:
-        """The text of {"tokens": ids}."""
-        ids, num_ids = self._given(_DETOKENIZE, body).get("tokens"), self.tokenizer.num_ids
-        if isinstance(ids, list) and len(ids) > (most := self.options.max_seq_len):
-            message = f"tokens has {len(ids):,} ids and the context {most:,}, so no text is as long: send them in parts"
-            raise Refused(message, "tokens")
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_ids for token in ids):
-            message = f"tokens={shown(ids)} is not possible: it must be a list of ids in 0 .. {num_ids - 1}"
-            raise Refused(message, "tokens")
-        text = self.tokenizer.decode(ids)
-        return {"prompt": text, "content": text}, ()  # as vLLM calls it, and llama-server
-
     @property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
+        """The model's chat template. Raises Refused where it has none."""
         if self._template_if_there is None:
             raise Refused(
                 f"the model {shown(self.name)} has no chat template, as is usual for a base model, and cannot read a "
@@ -326,11 +253,17 @@ class Texts:
     def _own_template(self) -> ChatTemplate:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
 
-    def _given(self, form: Form, body: Any) -> dict[str, Any]:
-        given = check(form, body, self._served).fields
-        if extra := sorted(given.keys() - form.own):
-            raise Refused(f"{extra[0]} is no field of {form.url}", extra[0], code="unknown_parameter")
-        return given
+    def check_text(self, text: str) -> None:
+        """Raise PromptTooLong for a text that cannot fit, however it is cut into tokens: cutting takes seconds."""
+        if len(text) > self._most_chars:
+            raise self._too_many_chars(len(text))
+
+    def _too_many_chars(self, num_chars: int) -> PromptTooLong:
+        most = self.max_seq_len
+        return PromptTooLong(
+            f"the prompt has {num_chars:,} characters, which are more than {most} tokens whatever they are, and "
+            "max_seq_len is no more: shorten it"
+        )
 
     def _check_size(self, job: Job) -> None:
         """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes.
@@ -349,10 +282,7 @@ class Texts:
         if job.messages is not None:
             num_chars = sum(map(_num_chars, texts))
         if num_chars > self._most_chars:
-            raise PromptTooLong(
-                f"the prompt has {num_chars:,} characters, which are more than {most} tokens whatever they are, and "
-                "max_seq_len is no more: shorten it"
-            )
+            raise self._too_many_chars(num_chars)
         for prompt in job.prompts:
             if not isinstance(prompt, str) and len(prompt) >= most:
                 raise PromptTooLong(
@@ -390,7 +320,7 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
         return job
     reads, speech = template().reads, template().speech
     ignored, variables, calls = list(job.ignored), dict(job.variables), job.calls
-    unread = (ollama.THINKING & variables.keys()) - reads  # many clients ask every model to think, or not to
+    unread = (THINKING & variables.keys()) - reads  # many clients ask every model to think, or not to
     ignored += [f"chat_template_kwargs.{name}" for name in sorted(unread) if variables[name] is not False]
     variables = {name: value for name, value in variables.items() if name not in unread}
     if calls is not None and speech.dialect is None:
@@ -414,15 +344,6 @@ def form_of(job: Job) -> dict[str, Any]:
     if job.calls is not None:
         form["tools"] = job.calls.tools
     return {**form, **job.variables}
-
-
-# What counts or converts, by its route.
-COUNTERS: Mapping[str, Callable[[Texts, Any], Counted]] = {
-    messages.COUNT_TOKENS: Texts.count,
-    TOKENIZE: Texts.tokenize,
-    DETOKENIZE: Texts.detokenize,
-    ollama.SHOW: Texts.show,
-}
 
 
 def _num_chars(content: Any) -> int:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import BadOption, shown
+from forerun.serve.fields import EFFORTS
 from forerun.serve.refused import Refused
 from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse, limit_of
 
 MOST_TOOLS = 1024
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,58 @@
-"""Bodies of /v1/chat/completions and /v1/completions, and answers to them, whole and in pieces.
+"""OpenAI's /v1/chat/completions and /v1/completions: bodies, and answers to them, whole and in pieces; /v1/models.
 
-Follows the API reference of OpenAI; what is honoured, harmless and refused is in FORMS (see bodies.py). `forerun
-batch` and `forerun serve` read bodies here.
+Follows the API reference of OpenAI; fields of vLLM and of llama-server that agents send are honoured or noted, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
+from forerun.serve import chats
+from forerun.serve.absent import FILES, RANKS, TEXTS, VECTORS
 from forerun.serve.bodies import (
     NO_CALLS,
     Body,
     Form,
     Given,
     Job,
-    Message,
-    Neutral,
     Prompt,
     Refused,
     Usage,
-    check,
-    flag,
+    meant,
+    named,
     params_of,
     report_of,
-    status_of,
-    variables,
+    told,
     wants_report,
 )
 from forerun.serve.events import DONE, event
+from forerun.serve.fields import (
+    BOOKKEEPING,
+    EFFORT,
+    FLAG,
+    IDS,
+    OF_PARAMS,
+    TEXT,
+    THINKING_TOKENS,
+    Fields,
+    array,
+    either,
+    honoured,
+    neutral,
+    noted,
+    required,
+    structure,
+)
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
+from forerun.serve.routes import Api, Generate, Look, Models, plain_error
+from forerun.serve.tools import effort_of, thinking_limit
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
-from forerun.text.tools import A_TOOL, AUTO
 from forerun.types import SamplingParams
 from forerun.version import __version__
 
@@ -44,114 +61,84 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT, COMPLETIONS)
 FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answers
 # What the API says where a body says nothing: a chat's answer goes as far as the context, a completion has 16 tokens.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
 
-_WHOM, _CACHED = "it says whom a request is for", "the cache is by the prompt itself"
-# Bookkeeping of the service.
-INERT: Mapping[str, str] = {
-    "user": _WHOM,
-    "safety_identifier": _WHOM,
-    "metadata": "it is the client's own",
-    "client_metadata": "it is the client's own",
-    "store": "completions are not kept, and no route would list them",
-    "service_tier": "there is one tier",
-    "prompt_cache_key": _CACHED,
-    "prompt_cache_retention": _CACHED,
-    "id_slot": "an answer is the same wherever its prompt is found",
-    "guided_decoding_backend": "grammars are compiled by one library",
+_BOTH: Fields = {
+    **BOOKKEEPING,
+    **FORMATS,
+    **honoured(
+        model=TEXT,
+        n=OF_PARAMS["n"],
+        stop=OF_PARAMS["stop"],
+        max_tokens=OF_PARAMS["max_tokens"],
+        max_completion_tokens=OF_PARAMS["max_tokens"],
+        stream=FLAG,
+        stream_options=structure(include_usage=FLAG, continuous_usage_stats=FLAG),
+        return_token_ids=FLAG,
+    ),
+    **noted("timings_per_token", "return_progress"),  # of llama-server; the report has numbers of speed
 }
-_BOTH = {
-    *("model", "n", "stop", "max_tokens", "max_completion_tokens", "logprobs", "stream", "stream_options"),
-    *("return_token_ids", *FORMATS),
+_OF_CHATS: Fields = {
+    **chats.FIELDS,
+    **chats.CHOICE,
+    **honoured(
+        logprobs=FLAG,
+        top_logprobs=OF_PARAMS["logprobs"],
+        reasoning_effort=EFFORT,
+        max_thinking_tokens=THINKING_TOKENS,
+    ),
+    "functions": neutral(([],), NO_CALLS),
+    "function_call": neutral(("none", "auto"), NO_CALLS),
+    "modalities": neutral((["text"],), "answers are texts"),
+    **noted("verbosity"),  # no template reads it
 }
-_SPEEDS = frozenset(("timings_per_token", "return_progress"))  # llama-server's: how fast it is, and how far
-_OWN = {
-    CHAT: {
-        *("messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning_effort", "max_thinking_tokens", "continue_final_message", "add_generation_prompt"),
-    },
-    COMPLETIONS: {"prompt", "suffix", "best_of", "echo"},
-}
-# No template reads the first; numbers of speed come with the report.
-_NOTED: Mapping[str, frozenset[str]] = {CHAT: frozenset(("verbosity",)) | _SPEEDS, COMPLETIONS: _SPEEDS}
-_NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
-    CHAT: {
-        "functions": (([],), NO_CALLS),
-        "function_call": (("none", "auto"), NO_CALLS),
-        "modalities": ((["text"],), "answers are texts"),
-    },
-    COMPLETIONS: {},
+_OF_COMPLETIONS: Fields = {
+    "prompt": required(either(TEXT, IDS, array(TEXT, 1), array(IDS, 1))),
+    **honoured(suffix=TEXT, best_of=OF_PARAMS["n"], echo=FLAG, logprobs=OF_PARAMS["logprobs"]),
 }
 
 
-def _elsewhere(url: str) -> dict[str, str]:
-    other = COMPLETIONS if url == CHAT else CHAT
-    fields = {*_OWN[other], *_NEUTRAL[other], *_NOTED[other]}
-    return dict.fromkeys(fields - _OWN[url] - set(_NEUTRAL[url]), other)
-
-
-FORMS = {url: Form(url, _BOTH | _OWN[url], INERT, _NEUTRAL[url], _elsewhere(url), _NOTED[url]) for url in URLS}
+def _form(url: str, own: Fields, others: Fields, other: str) -> Form:
+    elsewhere = [name for name in others if name not in own]
+    return Form(url, {**_BOTH, **own}, dict.fromkeys(elsewhere, other))
 
 
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def read_body(
-    url: str,
-    body: object,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    served_names: Seq[str] = (),
-    *,
-    ignore_unsupported: bool = False,
-) -> Job:
-    """What the body of a request to `url`, one of URLS, asks for.
-
-    model: as the answer names it. served_names: what bodies may call it; none = whatever they like. defaults: fields
-    of SamplingParams over those of the API, below what the body says. Raises Refused, naming the field.
-    """
-    read = check(FORMS[url], body, served_names, ignore_unsupported=ignore_unsupported)
+def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
-    echo, only_prompt = _echo(given, given.get("stream") is True)
-    params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
+    echo, only_prompt = _echo(given)
+    params = _params(url, given, {**_DEFAULTS[url], **defaults})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
-    calls = _calls(given, read.ignored)
-    goes_on = flag(given, "continue_final_message")
-    if goes_on and given.get("add_generation_prompt") is True:
-        raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
+    talk = chats.conversation(read) if url == CHAT else {"prompts": _prompts(given.get("prompt"))}
     return Job(
         url,
         model,
         params,
-        prompts=_prompts(given.get("prompt")) if url == COMPLETIONS else (),
+        **talk,
         suffix=_suffix(given),
-        messages=_messages(given.get("messages")) if url == CHAT else None,
-        variables=variables(given),
-        continue_final_message=goes_on,
-        add_generation_prompt=None if goes_on else flag(given, "add_generation_prompt", True),
-        calls=calls,
         effort=effort_of(given.get("reasoning_effort"), "reasoning_effort"),
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         stream=stream,
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
-        token_ids=flag(given, "return_token_ids"),
+        token_ids=given.get("return_token_ids", False),
         ignored=tuple(read.ignored),
         echo=echo,
         only_prompt=only_prompt,
     )
 
 
-def _echo(given: dict[str, Any], stream: bool) -> tuple[bool, bool]:
+def _echo(given: dict[str, Any]) -> tuple[bool, bool]:
     """Whether the answer repeats the prompt, and has nothing else: that is a limit of 0 tokens, which becomes 1."""
-    echo = flag(given, "echo")
+    echo: bool = given.get("echo", False)
     limits = [name for name in ("max_tokens", "max_completion_tokens") if given.get(name) == 0]
-    if echo and stream and given.get("logprobs") is not None:
+    if echo and given.get("stream") and given.get("logprobs") is not None:
         raise Refused("echo with logprobs cannot be streamed: leave out one of echo, logprobs and stream", "echo")
     if echo and given.get("suffix"):
         raise Refused("echo and suffix exclude one another: leave out one of them", "echo")
@@ -159,37 +146,6 @@ def _echo(given: dict[str, Any], stream: bool) -> tuple[bool, bool]:
         return echo, False
     given |= dict.fromkeys(limits, 1)
     return echo, bool(limits)
-
-
-def _calls(given: Body, ignored: list[str]) -> Calls | None:
-    """The functions of a chat, and which of them must be called. Tools of other types are listed in `ignored`."""
-    functions = list[Mapping[str, Any]]()
-    for i, tool in enumerate(listed(given.get("tools", []))):
-        if tool.get("type", "function") != "function":
-            ignored.append(f"tools[{i}]")
-            continue
-        if not isinstance(tool.get("function"), Mapping):
-            raise Refused(f"tools[{i}]={shown(tool)} is not possible: it must be a function, {A_TOOL}", "tools")
-        functions.append(tool["function"])
-    choice = given.get("tool_choice", AUTO)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", {})
-        names = [_name(tool) for tool in allowed.get("tools", [])]
-        functions = [function for function in functions if function.get("name") in names]
-        choice = allowed.get("mode", AUTO)
-    elif isinstance(choice, Mapping):
-        choice = _name(choice)
-    if not isinstance(choice, str):
-        form = '{"type": "function", "function": {"name": "..."}}'
-        message = f"tool_choice={shown(choice)} is not possible: it must be none, auto, required or {form}"
-        raise Refused(message, "tool_choice")
-    return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
-
-
-def _name(tool: Any) -> Any:
-    """The name in {"type": "function", "function": {"name": "f"}}."""
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -202,7 +158,7 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
 
 def _num_top_logprobs(given: Body) -> int | None:
     """A chat says whether it wants log-probabilities, and how many others beside each token's own."""
-    num_top, wanted = given.get("top_logprobs", 0), flag(given, "logprobs")
+    num_top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
     if not wanted and (num_top != 0 or type(num_top) is not int):
         raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
     return num_top if wanted else None
@@ -218,7 +174,7 @@ def _check_best_of(read: Given, n: int) -> None:
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
     """Whether the answer is wanted in pieces, and the options of these."""
-    stream, options = flag(read.fields, "stream"), read.fields.get("stream_options", {})
+    stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
     if not is_known or (any(options.values()) and not stream):
@@ -252,61 +208,15 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _messages(messages: Any) -> list[Message]:
-    """A conversation, whose contents are texts, alone or in parts."""
-    ok = isinstance(messages, list) and messages
-    if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        example = '[{"role": "user", "content": "hello"}]'
-        raise Refused(f"messages={shown(messages)} is not possible: it must be a list such as {example}", "messages")
-    for i, message in enumerate(messages):
-        parts = message.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else part
-            if kind not in ("text", "refusal"):
-                problem = f"messages[{i}] has a part of type {shown(kind)}: the model reads texts alone"
-                raise Refused(problem, f"messages[{i}].content")
-    return [_known(message) for message in messages]
-
-
-def _known(message: Message) -> Message:
-    """A message as chat templates know it: developers are the system, and what was refused or called freely is said."""
-    made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
-    if made["role"] == "developer":
-        made["role"] = "system"  # templates know the older name alone, and would leave it out without a word
-    if parts == []:
-        made["content"] = ""
-    elif isinstance(parts, list):
-        refused = {i: {"type": "text", "text": p.get("refusal")} for i, p in enumerate(parts) if p["type"] == "refusal"}
-        made["content"] = [refused.get(i, part) for i, part in enumerate(parts)]
-    if isinstance(calls, list):
-        made["tool_calls"] = [_function(call) for call in calls]
-    return made
-
-
-def _function(call: Any) -> Any:
-    """A call of a custom tool, which takes a text, as one of a function that takes it by the name input."""
-    custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
-    if not isinstance(custom, Mapping):
-        return call
-    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-    return {"id": call.get("id"), "type": "function", "function": function}
-
-
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def answer_body(
-    job: Job,
-    outputs: Seq[RequestOutput],
-    tokenizer: Tokenizer,
-    *,
-    answer_id: str,
-    created_s: int,
-    with_report: bool = True,
+def answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The body of an answer. outputs: params.n of the first prompt, then of the next; answer_id: hex digits of its own.
+    """Return the body of an answer. outputs: params.n of the first prompt, then of the next.
 
-    What the API has no word for is under "forerun" (see `report_of`), if with_report.
+    What the API has no word for is under "forerun" (see `report_of`).
     """
     if job.url == CHAT:
         choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
@@ -322,15 +232,7 @@ def answer_body(
         "usage": _usage(Usage.of(outputs, job.params)),
         **of_prompt,
     }
-    return made | ({"forerun": report_of(outputs)} if with_report else {})
-
-
-def error_answer(error: ForerunError) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body of an answer that is an error."""
-    status, code, param = status_of(error)
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 class Stream:
@@ -407,7 +309,7 @@ class Stream:
 
     def fail(self, error: ForerunError) -> bytes:
         """An error behind the first byte, when no status can be sent any more."""
-        return event(error_answer(error)[1])
+        return event(plain_error(error)[1])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
         if usage is None and self._job.continuous_usage:
@@ -497,3 +399,75 @@ def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
     """The text of a prompt, as it was given; of ids what they say, but for those that a tokenizer adds to a text."""
     prompt = job.prompts[number]
     return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def _described(models: Models, name: str) -> dict[str, Any]:
+    """Return a model in the form of this API, and with what the client of Anthropic looks for."""
+    service = models.of(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": models.started_s,
+        "owned_by": "forerun",
+        "root": service.name,
+        "parent": None,
+        "max_model_len": service.llm.engine.max_seq_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(models.started_s, UTC).isoformat(),
+    }
+
+
+def _models(models: Models, key: str) -> dict[str, Any]:
+    names = told(models.names)
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [_described(models, name) for name in names], **ends}
+
+
+def _model(models: Models, key: str, name: str) -> dict[str, Any]:
+    served = meant(name, models.names)
+    if served not in models.names:
+        message = f"model={shown(name)} is not here: it must be {named(models.names)}"
+        raise Refused(message, "model", code="model_not_found", status=404)
+    return _described(models, served)
+
+
+_SPEECH = f"nothing is heard or spoken here: {TEXTS}"
+_KEPT = "no assistants and threads are kept here: send the conversation to /v1/chat/completions or /v1/responses"
+_ABSENT = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings"), VECTORS),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score"), RANKS),
+    "/v1/images/": f"no images are made here: {TEXTS}",
+    **dict.fromkeys(("/v1/audio/", "/v1/realtime"), _SPEECH),
+    "/v1/moderations": "texts are not judged here: ask a server of a moderation model",
+    **dict.fromkeys(("/v1/files", "/v1/files/", "/v1/batches", "/v1/batches/"), FILES),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/threads/", "/v1/conversations"), _KEPT),
+    "/v1/fine_tuning/": "no models are trained by requests: `forerun train` trains drafts",
+}
+API = Api(
+    (
+        Generate(
+            _form(CHAT, _OF_CHATS, _OF_COMPLETIONS, COMPLETIONS),
+            partial(_read, CHAT),
+            answer,
+            Stream,
+            in_batches=True,
+            also=("/chat/completions",),  # as llama-server has it
+        ),
+        Generate(
+            _form(COMPLETIONS, _OF_COMPLETIONS, _OF_CHATS, CHAT),
+            partial(_read, COMPLETIONS),
+            answer,
+            Stream,
+            in_batches=True,
+        ),
+        Look("/v1/models", _models),
+        Look("/v1/models/{name:path}", _model),
+    ),
+    plain_error,
+    below=("/",),
+    absent=_ABSENT,
+)

@@ -9,96 +9,99 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
-from forerun.serve.bodies import (
-    Form,
-    Job,
-    Neutral,
-    Refused,
-    check,
-    flag,
-    params_of,
-    report_of,
-    status_of,
-    wants_report,
-)
+from forerun.serve.absent import ADAPTERS, RANKS, VECTORS
+from forerun.serve.bodies import ONE_ANSWER, Form, Given, Job, Refused, params_of, report_of, status_of, wants_report
 from forerun.serve.events import event
+from forerun.serve.fields import (
+    FLAG,
+    IDS,
+    OF_PARAMS,
+    STOPS,
+    TEXT,
+    Fields,
+    array,
+    either,
+    fixed,
+    honoured,
+    inert,
+    limited,
+    neutral,
+    noted,
+    required,
+)
+from forerun.serve.routes import Api, Generate, Look, Models
+from forerun.serve.served import template_of
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
-    from forerun.serve.served import Served
     from forerun.text.tokenizer import Tokenizer
 
 COMPLETION, PROPS, SLOTS = "/completion", "/props", "/slots"
 _CUT = "tokens are cut by top_k, top_p and min_p"
-_NEUTRAL: Mapping[str, Neutral] = {
-    "n_probs": ((0,), "/v1/completions has logprobs"),
-    "typical_p": ((1, 1.0), _CUT),
-    "top_n_sigma": ((-1, -1.0), _CUT),
-    "xtc_probability": ((0, 0.0), _CUT),
-    "mirostat": ((0,), _CUT),
-    "dynatemp_range": ((0, 0.0), "the temperature is one number"),
-    "dry_multiplier": ((0, 0.0), "repetition is held back by repeat_penalty"),
-    "repeat_last_n": ((-1,), "repeat_penalty counts the whole text"),
-    "lora": (([],), "no adapters are loaded here"),
-    "n_cmpl": ((1,), "this API gives one answer"),
-    "samplers": (([],), "the temperature comes first, then top_k, min_p and top_p"),
-    "min_keep": ((0,), _CUT),
-    "t_max_predict_ms": ((-1, 0), "an answer ends by n_predict, stop, and the time of the server"),
-    "n_indent": ((0,), "lines are as the model writes them"),
-    "return_tokens": ((False,), "each piece of a stream has its tokens"),
-}
-_INERT: Mapping[str, str] = {
-    **dict.fromkeys(("cache_prompt", "id_slot"), "an answer is the same wherever its prompt is found"),
-    **dict.fromkeys(("n_keep", "n_discard"), "a context that is full ends the answer, and is not moved on"),
-    "backend_sampling": "tokens are the same wherever they are drawn",
-    "post_sampling_probs": "n_probs is off",
-    "xtc_threshold": "xtc_probability is off",
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "mirostat is off"),
-    "dynatemp_exponent": "dynatemp_range is off",
-    **dict.fromkeys(
-        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), "dry_multiplier is off"
+_FIELDS: Fields = {
+    "prompt": required(either(TEXT, IDS)),
+    **honoured(
+        model=TEXT,
+        n_predict=either(fixed(-1), OF_PARAMS["max_tokens"]),
+        stop=limited("stop", STOPS),
+        stream=FLAG,
+        repeat_penalty=OF_PARAMS["repetition_penalty"],
+        penalize_nl=FLAG,
+        response_fields=array(TEXT),
     ),
+    "n_probs": neutral((0,), "/v1/completions has logprobs"),
+    "typical_p": neutral((1, 1.0), _CUT),
+    "top_n_sigma": neutral((-1, -1.0), _CUT),
+    "xtc_probability": neutral((0, 0.0), _CUT),
+    "mirostat": neutral((0,), _CUT),
+    "dynatemp_range": neutral((0, 0.0), "the temperature is one number"),
+    "dry_multiplier": neutral((0, 0.0), "repetition is held back by repeat_penalty"),
+    "repeat_last_n": neutral((-1,), "repeat_penalty counts the whole text"),
+    "lora": neutral(([],), "no adapters are loaded here"),
+    "n_cmpl": neutral((1,), ONE_ANSWER),
+    "samplers": neutral(([],), "the temperature comes first, then top_k, min_p and top_p"),
+    "min_keep": neutral((0,), _CUT),
+    "t_max_predict_ms": neutral((-1, 0), "an answer ends by n_predict, stop, and the time of the server"),
+    "n_indent": neutral((0,), "lines are as the model writes them"),
+    "return_tokens": neutral((False,), "each piece of a stream has its tokens"),
+    **inert("an answer is the same wherever its prompt is found", "cache_prompt", "id_slot"),
+    **inert("a context that is full ends the answer, and is not moved on", "n_keep", "n_discard"),
+    **inert("tokens are the same wherever they are drawn", "backend_sampling"),
+    **inert("n_probs is off", "post_sampling_probs"),
+    **inert("xtc_probability is off", "xtc_threshold"),
+    **inert("mirostat is off", "mirostat_tau", "mirostat_eta"),
+    **inert("dynatemp_range is off", "dynatemp_exponent"),
+    **inert("dry_multiplier is off", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    **noted("timings_per_token", "return_progress"),  # the numbers are in the last event
 }
-_OWN = {"model", "prompt", "n_predict", "stop", "stream", "repeat_penalty", "penalize_nl", "response_fields"}
-_NOTED = frozenset(("timings_per_token", "return_progress"))  # the numbers are in the last event
-FORM = Form(COMPLETION, _OWN, _INERT, _NEUTRAL, noted=_NOTED)
 _NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
 
 
-def read_body(
-    body: object,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    served_names: Seq[str] = (),
-    *,
-    ignore_unsupported: bool = False,
-) -> Job:
-    """What a body of /completion asks for; see `openai.read_body`."""
-    read = check(FORM, body, served_names, ignore_unsupported=ignore_unsupported)
+def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
     prompt: Any = given.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
         raise Refused(f"prompt={shown(prompt)} is not possible: it must be a text, or a list of token ids", "prompt")
-    if not flag(given, "penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
+    if not given.get("penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
         message = "penalize_nl=False is not possible: repeat_penalty counts ends of lines, too; leave out one of them"
         read.ignore(Refused(message, "penalize_nl", code="unsupported_parameter"))
     return Job(
         COMPLETION,
         model,
-        params_of(given, {"max_tokens": None, **(defaults or {})}, _NAMES, None),
+        params_of(given, {"max_tokens": None, **defaults}, _NAMES, None),
         prompts=(prompt,),
-        stream=flag(given, "stream"),
+        stream=given.get("stream", False),
         report=wants_report(given),
         ignored=tuple(read.ignored),
         given={"response_fields": _paths(given.get("response_fields", []))},
     )
 
 
-def answer_body(
-    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+def answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole answer."""
     return _chosen(job, {**_ending(job, outputs), "content": outputs[0].text})
 
 
@@ -147,7 +150,7 @@ class Stream:
         return event(error_answer(error)[1])
 
 
-def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of an answer that is an error."""
     status = status_of(error)[0]
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -188,24 +191,45 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
     return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
-def props(service: Served, template: str) -> dict[str, Any]:
-    """What its web page asks of a server first. template: of chats, '' where there is none."""
-    llm = service.llm
+def props(models: Models, key: str) -> dict[str, Any]:
+    """Return what its web page asks of a server first; of the first model."""
+    service = models.first
     return {
-        "default_generation_settings": {"n_ctx": llm.engine.max_seq_len, "params": dict(llm.usual_fields)},
-        "total_slots": llm.config.max_batch_size,
+        "default_generation_settings": {
+            "n_ctx": service.llm.engine.max_seq_len,
+            "params": dict(service.llm.usual_fields),
+        },
+        "total_slots": service.llm.config.max_batch_size,
         "model_alias": service.name,
         "model_path": service.name,
         "modalities": {"vision": False, "audio": False},
-        "chat_template": template,
+        "chat_template": template_of(service),
         "build_info": "forerun",
     }
 
 
-def slots(service: Served) -> list[dict[str, Any]]:
-    """The places of the batch; which request has which is not told."""
-    num_running, n_ctx = len(service.llm.engine.scheduler.running), service.llm.engine.max_seq_len
+def slots(models: Models, key: str) -> list[dict[str, Any]]:
+    """Return the places of the batch; which request has which is not told."""
+    llm = models.first.llm
+    num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
     return [
-        {"id": i, "n_ctx": n_ctx, "speculative": service.llm.config.draft != "none", "is_processing": i < num_running}
-        for i in range(service.llm.config.max_batch_size)
+        {"id": i, "n_ctx": n_ctx, "speculative": llm.config.draft != "none", "is_processing": i < num_running}
+        for i in range(llm.config.max_batch_size)
     ]
+
+
+API = Api(
+    (
+        Generate(Form(COMPLETION, _FIELDS), _read, answer, Stream, also=("/completions",)),
+        Look(PROPS, props),
+        Look(SLOTS, slots),
+    ),
+    error_answer,
+    absent={
+        "/embedding": VECTORS,
+        "/reranking": RANKS,
+        "/v1/reranking": RANKS,
+        "/infill": "texts are filled in by /v1/completions with a suffix",
+        "/lora-adapters": ADAPTERS,
+    },
+)

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, NotFound, shown
 from forerun.registry import unknown
+from forerun.serve.absent import VECTORS
 from forerun.serve.bodies import (
+    ONE_ANSWER,
     Form,
     Given,
     Job,
     Message,
-    Neutral,
     Refused,
-    check,
-    flag,
-    meant,
     params_of,
     report_of,
     status_of,
@@ -33,9 +32,33 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import as_json
-from forerun.serve.tools import Calls, calls_of, effort_of, listed
+from forerun.serve.fields import (
+    EFFORT,
+    FLAG,
+    NAME,
+    OBJECT,
+    OF_PARAMS,
+    TEXT,
+    TOOLS,
+    Fields,
+    Schema,
+    array,
+    either,
+    honoured,
+    inert,
+    integer,
+    limited,
+    neutral,
+    noted,
+    one_of,
+    required,
+    structure,
+)
+from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
+from forerun.serve.tools import THINKING, Calls, calls_of, effort_of, listed
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import AUTO
+from forerun.version import __version__
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -43,38 +66,9 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
-TAGS, RUNNING, VERSION = "/api/tags", "/api/ps", "/api/version"
-BEGINNING = "/api/"  # of all its routes
 LINES = "application/x-ndjson"
 FOLLOWED = "0.13.0"  # the version whose API this is; clients look up features by it
 _ROLES = ("system", "user", "assistant", "tool")
-_NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
-_NEUTRAL: Mapping[str, Neutral] = {
-    "logprobs": ((False,), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
-    "n": ((1,), "this API gives one answer"),
-}
-_INERT: Mapping[str, str] = {
-    "keep_alive": "models stay as long as the server runs",
-    "truncate": "a prompt that is too long is refused, and never cut",
-    "shift": "a context that is full ends the answer, and is not moved on",
-}
-_BOTH = {"model", "stream", "options", "format", "think", "chat_template_kwargs"}
-FORMS = {
-    CHAT: Form(CHAT, {*_BOTH, "messages", "tools"}, _INERT, _NEUTRAL),
-    GENERATE: Form(
-        GENERATE,
-        {*_BOTH, "prompt", "suffix", "system", "raw"},
-        _INERT,
-        {
-            **_NEUTRAL,
-            "images": (([],), "the model reads texts alone"),
-            "template": (("",), "the model's own chat template is used; with raw the prompt goes as it is"),
-            "context": (([],), "conversations are sent as messages to /api/chat"),
-        },
-    ),
-    SHOW: Form(SHOW, {"model", "name"}, noted=frozenset(("verbose", "system", "template", "options"))),
-}
 # By option: of SamplingParams.
 OPTIONS = {
     "temperature": "temperature",
@@ -111,27 +105,58 @@ _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
 }
 _WINDOW = "repeat_last_n"
 _WHOLE = frozenset(("num_predict", "draft_num_predict", "top_k", "seed", "repeat_last_n"))
-THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
 _UNLIMITED = (-1, -2)  # as num_predict: until the end, and until the context is full
+
+
+_NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
+_OF_OPTIONS: dict[str, Schema] = {
+    **{name: OF_PARAMS[ours] for name, ours in OPTIONS.items()},
+    "num_predict": either(one_of(*_UNLIMITED), OF_PARAMS["max_tokens"]),
+    CONTEXT: integer(1),
+    "stop": limited("stop", either(NAME, array(NAME))),
+}
+_BOTH: Fields = {
+    **honoured(
+        model=TEXT,
+        stream=FLAG,
+        options={"type": "object", "properties": _OF_OPTIONS, "additionalProperties": False},
+        format=either(one_of("", "json"), OBJECT),
+        think=either(FLAG, EFFORT),
+        chat_template_kwargs=OBJECT,
+    ),
+    "logprobs": neutral((False,), _NO_LOGPROBS),
+    "top_logprobs": neutral((0,), _NO_LOGPROBS),
+    "n": neutral((1,), ONE_ANSWER),
+    **inert("models stay as long as the server runs", "keep_alive"),
+    **inert("a prompt that is too long is refused, and never cut", "truncate"),
+    **inert("a context that is full ends the answer, and is not moved on", "shift"),
+}
+_CALL = structure(("function",), function=structure(("name",), name=NAME, arguments=OBJECT))
+_MESSAGE = structure(
+    ("role", "content"),
+    role=one_of(*_ROLES),
+    content=TEXT,
+    thinking=TEXT,
+    tool_name=TEXT,
+    tool_calls=array(_CALL),
+)
+_OF_CHATS: Fields = {**_BOTH, **honoured(messages=array(_MESSAGE), tools=TOOLS)}
+_OF_PROMPTS: Fields = {
+    **_BOTH,
+    **honoured(prompt=TEXT, suffix=TEXT, system=TEXT, raw=FLAG),
+    "images": neutral(([],), "the model reads texts alone"),
+    "template": neutral(("",), "the model's own chat template is used; with raw the prompt goes as it is"),
+    "context": neutral(([],), "conversations are sent as messages to /api/chat"),
+}
+_OF_SHOW: Fields = {"model": required(TEXT), **noted("verbose", "system", "template", "options")}
+_NAMES = {"name": "model"}  # as older clients call it
 
 
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def read_body(
-    url: str,
-    body: object,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    served_names: Seq[str] = (),
-    *,
-    ignore_unsupported: bool = False,
-) -> Job:
-    """What a body of /api/chat or /api/generate asks for; see `openai.read_body`.
-
-    Without messages or a prompt nothing is generated: the model is there already.
-    """
-    read = check(FORMS[url], called(body, served_names), served_names, ignore_unsupported=ignore_unsupported)
+def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
+    """Return what a body asks for. Without messages or a prompt nothing is generated: the model is there already."""
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
     messages, prompts = _messages(given.get("messages", [])), tuple[str, ...]()
@@ -140,39 +165,21 @@ def read_body(
     return Job(
         url,
         model,
-        params_of({**given, **options, **_format(given.get("format"))}, defaults or {}, OPTIONS, None),
+        params_of({**given, **options, **_format(given.get("format"))}, defaults, OPTIONS, None),
         prompts=prompts,
         suffix=given.get("suffix", "") if prompts else "",
         messages=None if prompts else messages,
+        without_template=messages[-1]["content"] if url == GENERATE and messages else None,
         variables=variables(given),
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
         calls=_calls(given),
         effort=effort,
         thinks=thinks,
-        stream=flag(given, "stream", True),
+        stream=given.get("stream", True),
         report=wants_report(given),
         ignored=tuple(read.ignored),
         context=_context(given.get("options") or {}),
     )
-
-
-def read_show(body: object, served_names: Seq[str]) -> tuple[str, ...]:
-    """Check a body of /api/show; returns the fields without which it is answered. Raises Refused."""
-    read = check(FORMS[SHOW], called(body, served_names), served_names)
-    if extra := sorted(read.fields.keys() - FORMS[SHOW].own):
-        raise Refused(f"{extra[0]} is no field of {SHOW}", extra[0], code="unknown_parameter")
-    if "model" not in read.fields:
-        raise Refused("there is no model: name one of those that /api/tags lists", "model")
-    return tuple(read.ignored)
-
-
-def called(body: object, served_names: Collection[str]) -> object:
-    """A body whose model is called as it is here, by the field model."""
-    if not isinstance(body, Mapping) or not body.keys() & {"model", "name"}:
-        return body
-    given = {name: value for name, value in body.items() if name != "name"}
-    name = body.get("model", body.get("name"))
-    return {**given, "model": meant(name, served_names) if isinstance(name, str) else name}
 
 
 def _options(read: Given) -> dict[str, Any]:
@@ -221,12 +228,12 @@ def _check_off(name: str, value: Any) -> None:
         raise Refused(message, f"options.{name}", code="unsupported_parameter")
 
 
-def _context(options: Mapping[str, Any]) -> int | None:
-    value = options.get(CONTEXT)
+def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the field that says how many tokens the client counts on, and how many. Raises Refused."""
+    name, value = f"options.{CONTEXT}", options.get(CONTEXT)
     if value is not None and (type(value) is not int or value < 1):
-        message = f"options.{CONTEXT}={shown(value)} is not possible: it must be a number of tokens"
-        raise Refused(message, f"options.{CONTEXT}")
-    return value
+        raise Refused(f"{name}={shown(value)} is not possible: it must be a number of tokens", name)
+    return None if value is None else (name, value)
 
 
 def _format(given: Any) -> dict[str, Any]:
@@ -258,12 +265,9 @@ def _calls(given: Mapping[str, Any]) -> Calls | None:
 def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
     """The conversation of a prompt, or with raw or a suffix the prompt as it is."""
     prompt, system, suffix = (given.get(name, "") for name in ("prompt", "system", "suffix"))
-    for name, text in (("prompt", prompt), ("system", system), ("suffix", suffix)):
-        if not isinstance(text, str):
-            raise Refused(f"{name}={shown(text)} is not possible: it must be a text", name)
     if not prompt:
         return [], ()
-    if flag(given, "raw") or suffix:
+    if given.get("raw") or suffix:
         return [], (prompt,)
     begun: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*begun, {"role": "user", "content": prompt}], ()
@@ -305,10 +309,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def answer_body(
-    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+def answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole answer."""
     if not outputs:
         return {**_head(job), **_said(job, {}), "done": True, "done_reason": "load"}
     output = outputs[0]
@@ -321,7 +325,7 @@ def answer_body(
     return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
-def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of an answer that is an error."""
     return status_of(error)[0], {"error": str(error)}
 
@@ -418,29 +422,37 @@ def _nanoseconds(seconds: float) -> int:
 # ------------------------------------------------------------------------------------------------ what is served
 
 
-def tags(services: Seq[Served], started_s: int) -> dict[str, Any]:
-    """The models, by their answers' names."""
-    return {"models": [{**_known(own), "modified_at": _at(started_s)} for own in services]}
+def tags(models: Models, key: str) -> dict[str, Any]:
+    """Return the models, by their answers' names."""
+    return {"models": [{**_known(one), "modified_at": _at(models.started_s)} for one in models.all]}
 
 
-def running(services: Seq[Served]) -> dict[str, Any]:
-    """The same: all of them are loaded, and stay so."""
+def running(models: Models, key: str) -> dict[str, Any]:
+    """Return the models once more: all of them are loaded, and stay so."""
     far = "9999-12-31T23:59:59Z"
     return {
         "models": [
-            {**_known(own), "expires_at": far, "size_vram": 0, "context_length": own.llm.engine.max_seq_len}
-            for own in services
+            {**_known(one), "expires_at": far, "size_vram": 0, "context_length": one.llm.engine.max_seq_len}
+            for one in models.all
         ]
     }
 
 
-def version(own: str) -> dict[str, Any]:
-    """The version whose API this is, and this package's own."""
-    return {"version": FOLLOWED, "forerun": own}
+def version(models: Models, key: str) -> dict[str, Any]:
+    """Return the version whose API this is, and this package's own."""
+    return {"version": FOLLOWED, "forerun": __version__}
 
 
-def show(service: Served, started_s: int) -> dict[str, Any]:
-    """What is known of a model."""
+def _named(texts: Reader, read: Given) -> Counted:
+    """Check which model a body of /api/show names."""
+    if "model" not in read.fields:
+        raise Refused("there is no model: name one of those that /api/tags lists", "model")
+    return {"model": texts.name}, tuple(read.ignored)
+
+
+def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a model."""
+    service = models.of(named["model"])
     llm, spec = service.llm, service.llm.checkpoint.model.config
     template, capabilities = "", ["completion"]
     with suppress(NotFound):  # a base model has none
@@ -464,7 +476,7 @@ def show(service: Served, started_s: int) -> dict[str, Any]:
             f"{kind}.block_count": spec.num_layers,
         },
         "capabilities": capabilities,
-        "modified_at": _at(started_s),
+        "modified_at": _at(models.started_s),
     }
 
 
@@ -494,3 +506,28 @@ def _details(service: Served) -> dict[str, Any]:
 
 def _at(seconds: int) -> str:
     return _time(datetime.fromtimestamp(seconds, UTC))
+
+
+_FIXED = "models are not fetched or changed by requests: start `forerun serve` with the ones that are to be served"
+
+
+def _answering(url: str, fields: Fields) -> Generate:
+    return Generate(Form(url, fields, other_names=_NAMES), partial(_read, url), answer, Stream, LINES, b"")
+
+
+API = Api(
+    (
+        _answering(CHAT, _OF_CHATS),
+        _answering(GENERATE, _OF_PROMPTS),
+        Count(Form(SHOW, _OF_SHOW, other_names=_NAMES, is_of_an_answer=False), _named, show),
+        Look("/api/tags", tags),
+        Look("/api/ps", running),
+        Look("/api/version", version),
+    ),
+    error_answer,
+    below=("/api/",),
+    absent={
+        **dict.fromkeys(("/api/embed", "/api/embeddings"), VECTORS),
+        **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/"), _FIXED),
+    },
+)

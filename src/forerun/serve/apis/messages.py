@@ -11,16 +11,15 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
+from forerun.serve.absent import FILES
 from forerun.serve.bodies import (
     ONE_ANSWER,
     Form,
     Given,
     Job,
     Message,
-    Neutral,
     Refused,
     Usage,
-    check,
     flag,
     params_of,
     report_of,
@@ -30,7 +29,27 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event
+from forerun.serve.fields import (
+    CONTENT,
+    EFFORT,
+    FLAG,
+    NAME,
+    OBJECT,
+    OF_PARAMS,
+    TEXT,
+    Fields,
+    array,
+    honoured,
+    inert,
+    limited,
+    neutral,
+    one_of,
+    or_null,
+    required,
+    structure,
+)
 from forerun.serve.formats import params_of_format
+from forerun.serve.routes import Api, Count, Counted, Generate, Reader
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO, NONE, REQUIRED
@@ -42,24 +61,33 @@ if TYPE_CHECKING:
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _KINDS = frozenset(("text",))
 _ROLES = ("user", "assistant", "system")  # the last one is what newer agents remind the model with, in between
-
-
-_NEUTRAL: Mapping[str, Neutral] = {
-    "n": ((1,), ONE_ANSWER),
-    "mcp_servers": (([],), "servers of tools are not called from here: send their tools"),
-    "container": ((), "nothing is executed here"),
+_BUDGET = "thinking.budget_tokens"
+_COUNTED: Fields = {
+    "messages": required(array(structure(("role", "content"), role=one_of(*_ROLES), content=CONTENT), 1)),
+    **honoured(
+        model=TEXT,
+        system=CONTENT,
+        max_tokens=OF_PARAMS["max_tokens"],
+        stop_sequences=limited("stop", array(NAME)),
+        stream=FLAG,
+        chat_template_kwargs=OBJECT,
+        tools=array(structure(("name", "input_schema"), name=NAME, description=TEXT, input_schema=OBJECT)),
+        tool_choice=structure(("type",), type=one_of("auto", "any", "none"), disable_parallel_tool_use=FLAG),
+        thinking=structure(
+            ("type",), type=one_of("enabled", "disabled", "adaptive"), budget_tokens=OF_PARAMS["max_tokens"]
+        ),
+        output_config=structure(effort=or_null(EFFORT), format=or_null(OBJECT)),
+        context_management=OBJECT,
+    ),
+    "n": neutral((1,), ONE_ANSWER),
+    "mcp_servers": neutral(([],), "servers of tools are not called from here: send their tools"),
+    "container": neutral((), "nothing is executed here"),
+    **inert("it says whom a request is for", "metadata"),
+    **inert("there is one tier", "service_tier"),
+    **inert("the cache is by the prompt itself", "cache_control"),
+    **inert("there is one place", "inference_geo"),
 }
-_INERT: Mapping[str, str] = {
-    "metadata": "it says whom a request is for",
-    "service_tier": "there is one tier",
-    "cache_control": "the cache is by the prompt itself",
-    "inference_geo": "there is one place",
-}
-_OWN = {
-    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "chat_template_kwargs"),
-    *("tools", "tool_choice", "thinking", "output_config", "context_management"),
-}
-FORM = Form(MESSAGES, _OWN, _INERT, _NEUTRAL)
+_FIELDS: Fields = {**_COUNTED, "max_tokens": required(OF_PARAMS["max_tokens"])}
 _KIND_OF = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -73,25 +101,16 @@ _KIND_OF = {
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
-def read_body(
-    body: object,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    served_names: Seq[str] = (),
-    *,
-    ignore_unsupported: bool = False,
-) -> Job:
-    """What a body asks for; see `openai.read_body`."""
-    read = check(FORM, body, served_names, ignore_unsupported=ignore_unsupported)
+def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     if "max_tokens" not in read.fields:
         raise Refused("there is no max_tokens: this API wants it", "max_tokens")
-    names = {"max_tokens": "max_tokens", "stop_sequences": "stop"}
-    return _job(read, model, defaults or {}, names)
+    return _job(read, model, defaults, {"max_tokens": "max_tokens", "stop_sequences": "stop"})
 
 
-def read_count(body: object, model: str, served_names: Seq[str] = (), *, ignore_unsupported: bool = False) -> Job:
-    """What a body of COUNT_TOKENS asks for: the conversation whose tokens are counted."""
-    return _job(check(FORM, body, served_names, ignore_unsupported=ignore_unsupported), model, {}, {})
+def _count(texts: Reader, read: Given) -> Counted:
+    """Count the tokens of a conversation."""
+    job = texts.spoken(_job(read, texts.name, {}, {}))
+    return {"input_tokens": len(texts.encode(job)[0])}, job.ignored
 
 
 def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[str, str]) -> Job:
@@ -119,8 +138,9 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
         calls=calls,
         effort=effort,
         thinks=_thinks(given.get("thinking", {})),
-        max_thinking_tokens=thinking_limit(given.get("thinking", {}).get("budget_tokens"), "thinking.budget_tokens"),
-        stream=flag(given, "stream"),
+        max_thinking_tokens=thinking_limit(given.get("thinking", {}).get("budget_tokens"), _BUDGET),
+        thinking_wish=_BUDGET,
+        stream=given.get("stream", False),
         report=wants_report(given),
         ignored=tuple(ignored),
     )
@@ -265,10 +285,10 @@ def _named(names: Mapping[str, str], call_id: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def answer_body(
-    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+def answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The whole answer: a message with blocks of text and thinking, and of tools that are used."""
+    """Return the whole answer: a message with blocks of text and thinking, and of tools that are used."""
     spoken = outputs[0].spoken or Spoken([Span("text", outputs[0].text)])
     made = {
         **_message(job, answer_id),
@@ -279,11 +299,11 @@ def answer_body(
     return made | ({"forerun": report_of(outputs)} if job.report else {})
 
 
-def error_answer(error: ForerunError, request_id: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of an answer that is an error."""
     status = status_of(error)[0]
     kind = _KIND_OF.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    return status, {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id or None}
 
 
 def _block(one: Span | ToolCall) -> dict[str, Any]:
@@ -388,3 +408,11 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
     }
+
+
+API = Api(
+    (Generate(Form(MESSAGES, _FIELDS), _read, answer, Stream), Count(Form(COUNT_TOKENS, _COUNTED), _count)),
+    error_answer,
+    below=(MESSAGES,),
+    absent={"/v1/messages/batches": FILES},
+)

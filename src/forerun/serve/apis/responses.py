@@ -17,13 +17,11 @@ from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     ONE_ANSWER,
     Form,
+    Given,
     Job,
     Message,
-    Neutral,
     Refused,
     Usage,
-    check,
-    flag,
     params_of,
     report_of,
     status_of,
@@ -32,9 +30,31 @@ from forerun.serve.bodies import (
     wants_report,
 )
 from forerun.serve.events import event, in_slices, num_values
+from forerun.serve.fields import (
+    BOOKKEEPING,
+    EFFORT,
+    FLAG,
+    FUNCTION,
+    NAME,
+    OBJECT,
+    OF_PARAMS,
+    TEXT,
+    THINKING_TOKENS,
+    Fields,
+    array,
+    either,
+    fixed,
+    honoured,
+    integer,
+    neutral,
+    one_of,
+    or_null,
+    required,
+    structure,
+)
 from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import chat_logprobs
-from forerun.serve.openai import INERT
+from forerun.serve.routes import Api, Generate, Look, Models, plain_error
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
 from forerun.text.tools import AUTO
@@ -58,54 +78,61 @@ EMPTY = (
 )
 _KINDS = frozenset(("input_text", "output_text", "text", "refusal"))
 _ROLES = ("user", "assistant", "system", "developer")
-
-
-_NEUTRAL: Mapping[str, Neutral] = {
-    "conversation": ((), "conversations are not kept here: send previous_response_id, or the whole as input"),
-    "n": ((1,), ONE_ANSWER),
-    "background": ((False,), "an answer is given when it is asked for"),
-    "prompt": ((), "no prompts are kept here: send its text"),
-    "truncation": (("disabled", "auto"), "a conversation is not shortened here"),
-    "stream_options": (lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"),
-}
 # What an answer repeats of its body.
 _REPEATED = (
-    *(
-        "instructions",
-        "max_output_tokens",
-        "metadata",
-        "parallel_tool_calls",
-        "tools",
-        "tool_choice",
-        "reasoning",
-        "text",
-    ),
-    *("prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tools", "tool_choice", "reasoning"),
+    *("text", "prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
 MOST_REPEATED = 20_000  # values of such a field
-_OWN = {
-    *("model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"),
-    *("tools", "tool_choice", "parallel_tool_calls", "reasoning", "previous_response_id", "store", "max_tool_calls"),
-    *("chat_template_kwargs", "max_thinking_tokens", "text"),
+
+_CONTENT = either(
+    TEXT, array(structure(("type", "text"), type=one_of("input_text", "output_text", "text"), text=TEXT), 1)
+)
+_ITEM = {
+    "type": "object",
+    "properties": {"type": fixed("message"), "role": one_of(*_ROLES), "content": _CONTENT},
+    "required": ["role", "content"],
 }
-FORM = Form(RESPONSES, _OWN, {name: why for name, why in INERT.items() if name not in _OWN}, _NEUTRAL)
+_FIELDS: Fields = {
+    **BOOKKEEPING,
+    "input": required(either(TEXT, array(_ITEM, 1))),
+    **honoured(
+        model=TEXT,
+        instructions=TEXT,
+        max_output_tokens=OF_PARAMS["max_tokens"],
+        stop=OF_PARAMS["stop"],
+        stream=FLAG,
+        include=array(one_of(LOGPROBS, *EMPTY)),
+        top_logprobs=OF_PARAMS["logprobs"],
+        tools=array({**FUNCTION, "properties": {"type": fixed("function"), **FUNCTION["properties"]}}),
+        tool_choice=either(
+            one_of("none", "auto", "required"), structure(("type", "name"), type=fixed("function"), name=NAME)
+        ),
+        parallel_tool_calls=FLAG,
+        max_tool_calls=integer(1),
+        reasoning=structure(effort=or_null(EFFORT), summary=or_null(TEXT), generate_summary=or_null(TEXT)),
+        max_thinking_tokens=THINKING_TOKENS,
+        text=structure(format=or_null(OBJECT), verbosity=or_null(TEXT)),
+        previous_response_id=TEXT,
+        store=FLAG,
+        chat_template_kwargs=OBJECT,
+    ),
+    "conversation": neutral((), "conversations are not kept here: send previous_response_id, or the whole as input"),
+    "n": neutral((1,), ONE_ANSWER),
+    "background": neutral((False,), "an answer is given when it is asked for"),
+    "prompt": neutral((), "no prompts are kept here: send its text"),
+    "truncation": neutral(("disabled", "auto"), "a conversation is not shortened here"),
+    "stream_options": neutral(
+        lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"
+    ),
+}
 
 
-def read_body(
-    body: object,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    served_names: Seq[str] = (),
-    *,
-    ignore_unsupported: bool = False,
-) -> Job:
-    """What a body asks for; see `openai.read_body`."""
-    read = check(FORM, body, served_names, ignore_unsupported=ignore_unsupported)
+def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
     held = params_of_format({"response_format": _format(given.get("text", {}))})
-    params = params_of({**given, **held}, {"max_tokens": None, **(defaults or {})}, names, _num_top_logprobs(given))
-    assert isinstance(body, Mapping)
+    params = params_of({**given, **held}, {"max_tokens": None, **defaults}, names, _num_top_logprobs(given))
     calls, effort = _calls(given, read.ignored), _effort(given.get("reasoning", {}))
     read.ignored.extend(_unread(given))
     return Job(
@@ -116,12 +143,12 @@ def read_body(
         calls=calls,
         effort=effort,
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
-        items=in_slices(_items(given.get("input"))) if flag(given, "store", True) else None,
+        items=in_slices(_items(given.get("input"))) if given.get("store", True) else None,
         variables=variables(given),
-        stream=flag(given, "stream"),
+        stream=given.get("stream", False),
         report=wants_report(given),
         ignored=tuple(read.ignored),
-        given=_repeated(body),
+        given=_repeated(read.body),
     )
 
 
@@ -172,7 +199,7 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
         raise Refused(message, "tool_choice")
     if choice == AUTO and not functions:
         return None
-    return calls_of(functions, choice, flag(given, "parallel_tool_calls", True))
+    return calls_of(functions, choice, given.get("parallel_tool_calls", True))
 
 
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
@@ -236,10 +263,8 @@ def _items(given: Any) -> list[Any]:
     return items
 
 
-def _messages(instructions: Any, given: Any) -> list[Message]:
+def _messages(instructions: str | None, given: Any) -> list[Message]:
     """The conversation. Raises Refused for items that are none, and for content that is no text."""
-    if instructions is not None and not isinstance(instructions, str):
-        raise Refused(f"instructions={shown(instructions)} is not possible: it must be a text", "instructions")
     system, conversation = [instructions] if instructions else [], _Conversation()
     for i, item in enumerate(_items(given)):
         where = f"input[{i}]"
@@ -340,10 +365,10 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[str, str]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def answer_body(
-    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, *, answer_id: str, created_s: int
+def answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """The whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
+    """Return the whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
     output = outputs[0]
     logprobs = _logprobs(output.logprobs or [], output.prompt_ids[-1], tokenizer)
     spoken = output.spoken or Spoken([Span("text", output.text)] if output.text else [])
@@ -587,3 +612,26 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
     }
+
+
+# ------------------------------------------------------------------------------------------------------------- kept
+
+
+def _kept(models: Models, key: str, response_id: str) -> dict[str, Any]:
+    return models.kept.get(key, response_id)
+
+
+def _forgotten(models: Models, key: str, response_id: str) -> dict[str, Any]:
+    models.kept.delete(key, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+_ONE = f"{RESPONSES}/{{response_id}}"
+API = Api(
+    (
+        Generate(Form(RESPONSES, _FIELDS), _read, answer, Stream, is_kept=True),
+        Look(_ONE, _kept),
+        Look(_ONE, _forgotten, method="DELETE"),
+    ),
+    plain_error,
+)

@@ -1,0 +1,139 @@
+"""A conversation and its tools in the form of OpenAI's chats, which other APIs read as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forerun.errors import shown
+from forerun.serve.bodies import Body, Given, Message, Refused, variables
+from forerun.serve.fields import (
+    CONTENT,
+    FLAG,
+    NAME,
+    OBJECT,
+    TEXT,
+    TOOLS,
+    Fields,
+    array,
+    either,
+    fixed,
+    honoured,
+    one_of,
+    required,
+    structure,
+)
+from forerun.serve.tools import Calls, calls_of, listed
+from forerun.text.chat import ROLES
+from forerun.text.tools import A_TOOL, AUTO
+
+_CALL = structure(
+    ("id", "type", "function"),
+    id=TEXT,
+    type=fixed("function"),
+    function=structure(("name", "arguments"), name=NAME, arguments=TEXT),
+)
+_MESSAGE = structure(
+    ("role", "content"),
+    role=one_of(*ROLES),
+    content=CONTENT,
+    tool_calls=array(_CALL),
+    tool_call_id=TEXT,
+    reasoning_content=TEXT,
+)
+_CHOICE = either(
+    one_of("none", "auto", "required"),
+    structure(("type", "function"), type=fixed("function"), function=structure(("name",), name=NAME)),
+)
+# The fields that a chat template is given; the rest of a chat's is about the answer.
+FIELDS: Fields = {
+    "messages": required(array(_MESSAGE, 1)),
+    **honoured(tools=TOOLS, chat_template_kwargs=OBJECT, continue_final_message=FLAG, add_generation_prompt=FLAG),
+}
+CHOICE: Fields = honoured(tool_choice=_CHOICE, parallel_tool_calls=FLAG)
+
+
+def conversation(read: Given) -> dict[str, Any]:
+    """Return the fields of a Job that hold the conversation of a body with FIELDS and CHOICE. Raises Refused."""
+    given = read.fields
+    goes_on = given.get("continue_final_message", False)
+    if goes_on and given.get("add_generation_prompt") is True:
+        raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
+    return {
+        "messages": _messages(given.get("messages")),
+        "calls": _calls(given, read.ignored),
+        "variables": variables(given),
+        "continue_final_message": goes_on,
+        "add_generation_prompt": None if goes_on else given.get("add_generation_prompt", True),
+    }
+
+
+def _calls(given: Body, ignored: list[str]) -> Calls | None:
+    """The functions of a chat, and which of them must be called. Tools of other types are listed in `ignored`."""
+    functions = list[Mapping[str, Any]]()
+    for i, tool in enumerate(listed(given.get("tools", []))):
+        if tool.get("type", "function") != "function":
+            ignored.append(f"tools[{i}]")
+            continue
+        if not isinstance(tool.get("function"), Mapping):
+            raise Refused(f"tools[{i}]={shown(tool)} is not possible: it must be a function, {A_TOOL}", "tools")
+        functions.append(tool["function"])
+    choice = given.get("tool_choice", AUTO)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", {})
+        names = [_name(tool) for tool in allowed.get("tools", [])]
+        functions = [function for function in functions if function.get("name") in names]
+        choice = allowed.get("mode", AUTO)
+    elif isinstance(choice, Mapping):
+        choice = _name(choice)
+    if not isinstance(choice, str):
+        form = '{"type": "function", "function": {"name": "..."}}'
+        message = f"tool_choice={shown(choice)} is not possible: it must be none, auto, required or {form}"
+        raise Refused(message, "tool_choice")
+    return calls_of(functions, choice, given.get("parallel_tool_calls", True))
+
+
+def _name(tool: Any) -> Any:
+    """The name in {"type": "function", "function": {"name": "f"}}."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _messages(messages: Any) -> list[Message]:
+    """A conversation, whose contents are texts, alone or in parts."""
+    ok = isinstance(messages, list) and messages
+    if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        example = '[{"role": "user", "content": "hello"}]'
+        raise Refused(f"messages={shown(messages)} is not possible: it must be a list such as {example}", "messages")
+    for i, message in enumerate(messages):
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind not in ("text", "refusal"):
+                problem = f"messages[{i}] has a part of type {shown(kind)}: the model reads texts alone"
+                raise Refused(problem, f"messages[{i}].content")
+    return [_known(message) for message in messages]
+
+
+def _known(message: Message) -> Message:
+    """A message as chat templates know it: developers are the system, and what was refused or called freely is said."""
+    made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
+    if made["role"] == "developer":
+        made["role"] = "system"  # templates know the older name alone, and would leave it out without a word
+    if parts == []:
+        made["content"] = ""
+    elif isinstance(parts, list):
+        refused = {i: {"type": "text", "text": p.get("refusal")} for i, p in enumerate(parts) if p["type"] == "refusal"}
+        made["content"] = [refused.get(i, part) for i, part in enumerate(parts)]
+    if isinstance(calls, list):
+        made["tool_calls"] = [_function(call) for call in calls]
+    return made
+
+
+def _function(call: Any) -> Any:
+    """A call of a custom tool, which takes a text, as one of a function that takes it by the name input."""
+    custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
+    if not isinstance(custom, Mapping):
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    return {"id": call.get("id"), "type": "function", "function": function}

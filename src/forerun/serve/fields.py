@@ -1,0 +1,223 @@
+"""What a field of a body may hold, as JSON Schema, and what becomes of it: each API names its fields by these.
+
+The checks of a body, the document of the server and its list of harmless fields follow from a Field. Its schema says
+what is honoured; a FLAG and a TEXT are checked by it, and what else it says is checked where the body is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from forerun import params
+from forerun.params import Kind, SamplingParams
+from forerun.text.tools import MOST_THINKING_TOKENS
+
+Schema: TypeAlias = dict[str, Any]
+
+# What a field may hold, so that no request holds up others: most of it is looked through at every step.
+MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "choice": 1024, "logit_bias": 4096}
+SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
+MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
+MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
+MOST = 2**31 - 1  # of a whole number, where its field says nothing
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`
+# Fields of SamplingParams that every API honours under these names.
+PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_logprobs", "n", "max_tokens", "stop"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a body. Without a schema none of its values is honoured.
+
+    neutral: the values that change nothing, or what tells whether one is. inert: no answer depends on it. why: of these
+    two, in a sentence. is_noted: a request is served without it, and its client is told so.
+    """
+
+    schema: Schema | None = None
+    is_required: bool = False
+    neutral: Seq[Any] | Callable[[Any], bool] | None = None
+    inert: bool = False
+    is_noted: bool = False
+    why: str = ""
+
+    @property
+    def described(self) -> Schema:
+        """Its schema in the document of the server, which null is as good as."""
+        if self.is_noted:
+            return {"description": "served without it; the header x-forerun-ignored of the answer says so"}
+        if self.inert:
+            return {"description": f"accepted, without effect: {self.why}"}
+        if self.neutral is not None:
+            values = [None] if callable(self.neutral) else [*self.neutral, None]
+            return {"enum": values, "description": f"no other value: {self.why}"}
+        assert self.schema is not None
+        return self.schema if self.is_required else or_null(self.schema)
+
+
+Fields: TypeAlias = Mapping[str, Field]
+
+
+def required(schema: Schema) -> Field:
+    """Return a field that a body must have."""
+    return Field(schema, is_required=True)
+
+
+def neutral(values: Seq[Any] | Callable[[Any], bool], why: str) -> Field:
+    """Return a field that may have these values alone, which change nothing."""
+    return Field(neutral=values, why=why)
+
+
+def inert(why: str, *names: str) -> dict[str, Field]:
+    """Return fields that no answer depends on."""
+    return dict.fromkeys(names, Field(inert=True, why=why))
+
+
+def noted(*names: str) -> dict[str, Field]:
+    """Return fields without which a request is served."""
+    return dict.fromkeys(names, Field(is_noted=True))
+
+
+def honoured(**schemas: Schema) -> dict[str, Field]:
+    """Return fields that are honoured, by their names."""
+    return {name: Field(schema) for name, schema in schemas.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- schemas
+
+
+def number(least: float, most: float) -> Schema:
+    """Return the schema of a number in a range."""
+    return {"type": "number", "minimum": least, "maximum": most}
+
+
+def integer(least: int, most: int = MOST) -> Schema:
+    """Return the schema of a whole number in a range."""
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def array(of: Schema, least: int = 0) -> Schema:
+    """Return the schema of a list with so many entries at least."""
+    return {"type": "array", "items": of, "minItems": least}
+
+
+def either(*schemas: Schema) -> Schema:
+    """Return the schema of what one of these describes."""
+    return {"anyOf": list(schemas)}
+
+
+def one_of(*values: Any) -> Schema:
+    """Return the schema of these values alone."""
+    return {"enum": list(values)}
+
+
+def fixed(value: Any) -> Schema:
+    """Return the schema of one value."""
+    return {"const": value}
+
+
+def structure(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
+    """Return the schema of an object with these fields and no other."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def or_null(schema: Schema) -> Schema:
+    """Return the schema of what this one describes, or null."""
+    return either(schema, {"type": "null"})
+
+
+def limited(name: str, schema: Schema) -> Schema:
+    """Return a schema with the limits of MOST_ENTRIES and SHORT_TEXTS for the field `name`."""
+    if "anyOf" in schema:
+        return either(*(limited(name, one) for one in schema["anyOf"]))
+    kind, most = schema.get("type"), MOST_ENTRIES.get(name)
+    if kind == "array":
+        schema = {**schema, "items": limited(name, schema["items"])} | ({"maxItems": most} if most else {})
+    if kind == "object" and most:
+        schema = {**schema, "maxProperties": most}
+    if kind == "string" and name in SHORT_TEXTS:
+        schema = {**schema, "maxLength": MOST_TEXT_CHARS}
+    return schema
+
+
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+NAME: Schema = {"type": "string", "minLength": 1}
+ID = integer(0)  # which ids there are depends on the model: openapi.py says it
+IDS = array(ID, 1)
+STOPS = either(NAME, array(NAME))
+CONTENT = either(TEXT, array(structure(("type", "text"), type=fixed("text"), text=TEXT), 1))
+PREDICTION = structure(("type", "content"), type=fixed("content"), content=CONTENT)
+FUNCTION: Schema = {
+    "type": "object",
+    "properties": {"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": FLAG},
+    "required": ["name"],
+}
+TOOLS = array(structure(("type", "function"), type=fixed("function"), function=FUNCTION))
+EFFORT = one_of(*EFFORTS)
+THINKING_TOKENS = integer(0, MOST_THINKING_TOKENS)
+
+# Of each kind of value of SamplingParams: its type in JSON. Numbers get the field's range.
+_TYPES: dict[Kind, Schema] = {
+    params.INTEGER: {"type": "integer"},
+    params.SEED: {"type": "integer"},
+    params.NUMBER: {"type": "number"},
+    params.FLAG: FLAG,
+    params.STOPPING: either(FLAG, fixed("never")),
+    params.TEXT: TEXT,
+    params.UTF8: TEXT,
+    params.RULES: TEXT,
+    params.SCHEMA: either(OBJECT, FLAG, TEXT),
+    params.TEXTS: STOPS,
+    params.IDS: array(ID),
+    params.TEXT_OR_IDS: either(PREDICTION, TEXT, IDS),
+    params.BIASES: {
+        "type": "object",
+        "additionalProperties": number(-100, 100),
+        "propertyNames": {"pattern": "^[0-9]{1,5}$"},
+    },
+}
+# What the server allows, or promises, less of than the engine.
+_LESS: dict[str, Schema] = {
+    "max_tokens": {"maximum": MOST},
+    "temperature": {"maximum": 2},
+    "n": {"maximum": MAX_CHOICES},
+    "seed": {"maximum": 2**63 - 1},
+}
+
+
+def _of_param(field: dataclasses.Field[Any]) -> Schema:
+    """Return the schema of a field of SamplingParams."""
+    about = field.metadata
+    schema = dict(_TYPES[about["kind"]])
+    if schema.get("type") in ("integer", "number"):
+        bounds = {"min": "minimum", "above": "exclusiveMinimum", "max": "maximum"}
+        schema |= {key: about[name] for name, key in bounds.items() if name in about}
+        if schema["type"] == "integer":
+            schema = {"minimum": -MOST - 1, "maximum": MOST, **schema}
+    schema |= _LESS.get(field.name, {})
+    schema = either(*(fixed(value) for value in about["also"]), schema) if "also" in about else schema
+    return limited(field.name, schema)
+
+
+# Fields of SamplingParams, as every API may call them.
+OF_PARAMS: dict[str, Schema] = {name: _of_param(field) for name, field in SamplingParams.__dataclass_fields__.items()}
+# Fields of every body whose answer a model writes.
+SHARED: Fields = honoured(
+    **{name: OF_PARAMS[name] for name in sorted(PARAMS)},
+    speculation=structure((), report=FLAG, **{name: OF_PARAMS[name] for name in SPECULATION}),
+)
+# Bookkeeping of a service.
+BOOKKEEPING: Fields = {
+    **inert("it says whom a request is for", "user", "safety_identifier"),
+    **inert("it is the client's own", "metadata", "client_metadata"),
+    **inert("completions are not kept, and no route would list them", "store"),
+    **inert("there is one tier", "service_tier"),
+    **inert("the cache is by the prompt itself", "prompt_cache_key", "prompt_cache_retention"),
+    **inert("an answer is the same wherever its prompt is found", "id_slot"),
+    **inert("grammars are compiled by one library", "guided_decoding_backend"),
+}

@@ -1,0 +1,127 @@
+"""An API is one file: nothing else of the server knows it, and a new one has all that the others have."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+import forerun
+from forerun import LLM, SamplingParams
+from forerun.serve import apis
+from forerun.serve.app import make_app
+from forerun.serve.routes import Look
+from forerun.serve.service import Service, Services
+from speculation import llm_options
+
+SOURCE = Path(forerun.__file__).parent
+TOY = '''
+"""Says what comes behind words."""
+
+from forerun.serve.bodies import Form, Job, Refused, params_of, report_of, status_of
+from forerun.serve.events import event
+from forerun.serve.fields import FLAG, OF_PARAMS, TEXT, honoured, inert, neutral, noted, required
+from forerun.serve.routes import Api, Generate, Look
+
+
+def read(read, model, defaults):
+    given = read.fields
+    params = params_of(given, defaults, {"most": "max_tokens"}, None)
+    return Job("/toy/say", model, params, prompts=(given["words"],), stream=given.get("live", False),
+               ignored=tuple(read.ignored))
+
+
+def answer(job, outputs, tokenizer, answer_id, created_s):
+    return {"said": outputs[0].text, "id": answer_id}
+
+
+class Stream:
+    def __init__(self, *given):
+        pass
+
+    def begin(self):
+        return b""
+
+    def piece(self, index, chunk):
+        return event({"said": chunk.text}) if chunk.text else b""
+
+    def end(self, outputs):
+        return event({"over": True})
+
+    def fail(self, error):
+        return event({"wrong": str(error)})
+
+
+def wrong(error, request_id):
+    return status_of(error)[0], {"wrong": str(error)}
+
+
+FIELDS = {"words": required(TEXT), **honoured(most=OF_PARAMS["max_tokens"], live=FLAG),
+          "colour": neutral(("grey",), "answers have none"), **noted("mood"), **inert("it is a joke", "joke")}
+API = Api(
+    (Generate(Form("/toy/say", FIELDS), read, answer, Stream), Look("/toy/{what}", lambda models, key, what: [what])),
+    wrong, below=("/toy/",), absent={"/toy/sing": "nothing is sung here: ask a choir"},
+)
+'''
+
+
+@pytest.mark.once("its routes, whatever the speculation")
+def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text(TOY, encoding="utf-8")
+    monkeypatch.setattr(apis, "__path__", [*apis.__path__, str(tmp_path)])
+    llm = LLM("shipped", **llm_options())
+    plain = llm.generate("def f(", SamplingParams(temperature=0, max_tokens=5), raw=True)[0].text
+
+    async def test() -> None:
+        service = Services([Service(llm, ("shipped",))])
+        app = httpx.ASGITransport(make_app(service))
+        async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
+            body = {"words": "def f(", "most": 5, "temperature": 0, "joke": 1, "colour": "grey", "mood": "good"}
+            whole = await client.post("/toy/say", json=body)
+            assert (whole.status_code, whole.json()["said"]) == (200, plain)
+            assert whole.headers["x-forerun-ignored"] == "mood"
+            lines = (await client.post("/toy/say", json={**body, "live": True})).text.split("\n\n")[:-1]
+            pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert "".join(piece.get("said", "") for piece in pieces) == plain
+            assert pieces[-1] == {"over": True}
+            for wrong, sentence in (
+                ({"wrods": "x"}, "did you mean 'words'"),
+                ({"colour": "red"}, "answers have none"),
+                ({"live": 1}, "live=1 is not possible: it must be true or false"),
+                ({"temperature": -1}, "temperature=-1"),
+            ):
+                answer = await client.post("/toy/say", json={**body, **wrong})
+                assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
+            assert (await client.get("/toy/anything")).json() == ["anything"]
+            for path, sentence in (("/toy/sing", "ask a choir"), ("/toy/a/b", "there is no /toy/a/b")):
+                answer = await client.post(path, json={})
+                assert answer.status_code in (404, 405)
+                assert sentence in answer.json()["wrong"] or "another method" in answer.json()["wrong"]
+            told = (await client.get("/openapi.json")).json()["paths"]["/toy/say"]["post"]["requestBody"]
+            schema = told["content"]["application/json"]["schema"]
+            assert schema["required"] == ["words"]
+            assert {"joke", "mood", "colour", "temperature", "draft"} <= schema["properties"].keys()
+        service.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.once("files alone")
+def test_nothing_else_knows_an_api() -> None:
+    """Neither by the name of its file nor by its paths, which a sentence to a client may name among other words."""
+    known = apis.apis()
+    routes = [route for api in known.values() for route in api.routes]
+    paths = {route.url if isinstance(route, Look) else route.form.url for route in routes}
+    for file in sorted(SOURCE.rglob("*.py")):
+        is_api, mentions = file.parent.name == "apis", list[str]()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and not is_api:
+                mentions += {node.value} & paths if isinstance(node.value, str) else ()
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+                mentions += [name for name in names if name.removeprefix("forerun.serve.apis.") in known]
+        assert not mentions, (file, mentions)
