@@ -184,10 +184,11 @@ class SamplingParams:
         "tokens to generate at most",
         kind=INTEGER,
         unit="tokens",
-        min=1,
-        range="at least 1, or None",
+        min=0,
+        range="at least 0, or None",
         suggested="max_new_tokens",
-        python="tokens to generate at most; None = as far as max_seq_len goes",
+        python="tokens to generate at most; 0 = the prompt is read, and scored for prompt_logprobs; None = as far as "
+        "max_seq_len goes",
     )
     min_tokens: int = option(
         0,
@@ -487,6 +488,8 @@ class SamplingParams:
             return
         width = f"num_beams={self.num_beams}"
         search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
+        if self.max_tokens == 0:
+            raise BadOption(f"{search} is not possible with max_tokens=0: there is nothing to search for")
         if not self.greedy:
             raise BadOption(
                 f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "

@@ -90,7 +90,7 @@ def test_probabilities_of_zero_have_a_number() -> None:
     """JSON has no infinity; -9999 is what the API says."""
     tokenizer = Tokenizer(byte_tokenizer("<|end|>"), Path("nowhere"))
     position = TokenLogprob(5, -math.inf, [(6, -0.5), (5, -math.inf)])
-    [entry] = chat_logprobs([position], 4, tokenizer)["content"]
+    [entry] = chat_logprobs([position], [4], tokenizer)
     assert [entry["logprob"], *(one["logprob"] for one in entry["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
     made = CompletionLogprobs(4, tokenizer).piece([position])
     assert (made["token_logprobs"], sorted(made["top_logprobs"][0].values())) == ([-9999.0], [-9999.0, -0.5])
@@ -229,7 +229,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
     (CHAT, {"max_model_len": 1}, "max_model_len", "vLLM's max_model_len is max_seq_len of the engine here"),
     (CHAT, {"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens", "two names of one limit"),
-    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 is not possible"),
+    (CHAT, {"max_completion_tokens": -2}, "max_completion_tokens", "max_completion_tokens=-2 is not possible"),
     (CHAT, {"temperature": 2.5e400}, "temperature", "temperature=inf is not possible"),
     (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
     (CHAT, {"n": 0}, "n", "n=0 is not possible"),
@@ -252,7 +252,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"echo": 0}, "echo", "it must be true or false"),
     (COMPLETIONS, {"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
     (COMPLETIONS, {"echo": True, "suffix": "x"}, "echo", "exclude one another"),
-    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (COMPLETIONS, {"max_tokens": -2}, "max_tokens", "at least 0"),
     (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs"),
     (COMPLETIONS, {"prompt": ["a", "b"], "suffix": "x"}, "suffix", "it must be a text, with one text as prompt"),
     (COMPLETIONS, {"best_of": 2}, "best_of", "use n"),
@@ -296,7 +296,8 @@ def test_errors_of_the_engine_have_a_status() -> None:
 
 @pytest.mark.speculation("off", "auto")
 def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
-    job = read(COMPLETIONS, prompt=["def f(", "class A:"], n=2, seed=1, max_tokens=5)
+    asked = {"prompt": ["def f(", "class A:"], "n": 2, "seed": 1, "max_tokens": 5}
+    job = read(COMPLETIONS, **asked, speculation={"report": True})
     outputs = llm.generate(list(job.prompts), job.params)
     body = answer(job, outputs, llm.tokenizer, "00ff", 5)
     assert (body["id"], body["object"], body["created"], body["model"]) == ("cmpl-00ff", "text_completion", 5, "small")

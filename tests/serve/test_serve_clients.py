@@ -146,7 +146,9 @@ def test_ids_of_prompts_and_answers(server: Running, plain: LLM) -> None:
         prompts = [one["prompt_token_ids"] for one in (*events, *choices) if "prompt_token_ids" in one]
         assert prompts == [want.prompt_ids]
         if url == "/v1/completions":  # the prompt alone
-            (echo,) = server.http.post(url, json={**body, "echo": True, "max_tokens": 0}).json()["choices"]
+            answer = server.http.post(url, json={**body, "echo": True, "max_tokens": 0}).json()
+            (echo,) = answer["choices"]
+            assert answer["usage"]["completion_tokens"] == 0
             assert (echo["text"], echo["token_ids"], echo["prompt_token_ids"]) == (CODE, [], want.prompt_ids)
         assert "token_ids" not in server.http.post(url, json={**body, "return_token_ids": False}).json()["choices"][0]
 

@@ -420,8 +420,24 @@ def test_tokens_of_reasoning_are_counted(tmp_path: Path) -> None:
     reader = PartsReader(Speaking(Speech(None, THOUGHTS), None), tokenizer, [0])
     reader.push(tokenizer.encode("<think>abcd</think>xyz"))
     reader.finish()
-    assert reader.spoken.num_reasoning_tokens == len("abcd") + 1
+    assert reader.spoken.num_reasoning_tokens == len("abcd")
     assert reader.spoken.text == "xyz"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_that_make_the_text_are_told_from_all_others(name: str, tmp_path: Path) -> None:
+    """Of marks, calls and white space between parts none is among them; nor of what a stop text cuts."""
+    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+    for text, _ in CASES[name]:
+        for stop in ((), ("\n\n", "never")):
+            ids = [*tokenizer.encode(text + "é"), *tokenizer.encode("<|unread|>")]
+            reader = PartsReader(speaking(name), tokenizer, tokenizer.encode("user: "), stop, traces=True)
+            for i in range(0, len(ids), 3):
+                reader.push(ids[i : i + 3])
+            reader.finish()
+            said = tokenizer.decode([ids[place] for place in reader.spoken.said])
+            assert "".join(said.split()) == "".join(reader.spoken.text.split()), text
+            assert reader.spoken.said == sorted(set(reader.spoken.said))
 
 
 # ---------------------------------------------------------------------------------------------------- which dialect

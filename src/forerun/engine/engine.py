@@ -225,11 +225,13 @@ class Engine:
                 raise
             return []
         if report is None:
-            self.scheduler.await_rows()
-            return []
+            ended = self._end_read()
+            if not ended:
+                self.scheduler.await_rows()
+            return ended
         reported = time.perf_counter()
         try:
-            return self._conclude(plan, report)
+            return [*self._conclude(plan, report), *self._end_read()]
         finally:
             self._behind_s = time.perf_counter() - reported
 
@@ -255,6 +257,19 @@ class Engine:
             for request in (*plan.decode, *(request for request, _ in plan.prefill)):
                 self._tell_of(request)
         return finished
+
+    def _end_read(self) -> list[Request]:
+        """End the requests whose prompt is read and that ask for nothing more."""
+        cache = self.runner.cache
+        ended = [
+            request
+            for request in self.scheduler.running
+            if request.seq.is_only_read and cache.length(request.seq.id) == len(request.seq.tokens) - 1
+        ]
+        for request in ended:
+            request.seq.finish_reason = "length"
+            self._finish_and_tell(request)
+        return ended
 
     def abort(self, request: Request) -> None:
         """End a request at once and free what it holds; what it has committed stays readable. Ended ones are left."""
@@ -328,7 +343,7 @@ class Engine:
         room = min(self.max_seq_len, cache.num_blocks * cache.block_tokens)
         max_len = max(room, len(ids) + 1) if params.max_tokens is None else len(ids) + params.max_tokens
         begins = f"the answer begins with {len(ids)}" if self.start_ids else f"the prompt has {len(ids)}"
-        if len(ids) >= self.max_seq_len:
+        if len(ids) >= self.max_seq_len and params.max_tokens != 0:
             raise PromptTooLong(
                 f"{begins} tokens and max_seq_len is {self.max_seq_len}, so there is no room for an "
                 "answer: shorten the prompt, such as a conversation's beginning, or raise max_seq_len"

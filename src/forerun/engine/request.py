@@ -222,6 +222,10 @@ class Chunk:
     parts: list[Part] | None = field(
         default=None, metadata={"help": "what these tokens add to text, reasoning and calls, where they are told apart"}
     )
+    said: Seq[int] = field(
+        default=(),
+        metadata={"help": "places in the output of the tokens of that text, where logprobs are asked for, too"},
+    )
 
 
 @dataclass(frozen=True)
@@ -392,7 +396,10 @@ class Request:
         if self.speaking is None or self._tokenizer is None:
             return None
         prompt = seq.tokens[: seq.num_prompt_tokens]
-        return PartsReader(self.speaking, self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens)
+        traces = seq.params.logprobs is not None
+        return PartsReader(
+            self.speaking, self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens, traces=traces
+        )
 
     @property
     def spoken(self) -> Spoken | None:
@@ -505,13 +512,16 @@ class Reader:
         if self._detokenizer is not None:
             text = self._detokenizer.push(readable).text
             text += self._detokenizer.finish() if mark.finish_reason is not None else ""
+        said: Seq[int] = ()
         if self._parts is not None:
+            num_said = len(self._parts.spoken.said)
             parts = self._parts.push(readable)
             if mark.finish_reason is not None:
                 parts += self._parts.finish(is_cut=mark.finish_reason != "stop")
                 request.keep(self._parts.spoken)
+            said = self._parts.spoken.said[num_said:] if seq.params.logprobs is not None else ()
         ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
         output = request.output() if mark.finish_reason is not None else None
         wants_logprobs = seq.params.logprobs is not None
         logprobs = seq.logprobs[last.num_tokens : mark.num_tokens] if wants_logprobs else None
-        return Chunk(text, ids, mark.finish_reason, output, request.index, logprobs, parts)
+        return Chunk(text, ids, mark.finish_reason, output, request.index, logprobs, parts, said)

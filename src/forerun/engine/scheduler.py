@@ -364,7 +364,8 @@ class Scheduler:
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
-            decode = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
+            read = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
+            decode = [stand for stand in read if not stand[0].seq.is_only_read]
             free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
             stuck = not decode and not any(self._fits(room, free) for _, room in stands)
             needed = sum([self._next_blocks(*stand) for stand in decode])

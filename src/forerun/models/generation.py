@@ -143,6 +143,8 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
     """Return what a known key sets by itself. Raises UnsupportedModel for a value that it cannot have."""
     if key in SAME:
+        # A request may ask for no token; a model that suggests it would never answer.
+        _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
         return {SAME[key]: _checked(key, SAME[key], value, where)}
     if key == "do_sample":
         _require(isinstance(value, bool), key, value, where, "true or false")

@@ -104,7 +104,6 @@ class Job:
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
     items: bytes | None = None  # of /v1/responses: the input as a JSON list, where the response is kept
     echo: bool = False  # whether the answer repeats the prompt
-    only_prompt: bool = False  # and has nothing else
     context: tuple[str, int] | None = None  # the field that says how many tokens the client counts on, and they
     thinking_wish: str | None = None  # the field of max_thinking_tokens, where it is a wish that need not be kept
     without_template: str | None = None  # the prompt in place of messages, where the model has no chat template

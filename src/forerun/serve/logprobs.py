@@ -14,20 +14,46 @@ from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import BYTES, REPLACEMENT
 
 if TYPE_CHECKING:
+    from forerun.engine.request import RequestOutput
     from forerun.text.tokenizer import Tokenizer
     from forerun.types import TokenLogprob
 
 LOWEST = -9999.0  # what the API says for probabilities of 0: JSON has no infinity
 
 
-def chat_logprobs(positions: Seq[TokenLogprob], left: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """{"content": one entry per token, each with the likeliest ones}. left: the token before the first position."""
+def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return one entry for each token, with the likeliest ones. lefts: the token before each."""
     entries = []
-    for position in positions:
+    for position, left in zip(positions, lefts, strict=True):
         top = [_entry(tokenizer, token, logprob, left) for token, logprob in position.top]
         entries.append({**_entry(tokenizer, position.token_id, position.logprob, left), "top_logprobs": top})
-        left = position.token_id
-    return {"content": entries, "refusal": None}
+    return entries
+
+
+class SaidLogprobs:
+    """The log-probabilities of the tokens that make the text of a chat's answer, piece by piece.
+
+    Those of reasoning, calls, marks and the end are none of them. left: the last token of the prompt.
+    """
+
+    def __init__(self, left: int, tokenizer: Tokenizer) -> None:
+        self._positions: list[TokenLogprob] = []
+        self._ids, self._tokenizer = [left], tokenizer
+
+    def piece(self, positions: Seq[TokenLogprob], said: Seq[int]) -> list[dict[str, Any]]:
+        """Take the next tokens; return the entries of those that have become text. said: their places in the answer."""
+        self._positions += positions
+        self._ids += [position.token_id for position in positions]
+        lefts = [self._ids[place] for place in said]
+        return chat_logprobs([self._positions[place] for place in said], lefts, self._tokenizer)
+
+
+def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the entries of the tokens that make the text of a whole answer; of all where they are not told apart."""
+    if (positions := output.logprobs) is None:
+        return []
+    said = range(len(positions)) if output.spoken is None else output.spoken.said
+    return SaidLogprobs(output.prompt_ids[-1], tokenizer).piece(positions, said)
 
 
 class CompletionLogprobs:

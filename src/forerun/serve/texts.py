@@ -28,6 +28,7 @@ from forerun.serve.routes import Count, Generate
 from forerun.serve.tools import THINKING, thinking_variables
 from forerun.text.chat import ChatTemplate
 from forerun.text.filling import filling_ids
+from forerun.text.speech import Speaking
 from forerun.text.template_files import ANOTHER
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import NO_TOOLS
@@ -284,7 +285,7 @@ class Texts:
         if num_chars > self._most_chars:
             raise self._too_many_chars(num_chars)
         for prompt in job.prompts:
-            if not isinstance(prompt, str) and len(prompt) >= most:
+            if not isinstance(prompt, str) and len(prompt) >= most + (job.params.max_tokens == 0):
                 raise PromptTooLong(
                     f"the prompt has {len(prompt)} tokens and max_seq_len is {most}, so there is no room for an "
                     "answer: shorten it, or raise max_seq_len"
@@ -333,6 +334,8 @@ def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported
             ignored.append("reasoning_effort")
         variables = {**(found or {}), **variables}
     speaking = speech.with_tools(None if calls is None else calls.use(), job.max_thinking_tokens)
+    if speaking is None and job.params.logprobs is not None:
+        speaking = Speaking(speech)  # it tells the tokens of the text from the end
     return dataclasses.replace(job, variables=variables, calls=calls, ignored=tuple(ignored), speaking=speaking)
 
 

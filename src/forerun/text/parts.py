@@ -97,11 +97,13 @@ class Spoken:
     """An answer put together from its parts. items: its stretches and calls, in order.
 
     num_reasoning_tokens: of the answer, those with which the model thought. num_broken_calls: begun and never whole.
+    said: places in the answer of the tokens that make its text, as far as they are told apart (see PartsReader).
     """
 
     items: list[Span | ToolCall] = field(default_factory=list)
     num_reasoning_tokens: int = 0
     num_broken_calls: int = 0
+    said: list[int] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
         """Take the next part."""

@@ -26,7 +26,11 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class PartsReader:
-    """The parts of one answer, from its token ids, as they come."""
+    """The parts of one answer, from its token ids, as they come.
+
+    traces: whether tokens are told apart, too: which make its text, which its reasoning. Marks and white space between
+    parts are neither. It is done wherever the model may think, since reasoning is counted.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class PartsReader:
         prompt_ids: Seq[int],
         stop: Seq[str] = (),
         num_free: int = 0,
+        *,
+        traces: bool = False,
     ) -> None:
         declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
         names = {i: tokenizer.token_of(i) or "" for i in tokenizer.special_ids}
@@ -42,21 +48,62 @@ class PartsReader:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
         self._parser = Parser(speaking, tail_of(tokenizer, prompt_ids))
         speech = speaking.speech
-        self._may_think = bool(speech.thoughts) or speech.reads_always or speech.declared is not None
+        self._traces = traces or bool(speech.thoughts) or speech.reads_always or speech.declared is not None
+        self._num_read, self._skip = 0, skip
+        self._untold: list[tuple[int, str]] = []  # places of tokens that are not told apart yet, and their texts
 
     def push(self, ids: Seq[int]) -> list[Part]:
         """What the next tokens make certain."""
-        if not self._may_think:
+        if not self._traces:
             return self._parser.feed(self._detokenizer.push(ids).text)
         made: list[Part] = []
-        for token in ids:  # one by one, so that those of reasoning are counted
-            made += self._parser.feed(self._detokenizer.push([token]).text)
-            self.spoken.num_reasoning_tokens += self._parser.is_thinking
+        for token in ids:
+            text = self._detokenizer.push([token]).text
+            if token not in self._skip:
+                self._untold.append((self._num_read, text))
+            self._num_read += 1
+            parts = self._parser.feed(text)
+            self._tell_apart(parts)
+            made += parts
         return joined(made)
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """The rest: no token follows. is_cut: because there was no room for it."""
-        return [*self._parser.feed(self._detokenizer.finish()), *self._parser.finish(is_cut=is_cut)]
+        text = self._detokenizer.finish()
+        made = [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
+        if self._traces:
+            self._untold.append((self._num_read, text))
+            self._tell_apart(made)
+        return made
+
+    def _tell_apart(self, parts: Seq[Part]) -> None:
+        """Note which tokens have made these parts. What the parser holds back is told apart later."""
+        if not parts:
+            return
+        raw = "".join(text for _, text in self._untold)
+        sure = len(raw) - self._parser.num_held
+        spans, end = list[tuple[Part, range]](), sure
+        for part in reversed(parts):
+            if isinstance(part, ToolCall):
+                continue
+            for text in (part.text, part.text.strip()):  # there may have been a mark between white space and text
+                if text and (begin := raw.rfind(text, 0, end)) >= 0:
+                    spans.append((part, range(begin, begin + len(text))))
+                    end = begin
+                    break
+        at, left, said = 0, list[tuple[int, str]](), list[int]()
+        for place, text in self._untold:
+            span = range(at, at + max(1, len(text)))  # a token without a text of its own has begun the next character
+            maker = next((part for part, own in spans if own.start < span.stop and span.start < own.stop), None)
+            at += len(text)
+            if isinstance(maker, Text):
+                said.append(place)
+            elif isinstance(maker, Reasoning):
+                self.spoken.num_reasoning_tokens += 1
+            elif at > sure or (at == sure and not text):
+                left.append((place, text))
+        self.spoken.said += [place for place in said if place < self._num_read]
+        self._untold = left
 
     @property
     def spoken(self) -> Spoken:
@@ -79,9 +126,9 @@ class Parser:
         self._steps: Iterator[Piece | None] = speaking.steps(self._scan, prompt)
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether what came last is reasoning."""
-        return self._tidy.kind is Reasoning
+    def num_held(self) -> int:
+        """Characters at the end that may still become a mark, or are white space between parts."""
+        return len(self._scan.rest) + len(self._tidy.held)
 
     def feed(self, text: str) -> list[Part]:
         """What the next text makes certain."""
@@ -118,31 +165,32 @@ class _Tidy:
     """Takes away the white space that stands between parts: it belongs to the format, and to none of them."""
 
     def __init__(self) -> None:
-        self.kind: type[Piece] | None = None
-        self._held, self._is_fresh, self._has_calls = "", False, False
+        self._kind: type[Piece] | None = None
+        self.held, self._is_fresh, self._has_calls = "", False, False
 
     def add(self, piece: Piece) -> Iterator[Piece]:
         """The piece, or what is certain of it."""
         if not isinstance(piece, Text | Reasoning):
-            self.kind, self._held, self._has_calls = CallBegin, "", True
+            self._kind, self.held, self._has_calls = CallBegin, "", True
             yield piece
             return
         kind = type(piece)
-        if kind is not self.kind:
-            self._is_fresh = self.kind is not None or kind is Reasoning
-            self.kind, self._held = kind, ""
-        text = self._held + piece.text
+        if kind is not self._kind:
+            self._is_fresh = self._kind is not None or kind is Reasoning
+            self._kind, self.held = kind, ""
+        text = self.held + piece.text
         text = text.lstrip() if self._is_fresh else text
         body = text.rstrip()
-        self._held = text[len(body) :]
+        self.held = text[len(body) :]
         if body:
             self._is_fresh = False
             yield kind(body)
 
     def finish(self) -> Iterator[Piece]:
         """The white space at the end of an answer that is a text."""
-        if self.kind is Text and self._held and not self._has_calls:
-            yield Text(self._held)
+        if self._kind is Text and self.held and not self._has_calls:
+            text, self.held = self.held, ""
+            yield Text(text)
 
 
 class _WholeCalls:

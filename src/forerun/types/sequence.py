@@ -149,6 +149,11 @@ class Sequence:
         return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property
+    def is_only_read(self) -> bool:
+        """Whether nothing is asked for behind the prompt."""
+        return self.max_len == self.num_prompt_tokens
+
+    @property
     def output_ids(self) -> list[int]:
         """Committed tokens after the prompt."""
         return self.tokens[self.num_prompt_tokens :]

@@ -49,7 +49,7 @@ from forerun.serve.fields import (
     structure,
 )
 from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
-from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from forerun.serve.logprobs import CompletionLogprobs, SaidLogprobs, prompt_logprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
 from forerun.serve.tools import effort_of, thinking_limit
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
@@ -110,7 +110,6 @@ def _form(url: str, own: Fields, others: Fields, other: str) -> Form:
 
 def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
-    echo, only_prompt = _echo(given)
     params = _params(url, given, {**_DEFAULTS[url], **defaults})
     _check_best_of(read, params.n)
     stream, options = _stream(read)
@@ -129,23 +128,18 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         report=wants_report(given),
         token_ids=given.get("return_token_ids", False),
         ignored=tuple(read.ignored),
-        echo=echo,
-        only_prompt=only_prompt,
+        echo=_echo(given),
     )
 
 
-def _echo(given: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the answer repeats the prompt, and has nothing else: that is a limit of 0 tokens, which becomes 1."""
+def _echo(given: Body) -> bool:
+    """Whether the answer repeats the prompt."""
     echo: bool = given.get("echo", False)
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if given.get(name) == 0]
     if echo and given.get("stream") and given.get("logprobs") is not None:
         raise Refused("echo with logprobs cannot be streamed: leave out one of echo, logprobs and stream", "echo")
     if echo and given.get("suffix"):
         raise Refused("echo and suffix exclude one another: leave out one of them", "echo")
-    if not echo or any(type(given[name]) is not int for name in limits):
-        return echo, False
-    given |= dict.fromkeys(limits, 1)
-    return echo, bool(limits)
+    return echo
 
 
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -244,7 +238,7 @@ class Stream:
         self._num_choices = len(prompts) * job.params.n
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt) for prompt in prompts), 0
         lasts = [prompt[-1] for prompt in prompts for _ in range(job.params.n)]
-        self._lefts = lasts[:]
+        self._said = [SaidLogprobs(left, tokenizer) for left in lasts]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
         self._num_calls = [0] * self._num_choices
         self._prompts = [prompt for prompt in prompts for _ in range(job.params.n)]
@@ -271,9 +265,7 @@ class Stream:
         self._num_tokens += len(chunk.token_ids)
         if self._job.token_ids:
             self._ids[index] += chunk.token_ids
-        if self._job.only_prompt:
-            deltas = []
-        elif chunk.parts is None:
+        if chunk.parts is None:
             deltas = [{"content": chunk.text}] if chunk.text else []
         else:
             deltas = [self._delta(index, part) for part in chunk.parts]
@@ -332,9 +324,8 @@ class Stream:
             return None
         if self._job.url != CHAT:
             return self._logprobs[index].piece(chunk.logprobs)
-        made = chat_logprobs(chunk.logprobs, self._lefts[index], self._tokenizer)
-        self._lefts[index] = chunk.token_ids[-1] if chunk.token_ids else self._lefts[index]
-        return made
+        entries = self._said[index].piece(chunk.logprobs, chunk.said)
+        return _logprobs(entries) if entries else None
 
 
 def _head(job: Job, answer_id: str, created_s: int, chat_object: str) -> dict[str, Any]:
@@ -363,18 +354,22 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
     """Return the ids that a choice tells: its answer's, and beside them a completion's prompt, () where it was told."""
-    answer: dict[str, Any] = {"token_ids": [] if job.only_prompt else list(ids)}
+    answer: dict[str, Any] = {"token_ids": list(ids)}
     return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
 
 
 def _chat_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    logprobs, calls = output.logprobs, output.tool_calls
+    calls = output.tool_calls
     return {
         "index": index,
         "message": {**output.message, "content": output.content or (None if calls else ""), "refusal": None},
-        "logprobs": None if logprobs is None else chat_logprobs(logprobs, output.prompt_ids[-1], tokenizer),
+        "logprobs": None if output.logprobs is None else _logprobs(said_logprobs(output, tokenizer)),
         "finish_reason": finish_reason(output.finish_reason, bool(calls)),
     }
+
+
+def _logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"content": entries, "refusal": None}
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:
@@ -383,12 +378,12 @@ def finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 
 def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: Job) -> dict[str, Any]:
-    text, logprobs = "" if job.only_prompt else output.text, None
+    text, logprobs = output.text, None
     number = index // job.params.n
     echo = _echo_of(job, number, output.prompt_ids, tokenizer) if job.echo else ""
     if output.logprobs is not None:
         reader = CompletionLogprobs(output.prompt_ids[-1], tokenizer, len(echo))
-        logprobs = reader.piece([] if job.only_prompt else output.logprobs, len(echo + text))
+        logprobs = reader.piece(output.logprobs, len(echo + text))
         if job.echo and output.prompt_logprobs:
             prompt = prompt_logprobs(output.prompt_ids, output.prompt_logprobs, len(echo), tokenizer)
             logprobs = {name: [*prompt[name], *logprobs[name]] for name in prompt}

@@ -53,7 +53,7 @@ from forerun.serve.fields import (
     structure,
 )
 from forerun.serve.formats import params_of_format
-from forerun.serve.logprobs import chat_logprobs
+from forerun.serve.logprobs import SaidLogprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
 from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
 from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
@@ -370,7 +370,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return the whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
     output = outputs[0]
-    logprobs = _logprobs(output.logprobs or [], output.prompt_ids[-1], tokenizer)
+    logprobs = said_logprobs(output, tokenizer)
     spoken = output.spoken or Spoken([Span("text", output.text)] if output.text else [])
     items = _output_items(spoken, _Items(job, answer_id), logprobs, is_whole=_is_whole(output))
     return _ended(job, outputs, answer_id, created_s, items)
@@ -447,9 +447,9 @@ class Stream:
     """The events of one answer, numbered, in the order of the API. response: the whole, at the end."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
-        self._job, self._tokenizer, self._id, self._created_s = job, tokenizer, answer_id, created_s
+        self._job, self._id, self._created_s = job, answer_id, created_s
         self._begun = _Items(job, answer_id)
-        self._left, self._num_events = prompts[0][-1], 0
+        self._said, self._num_events = SaidLogprobs(prompts[0][-1], tokenizer), 0
         self._spoken, self._items = Spoken(), list[dict[str, Any]]()  # an item stays open until the next one begins
         self._logprobs: list[dict[str, Any]] = []  # of the open item
         self.response: dict[str, Any] | None = None
@@ -463,8 +463,7 @@ class Stream:
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """What a chunk adds; nothing where its text is held back."""
-        logprobs = _logprobs(chunk.logprobs or [], self._left, self._tokenizer)
-        self._left = chunk.token_ids[-1] if chunk.token_ids else self._left
+        logprobs = self._said.piece(chunk.logprobs or [], chunk.said)
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text or logprobs else []
@@ -597,11 +596,6 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
-
-
-def _logprobs(positions: Any, left: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = chat_logprobs(positions, left, tokenizer)["content"]
-    return found
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
