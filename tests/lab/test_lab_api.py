@@ -46,6 +46,12 @@ def evaluate(client: TestClient, function: str, **arguments: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------- formulas
 
 
+def test_a_path_that_is_none_has_the_form_of_all_errors(client: TestClient) -> None:
+    answer = client.get("/api/nothing")
+    assert (answer.status_code, answer.json()) == (404, {"error": {"message": "there is no /api/nothing"}})
+    assert "error" in client.get("/api/theory").json()  # it takes a body
+
+
 def test_numbers_are_broadcast(client: TestClient) -> None:
     found = evaluate(client, "speedup", alpha=[[0.6], [0.8], [1.0]], gamma=[1, 5], c=0.2)
     assert found == [[formulas.speedup(alpha, gamma, 0.2) for gamma in (1, 5)] for alpha in (0.6, 0.8, 1.0)]

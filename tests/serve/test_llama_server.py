@@ -12,6 +12,12 @@ from forerun.serve.apis import llama_server, written
 from forerun.serve.bodies import Refused
 from serve.running import CODE, Running
 
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("shipped", draft="none")
+
+
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
 
 
@@ -45,6 +51,26 @@ def test_what_its_page_asks_first(server: Running) -> None:
     assert [slot["id"] for slot in slots] == list(range(8))
     assert not any(slot["is_processing"] for slot in slots)
     assert server.http.get("/health").json() == {"status": "ok"}
+
+
+def test_paths_that_it_has_without_a_version(server: Running, plain: LLM) -> None:
+    body = {"prompt": CODE, "n_predict": 4, "temperature": 0}
+    whole = server.http.post("/completion", json=body).json()["content"]
+    assert server.http.post("/completions", json=body).json()["content"] == whole
+    chat = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 4, "temperature": 0}
+    answers = [server.http.post(f"{base}/chat/completions", json=chat).json()["choices"] for base in ("/v1", "")]
+    assert answers[0] == answers[1]
+    text = server.http.post("/apply-template", json={"messages": chat["messages"]}).json()["prompt"]
+    assert plain.tokenizer.encode(text, False) == plain.apply_chat_template(chat["messages"])
+    sides = {"input_prefix": CODE, "input_suffix": "return x"}
+    answer = server.http.post("/infill", json=sides)  # the shipped model has no tokens for it
+    assert (answer.status_code, "no tokens for filling in" in answer.text) == (400, True)
+    for wrong, sentence in (
+        ({"input_suffix": None}, "there is no input_suffix"),
+        ({"input_extra": [{"text": "x"}]}, "input_extra"),
+    ):
+        answer = server.http.post("/infill", json={**sides, **wrong})
+        assert (answer.status_code, sentence in answer.text) == (400, True), answer.text
 
 
 def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:

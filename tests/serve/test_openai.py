@@ -234,6 +234,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
     (CHAT, {"n": 0}, "n", "n=0 is not possible"),
     (CHAT, {"n": 129}, "n", "at most 128"),
+    (CHAT, {"n": 20_000}, "n", "at most 128"),
+    (CHAT, {"n": 0}, "n", "at least 1 and at most 128"),
     (CHAT, {"seed": -2}, "seed", "seed=-2 is not possible"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     (CHAT, {"logit_bias": [1]}, "logit_bias", "a mapping"),

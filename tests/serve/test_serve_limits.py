@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -110,6 +111,13 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
         answer = strict.http.request(method, path)
         kind, own = answer.json()["type"], answer.headers["request-id"]
         assert (answer.status_code, kind, answer.json()["request_id"]) == (status, "error", own)
+    address, port = strict.url.removeprefix("http://").split(":")
+    for target in (f"{strict.url}/health", "http://elsewhere.example/health"):  # as proxies write it
+        connection = HTTPConnection(address, int(port), timeout=60)
+        connection.request("GET", target)
+        answered = connection.getresponse()
+        assert (answered.status, json.loads(answered.read())) == (200, {"status": "ok"})
+        connection.close()
     answer = strict.http.get("/health", headers={"x-large": "y" * 100_000})
     assert answer.status_code == 431
 

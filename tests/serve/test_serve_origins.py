@@ -256,6 +256,13 @@ def test_a_browser_that_asks_first_is_answered_without_the_key(keyed: Running) -
     assert (streamed.status_code, streamed.headers["access-control-allow-origin"]) == (200, ORIGIN["origin"])
 
 
+def test_an_answer_that_is_kept_is_not_shown_to_another_page(keyed: Running) -> None:
+    key = {"authorization": "Bearer secret"}
+    for headers in ({}, {"origin": "https://evil.example"}, ORIGIN):
+        answer = keyed.http.get("/v1/models", headers={**key, **headers})
+        assert answer.headers["vary"] == "Origin"
+
+
 def test_other_pages_are_told_nothing(keyed: Running) -> None:
     evil, key = {"origin": "https://evil.example"}, {"authorization": "Bearer secret"}
     asked = keyed.http.options("/v1/completions", headers={**ASKS, **evil})
@@ -267,7 +274,7 @@ def test_other_pages_are_told_nothing(keyed: Running) -> None:
 def test_what_may_be_asked_without_a_key_of_any_origin() -> None:
     assert Origins.parse(["*"]).preflight("OPTIONS", {b"origin": b"null", b"access-control-request-method": b"POST"})
     assert Origins().preflight("POST", {b"origin": b"https://a"}) is None
-    assert Origins().answer_headers({b"origin": b"https://a"}) == []
+    assert Origins().answer_headers({b"origin": b"https://a"}) == [(b"vary", b"Origin")]
 
 
 def test_a_head_is_a_get_without_its_body(server: Running) -> None:
@@ -295,7 +302,7 @@ def test_a_compressed_body_is_refused_as_such(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("/chat/completions", "but /v1/chat/completions: end the address that the client is given with /v1"),
+        ("/responses", "but /v1/responses: end the address that the client is given with /v1"),
         ("/v1/v1/chat/completions", "the client adds /v1 itself"),
         ("/v1/embeddings", "no embeddings are made here"),
         ("/v1/rerank/", "nothing is ranked here"),

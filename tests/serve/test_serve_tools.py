@@ -197,6 +197,9 @@ def test_responses_call_a_tool_and_take_its_result(client: openai.OpenAI) -> Non
     (call,) = whole.output
     assert call.type == "function_call"
     checked(call.arguments)
+    plain = {name: value for name, value in tool.items() if name != "strict"}
+    echoed = client.responses.create(input="hi", model="shipped", tools=[plain], max_output_tokens=1).tools[0]
+    assert (echoed.strict, whole.tools[0].strict) == (False, True)  # type: ignore[union-attr]
     events = list(client.responses.create(input=ASKED, stream=True, **forced))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]

@@ -31,6 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
     responses.RESPONSES: {"input": ASKED},
     messages.MESSAGES: {"messages": ASKED, "max_tokens": 9},
     llama_server.COMPLETION: {"prompt": "a"},
+    llama_server.INFILL: {"input_prefix": "a", "input_suffix": "b"},
     ollama.CHAT: {"messages": ASKED},
     ollama.GENERATE: {"prompt": "a"},
 }
@@ -135,6 +136,14 @@ OWN: dict[str, dict[str, Example]] = {
         "n_predict": 3,
         "penalize_nl": None,
         "prompt": "x",
+        "repeat_penalty": 1.25,
+        "response_fields": ["content"],
+    },
+    llama_server.INFILL: {
+        "input_prefix": "x",
+        "input_suffix": "x",
+        "n_predict": 3,
+        "penalize_nl": None,
         "repeat_penalty": 1.25,
         "response_fields": ["content"],
     },

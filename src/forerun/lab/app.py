@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from forerun.engine.llm import LLM
 from forerun.errors import CapacityError, ForerunError, UserError
@@ -42,6 +43,7 @@ def make_lab(llm: LLM) -> FastAPI:
 def add_error_answers(app: FastAPI) -> None:
     """Answer errors with {"error": {"message": ...}}; bodies that cannot be understood have status 400, too."""
     app.add_exception_handler(ForerunError, _refused)
+    app.add_exception_handler(HTTPException, _not_there)
     app.add_exception_handler(RequestValidationError, _not_understood)
 
 
@@ -56,6 +58,13 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, UserError):
         status = 400
     return JSONResponse({"error": {"message": str(error)}}, status)
+
+
+async def _not_there(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
+    return JSONResponse({"error": {"message": message}}, error.status_code)
 
 
 async def _not_understood(request: Request, error: Exception) -> JSONResponse:

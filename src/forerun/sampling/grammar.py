@@ -252,7 +252,9 @@ class Grammar:
             name, why = self.name, matcher.get_error()
             if name == "grammar" and (found := _IN_SCHEMA.search(why)):
                 name, why = "a JSON schema", f"{found[1]}, in {found[2]:.160}"
-            why = _PANIC if why.startswith("panic") else " ".join(why.split())[:300]
+            why = _PANIC if why.startswith("panic") else " ".join(why.replace("<non-verbose/>", "").split())[:300]
+            if "oneOf" in why:
+                why = "a text may match two ways of oneOf, which is not told: write anyOf, if that is as good"
             raise BadOption(f"{name} cannot be honoured: {why}; change it, or leave it out")
 
     check = _refuse

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -45,6 +45,7 @@ HERE = """forerun is running.
 It speaks the APIs of OpenAI and Anthropic below /v1, and Ollama's below /api: /v1/models lists what is served,
 /openapi.json every route.
 """
+_ABSOLUTE = re.compile(r"https?://[^/]*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -86,7 +87,7 @@ def _add(
     endpoint = _answering(services, route, error) if isinstance(route, Generate) else _counting(services, route, error)
     extra = openapi.as_body(schemas[route.form.url])
     for url in (route.form.url, *route.also):
-        app.post(url, openapi_extra=extra, name=_name(url), responses=openapi.ERRORS)(endpoint)
+        app.post(url, openapi_extra=extra, name=_name(url), responses=openapi.answers_of(route))(endpoint)
 
 
 def _name(url: str) -> str:
@@ -136,7 +137,7 @@ def _counting(services: Services, route: Count, error: Errors) -> Callable[[Requ
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
-    @app.get("/")
+    @app.get("/", response_class=PlainTextResponse)
     async def root() -> Response:
         """What a browser shows, and what clients look at to see whether a server is here."""
         return Response(HERE, media_type="text/plain; charset=utf-8")
@@ -156,7 +157,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
             return JSONResponse({"status": "draining"}, 503)
         return await health(request)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(await services.in_thread(services.metrics.text), media_type=CONTENT_TYPE)
 
@@ -258,6 +259,8 @@ class Door:
     def _usual(self, scope: Scope) -> Scope:
         """A request as routes know it: HEAD is a GET whose body is not sent, and a slash at the end says nothing."""
         path, method = scope["path"], scope["method"]
+        if (absolute := _ABSOLUTE.match(path)) is not None:  # as proxies and some clients write it
+            path = path[absolute.end() :] or "/"
         if not any(path.startswith(f"{page}/") for page in self._pages):
             path = path.rstrip("/") or "/"
         return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}

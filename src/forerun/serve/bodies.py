@@ -249,14 +249,13 @@ def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str]
     if isinstance(fields.get("prediction"), dict):
         fields["prediction"] = _prediction(fields["prediction"])
     fields["logprobs"] = logprobs
+    if type(n := fields.get("n")) is int and not 1 <= n <= MAX_CHOICES:
+        raise Refused(f"n={n} is not possible: it must be at least 1 and at most {MAX_CHOICES}", "n")
     try:
         _check_sizes(fields)
-        params = SamplingParams(**fields)
+        return SamplingParams(**fields)
     except BadOption as error:
         raise _named_as_given(str(error), given, names) from None
-    if params.n > MAX_CHOICES:
-        raise Refused(f"n={params.n} is not possible: it must be at most {MAX_CHOICES}", "n")
-    return params
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:

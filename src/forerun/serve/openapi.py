@@ -70,3 +70,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def as_body(schema: Schema) -> dict[str, Any]:
     """What FastAPI is told of a route's body."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers_of(route: Generate | Count) -> dict[int | str, dict[str, Any]]:
+    """Return what a route answers with, by its status: JSON, or a stream of what its API calls pieces."""
+    kinds = ["application/json"]
+    if isinstance(route, Generate):
+        kinds.append(route.media_type.partition(";")[0])
+    return {200: {"description": "the answer", "content": {kind: {} for kind in kinds}}, **ERRORS}

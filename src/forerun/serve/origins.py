@@ -103,7 +103,7 @@ class Origins:
         """What lets a browser show the answer to a page of another origin (CORS); nothing where that may not see it."""
         origin = headers.get(b"origin", b"")
         if not origin or not self._is_friend(_header(headers, b"origin")):
-            return []
+            return [(b"vary", b"Origin")]  # what keeps answers must not give this one to a page that may see it
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", EXPOSED),

@@ -206,8 +206,13 @@ class Texts:
             return [filling_ids(self.tokenizer, str(job.prompts[0]), job.suffix)]
         if job.messages is None:
             return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
+        return [self.tokenizer.encode(self.rendered(job), add_special_tokens=False)]
+
+    def rendered(self, job: Job) -> str:
+        """Return the text that the template makes of a job's messages. Raises UserError."""
+        self._check_size(job)
         try:
-            return [self.template.encode(self.tokenizer, job.messages, **form_of(job))]
+            return self.template.render(job.messages or [], **form_of(job))
         except UnsupportedModel as error:
             raise self._unusable(error) from None
 

@@ -1,4 +1,4 @@
-"""Routes of llama-server, as far as its web page, health checks and older clients need: /completion, /props, /slots.
+"""Routes of llama-server, as far as its web page, editors and older clients need them.
 
 Follows tools/server/README.md of llama.cpp. What it has beside these is in OpenAI's API, which it speaks, too.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ForerunError, shown
+from forerun.serve import chats
 from forerun.serve.absent import ADAPTERS, RANKS, VECTORS
 from forerun.serve.bodies import ONE_ANSWER, Form, Given, Job, Refused, params_of, report_of, status_of, wants_report
 from forerun.serve.events import event
@@ -29,14 +30,16 @@ from forerun.serve.fields import (
     noted,
     required,
 )
-from forerun.serve.routes import Api, Generate, Look, Models
+from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
 from forerun.serve.served import template_of
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
     from forerun.text.tokenizer import Tokenizer
 
-COMPLETION, PROPS, SLOTS = "/completion", "/props", "/slots"
+COMPLETION, INFILL, APPLY_TEMPLATE = "/completion", "/infill", "/apply-template"
+PROPS, SLOTS = "/props", "/slots"
 _CUT = "tokens are cut by top_k, top_p and min_p"
 _FIELDS: Fields = {
     "prompt": required(either(TEXT, IDS)),
@@ -74,6 +77,13 @@ _FIELDS: Fields = {
     **inert("dry_multiplier is off", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     **noted("timings_per_token", "return_progress"),  # the numbers are in the last event
 }
+_OF_INFILL: Fields = {
+    **{name: field for name, field in _FIELDS.items() if name != "prompt"},
+    "input_prefix": required(TEXT),
+    "input_suffix": required(TEXT),
+    "prompt": neutral(("",), "the text to be filled in begins with input_prefix"),
+    "input_extra": neutral(([],), "other files are no part of what is filled in here: put them into input_prefix"),
+}
 _NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
 
 
@@ -83,19 +93,41 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
         raise Refused(f"prompt={shown(prompt)} is not possible: it must be a text, or a list of token ids", "prompt")
+    return _job(COMPLETION, read, model, defaults, prompt)
+
+
+def _read_infill(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
+    for name in ("input_prefix", "input_suffix"):
+        if name not in read.fields:
+            raise Refused(f"there is no {name}: send the text on both sides of what is to be filled in", name)
+    prefix, suffix = read.fields["input_prefix"], read.fields["input_suffix"]
+    return _job(INFILL, read, model, defaults, prefix, suffix)
+
+
+def _job(
+    url: str, read: Given, model: str, defaults: Mapping[str, Any], prompt: str | list[int], suffix: str = ""
+) -> Job:
+    given = read.fields
     if not given.get("penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
         message = "penalize_nl=False is not possible: repeat_penalty counts ends of lines, too; leave out one of them"
         read.ignore(Refused(message, "penalize_nl", code="unsupported_parameter"))
     return Job(
-        COMPLETION,
+        url,
         model,
         params_of(given, {"max_tokens": None, **defaults}, _NAMES, None),
         prompts=(prompt,),
+        suffix=suffix,
         stream=given.get("stream", False),
         report=wants_report(given),
         ignored=tuple(read.ignored),
         given={"response_fields": _paths(given.get("response_fields", []))},
     )
+
+
+def _apply_template(texts: Reader, read: Given) -> Counted:
+    """Return the text that a conversation becomes for the model, without generating anything."""
+    talk = texts.spoken(Job(APPLY_TEMPLATE, texts.name, SamplingParams(), **chats.conversation(read)))
+    return {"prompt": texts.rendered(talk)}, talk.ignored
 
 
 def answer(
@@ -221,6 +253,8 @@ def slots(models: Models, key: str) -> list[dict[str, Any]]:
 API = Api(
     (
         Generate(Form(COMPLETION, _FIELDS), _read, answer, Stream, also=("/completions",)),
+        Generate(Form(INFILL, _OF_INFILL), _read_infill, answer, Stream),
+        Count(Form(APPLY_TEMPLATE, {**chats.FIELDS, **chats.CHOICE, **honoured(model=TEXT)}), _apply_template),
         Look(PROPS, props),
         Look(SLOTS, slots),
     ),
@@ -229,7 +263,6 @@ API = Api(
         "/embedding": VECTORS,
         "/reranking": RANKS,
         "/v1/reranking": RANKS,
-        "/infill": "texts are filled in by /v1/completions with a suffix",
         "/lora-adapters": ADAPTERS,
     },
 )

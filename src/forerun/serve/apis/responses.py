@@ -83,6 +83,7 @@ _REPEATED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tools", "tool_choice", "reasoning"),
     *("text", "prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
+_TOOL = {"description": None, "parameters": None, "strict": False}  # what a function that is repeated says at least
 MOST_REPEATED = 20_000  # values of such a field
 
 _CONTENT = either(
@@ -581,7 +582,7 @@ def _response(job: Job, answer_id: str, created_s: int, status: str) -> dict[str
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **(given.get("text") or {})},
         "tool_choice": given.get("tool_choice") or AUTO,
-        "tools": given.get("tools") or [],
+        "tools": [_TOOL | tool if tool.get("type") == "function" else tool for tool in given.get("tools") or []],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
