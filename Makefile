@@ -172,7 +172,7 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 
 # Packages arrive while the kernels are compiled.
 define INSTALL
-echo "the kernels are compiled while packages arrive" && \
+echo "the kernels are compiled while packages arrive: two to nine minutes, with few words between" && \
 	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT TERM HUP; } && \
 	$(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); arrived=$$?; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }; exit $$arrived

@@ -21,6 +21,7 @@ CASES = {
     "top_p": ((*LLAMA, "--top-p", "2"), r"top_p=2.0 is not possible: it must be in (0, 1]"),
     "spec_length": ((*LLAMA, "--spec-length", "0"), "it must be in 1 .. 64"),
     "dtype": ((*LLAMA, "--dtype", "float3"), "there is no dtype called 'float3' (did you mean 'float32'?)"),
+    "command": (("generat", "x"), "Did you mean 'generate'? forerun --help lists all"),
     "drafter": ((*LLAMA, "--draft", "lokup"), "there is no drafter 'lokup' (did you mean 'lookup'?)"),
     "drafter_option": ((*LLAMA, "--draft", "lookup:maxn=3"), "did you mean 'max_n'?"),
     "drafter_value": ((*LLAMA, "--draft", "lookup:max_n=0"), "it must be in 1 .. 64"),

@@ -175,6 +175,7 @@ def test_the_log_has_requests_and_none_of_their_texts(strict: Running) -> None:
     assert record["prompt_tokens"] > 3
     assert SECRET not in strict.log
     assert "not printable" not in strict.log
+    assert '"logger": "forerun.engine' not in strict.log  # a request has one line
 
 
 def test_clients_that_leave_free_what_they_held(server: Running) -> None:

@@ -560,7 +560,9 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
         there = on_command_line(arguments, option, context) if context and option else of_ollama(arguments)
         command = context.command_path if context else name
-        return _fail(there or f"{error.format_message().rstrip('.')}: see {command} --help", 2)
+        said = error.format_message().rstrip(".")
+        more = f" {command} --help lists all" if said.endswith("?") else f": see {command} --help"
+        return _fail(there or said + more, 2)
     return code if isinstance(code, int) else 0
 
 

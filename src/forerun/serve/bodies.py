@@ -323,6 +323,7 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 def _named_as_given(message: str, given: Body, names: Mapping[str, str]) -> Refused:
     """What SamplingParams refuses, with the field called as the body calls it."""
+    message = message.replace(", or None", ", or null")  # as a body says it
     found = re.match(r"(\w+)=", message)
     if found is None:
         return Refused(message)

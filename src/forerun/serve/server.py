@@ -325,11 +325,13 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     root, sending = logging.getLogger(), _Queue(records)
     level = logging.getLevelNamesMapping()[options.log_level.upper()]
     root.addHandler(sending)
-    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio"))]
+    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio", "forerun.engine", "forerun.pacing"))]
     before = [logger.level for logger in loggers]
     root.setLevel(level)
-    for noisy in loggers[1:]:
+    for noisy in loggers[1:3]:
         noisy.setLevel(max(level, logging.WARNING))
+    for inner in loggers[3:]:  # a request has one line, the server's own
+        inner.setLevel(logging.WARNING if level == logging.INFO else level)
     listener.start()
     try:
         yield
