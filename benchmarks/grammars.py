@@ -28,7 +28,7 @@ from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.engine.llm import LLM
-from forerun.sampling.grammar import Walk
+from forerun.sampling.grammar import GrammarState
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
@@ -139,7 +139,13 @@ def counted() -> Iterator[list[float]]:
 
         return call
 
-    places = [(Walk, "allowed"), (Walk, "takes"), (Walk, "is_over"), (Walk, "forced"), (pipeline, "masked")]
+    places = [
+        (GrammarState, "allowed"),
+        (GrammarState, "takes"),
+        (GrammarState, "is_over"),
+        (GrammarState, "forced"),
+        (pipeline, "masked"),
+    ]
     before = [(place, name, getattr(place, name)) for place, name in places]
     try:
         for place, name, called in before:

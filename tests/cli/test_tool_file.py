@@ -11,7 +11,7 @@ from forerun import LLM
 from forerun.cli.chat import LEFT_OUT, Chat
 from forerun.cli.tool_file import ToolFile
 from forerun.errors import BadOption, NotFound
-from forerun.text.parts import Reasoning, Spoken, Text, ToolCall
+from forerun.text.parts import AnswerParts, Reasoning, Text, ToolCall
 from forerun.types import SamplingParams
 
 TEMPLATE = str(Path(__file__).parents[1] / "serve" / "tools.jinja")
@@ -101,7 +101,7 @@ class Scripted(Chat):
 
     def _write(self, messages, out, interrupt, *, may_call=True):  # type: ignore[no-untyped-def]
         answer = super()._write(messages, io.StringIO(), interrupt, may_call=may_call)
-        answer.spoken = Spoken()
+        answer.answer_parts = AnswerParts()
         for part in self.script.pop(0):
             out.write(answer.add(part))  # type: ignore[arg-type]
         self.seen.append((len(messages), may_call))

@@ -56,8 +56,10 @@ def texts(llm: LLM, prompt: list[int], ways: list[SamplingParams]) -> list[tuple
 def test_a_chat_s_limit_is_held_whatever_drafts(llm: LLM, way: str) -> None:
     prompt = llm.apply_chat_template(ASKED, begins=True)
     params = SamplingParams(max_tokens=36, **WAYS[way])
-    speaking = [llm.speaking(max_thinking_tokens=most) for most in LIMITS]
-    said = texts(llm, prompt, [one.held(params, llm.tokenizer, prompt) for one in speaking if one is not None])
+    answer_form = [llm.answer_form(max_thinking_tokens=most) for most in LIMITS]
+    said = texts(
+        llm, prompt, [one.constrained(params, llm.tokenizer, prompt) for one in answer_form if one is not None]
+    )
     (closing,) = llm.tokenizer.encode("</think>", add_special_tokens=False)
     lengths = [(ids.index(closing) if closing in ids else len(ids)) for ids, _ in said]
     assert all(length <= most for length, most in zip(lengths, LIMITS, strict=True))

@@ -15,7 +15,7 @@ from scipy.special import log_softmax, softmax
 
 from forerun.errors import BadOption
 from forerun.sampling import History, likeliest, probs
-from forerun.sampling.grammar import MOST_SCHEMA_CHARS, Walk, vocabulary
+from forerun.sampling.grammar import MOST_SCHEMA_CHARS, GrammarState, vocabulary
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import SamplingParams
 from tiny import byte_tokenizer
@@ -36,19 +36,19 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.load(folder)
 
 
-def walk(tokenizer, end_ids: frozenset[int] = frozenset({END}), num_prompt_tokens: int = 0, **fields) -> Walk:
+def walk(tokenizer, end_ids: frozenset[int] = frozenset({END}), num_prompt_tokens: int = 0, **fields) -> GrammarState:
     compiled = vocabulary(tokenizer).compiled(SamplingParams(**fields))
     assert compiled is not None
     return compiled.start(end_ids, num_prompt_tokens)
 
 
-def texts(tokenizer, own: Walk, text: str = "") -> set[str]:
+def texts(tokenizer, own: GrammarState, text: str = "") -> set[str]:
     """What may follow a text: characters, and "" for the end."""
     bits = own.allowed([], tokenizer.encode(text)).bits
     return {"" if i == END else tokenizer.decode([i]) for i in np.flatnonzero(bits).tolist()}
 
 
-def takes(tokenizer, own: Walk, text: str) -> bool:
+def takes(tokenizer, own: GrammarState, text: str) -> bool:
     """Whether a text is allowed to its end, and may end there."""
     ids = tokenizer.encode(text)
     try:

@@ -21,10 +21,10 @@ from forerun.errors import BadOption
 from forerun.params import SamplingParams
 from forerun.sampling.grammar import vocabulary
 from forerun.sampling.thinking import Limited
+from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.calls import dialect, dialects
-from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import Tools, ToolUse
+from forerun.text.tools import ToolRequest, Tools
 from forerun.types import Constraint
 from text.test_calls import SIGNS
 
@@ -110,10 +110,10 @@ def of_chat(
     name: str = "", choice: str = "", limit: int | None = None, prompt: str = "x", is_special: bool = True, **form: Any
 ) -> Callable[[], Constraint]:
     """What holds an answer in a dialect, or in none. form: a schema of the answer."""
-    speech = Speech(dialect(name) if name else None, THOUGHTS[:1] if is_special else (), SIGNS.get(name, ""))
-    use = ToolUse(TOOLS, choice, strict=frozenset(TOOLS)) if choice else None
+    answer_marks = AnswerMarks(dialect(name) if name else None, THOUGHTS[:1] if is_special else (), SIGNS.get(name, ""))
+    use = ToolRequest(TOOLS, choice, strict=frozenset(TOOLS)) if choice else None
     spelling = tokenizer(is_special)
-    params = Speaking(speech, use, limit).held(SamplingParams(**form), spelling, spelling.encode(prompt))
+    params = AnswerForm(answer_marks, use, limit).held(SamplingParams(**form), spelling, spelling.encode(prompt))
     return start_of(params, spelling)
 
 

@@ -16,13 +16,13 @@ from forerun import LLM, SamplingParams
 from forerun.engine.request import Chunk, RequestOutput, RequestReport
 from forerun.serve.apis import messages, ollama, openai, responses, written
 from forerun.serve.bodies import Job
+from forerun.text.answer_form import AnswerForm
 from forerun.text.calls import dialect, dialects
 from forerun.text.parts import ToolCall
 from forerun.text.reading import Parser
-from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import FinishReason
-from text.test_calls import CASES, speaking
+from text.test_calls import CASES, answer_form
 
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
 TOKENIZER = Tokenizer.load(Path(forerun.__file__).parent / "data" / "target")
@@ -128,12 +128,12 @@ def whole_ollama(events: list[dict[str, Any]]) -> dict[str, Any]:
 JOIN = dict(zip(URLS, (whole_chat, whole_response, whole_message, whole_ollama), strict=True))
 
 
-def answered(how: Speaking, text: str, reason: FinishReason) -> tuple[RequestOutput, list[Chunk]]:
+def answered(how: AnswerForm, text: str, reason: FinishReason) -> tuple[RequestOutput, list[Chunk]]:
     """An answer with this text, whole and in two pieces."""
     parser, half = Parser(how), len(text) // 2
     first, rest = parser.feed(text[:half]), parser.feed(text[half:])
     rest += parser.finish(is_cut=reason == "length")
-    output = RequestOutput([1], text, [2], reason, None, 0, RequestReport(), spoken=parser.spoken)
+    output = RequestOutput([1], text, [2], reason, None, 0, RequestReport(), answer_parts=parser.answer_parts)
     return output, [Chunk("", [2], parts=first), Chunk("", [2], reason, output, parts=rest)]
 
 
@@ -151,7 +151,7 @@ def told(url: str, output: RequestOutput, chunks: list[Chunk]) -> Told:
 @pytest.mark.parametrize("name", [one.name for one in dialects()])
 def test_a_call_that_is_cut_anywhere_is_none_in_any_api(name: str) -> None:
     """Behind each character, by the limit of tokens and by the model's own end."""
-    how = speaking(name)
+    how = answer_form(name)
     for text, said in CASES[name]:
         calls = [one for one in said if not isinstance(one, str)]
         whole = told(openai.CHAT, *answered(how, text, "stop"))

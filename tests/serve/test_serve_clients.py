@@ -126,6 +126,22 @@ def test_usage_so_far_with_each_chunk(client: openai.OpenAI) -> None:
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages if usage)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probabilities_of_a_chat_spell_its_content(client: openai.OpenAI, seed: int) -> None:
+    """The end is none of them, nor is the text that stops the answer."""
+    ended = set()
+    for more in ({"max_tokens": 40}, {"stop": ["\n", "(x"]}, {"logit_bias": {"0": 8}}):
+        asked: Any = {"model": "shipped", "messages": HELLO, "seed": seed, "max_tokens": 20, "logprobs": True} | more
+        (whole,) = client.chat.completions.create(**asked).choices
+        assert whole.logprobs is not None
+        assert whole.message.content == "".join(one.token for one in whole.logprobs.content or [])
+        pieces = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+        told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content or []]
+        assert [one.logprob for one in told] == [one.logprob for one in whole.logprobs.content or []]
+        ended.add(whole.finish_reason)
+    assert "stop" in ended
+
+
 def test_ids_of_prompts_and_answers(server: Running, plain: LLM) -> None:
     """As those ask for them who train on answers: whole, and put together of a stream's events."""
     params = SamplingParams(**GREEDY)

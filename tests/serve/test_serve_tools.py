@@ -353,7 +353,9 @@ def test_from_python() -> None:
     prompt = llm.apply_chat_template([*ASKED, out.message, result], tools=tools)
     assert f'"arguments": {json.dumps(call.values())}' in llm.tokenizer.decode(prompt)
     chunks = list(
-        llm.stream(llm.apply_chat_template(ASKED, tools=tools), params, speaking=llm.speaking(tools, "now", False))
+        llm.stream(
+            llm.apply_chat_template(ASKED, tools=tools), params, answer_form=llm.answer_form(tools, "now", False)
+        )
     )
     assert chunks[-1].output is not None
     assert [one.name for one in chunks[-1].output.tool_calls] == ["now"]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from forerun.sampling.grammar import vocabulary
+from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.calling import FENCES
 from forerun.text.calls import dialect, dialects
-from forerun.text.parts import Spoken
+from forerun.text.parts import AnswerParts
 from forerun.text.reading import Parser
-from forerun.text.speech import THOUGHTS, Speaking, Speech
-from forerun.text.tools import REQUIRED, Tools, ToolUse
+from forerun.text.tools import REQUIRED, ToolRequest, Tools
 from forerun.types import SamplingParams
 from text.test_calls import SIGNS, tokenizer_of
 
@@ -29,32 +29,32 @@ CASES: list[dict[str, Any]] = FILE["cases"]
 IDS = [f"{case['dialect']}-{case['of'][0]}" for case in CASES]
 
 
-def speaking(case: dict[str, Any]) -> Speaking:
+def answer_form(case: dict[str, Any]) -> AnswerForm:
     tools = Tools({name: FILE["tools"][name] for name in case.get("tools", ())})
-    speech = Speech(dialect(case["dialect"]), THOUGHTS if case.get("thinks", True) else ())
-    return Speaking(speech, ToolUse(tools) if tools.schemas else None)
+    answer_marks = AnswerMarks(dialect(case["dialect"]), THOUGHTS if case.get("thinks", True) else ())
+    return AnswerForm(answer_marks, ToolRequest(tools) if tools.schemas else None)
 
 
-def spoken(case: dict[str, Any], *pieces: str) -> Spoken:
-    parser = Parser(speaking(case), case.get("prompt", ""))
+def answer_parts(case: dict[str, Any], *pieces: str) -> AnswerParts:
+    parser = Parser(answer_form(case), case.get("prompt", ""))
     for piece in pieces:
         parser.feed(piece)
     parser.finish()
-    return parser.spoken
+    return parser.answer_parts
 
 
-def meaning(said: Spoken) -> tuple[str, str, list[list[Any]]]:
+def meaning(said: AnswerParts) -> tuple[str, str, list[list[Any]]]:
     return said.text, said.reasoning, [[one.name, one.values()] for one in said.calls]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_text_of_their_tests_means_what_it_means_there(case: dict[str, Any]) -> None:
     said = case["said"]
-    whole = spoken(case, said)
+    whole = answer_parts(case, said)
     assert meaning(whole) == (case.get("text", ""), case.get("reasoning", ""), case.get("calls", []))
-    assert meaning(spoken(case, *said)) == meaning(whole)
+    assert meaning(answer_parts(case, *said)) == meaning(whole)
     for i in range(1, len(said)):
-        assert meaning(spoken(case, said[:i], said[i:])) == meaning(whole), said[:i]
+        assert meaning(answer_parts(case, said[:i], said[i:])) == meaning(whole), said[:i]
 
 
 def test_most_cases_do_not_differ() -> None:
@@ -83,12 +83,12 @@ def is_held(case: dict[str, Any], folder: Path) -> bool:
     """Whether a grammar that asks for calls, and allows text where there is some, allows what was said."""
     name, said = case["dialect"], case["said"].rstrip().removesuffix("<|call|>")
     tools = Tools({name: FILE["tools"][name] for name in case["tools"]})
-    use = ToolUse(tools, strict=frozenset(tools)) if "text" in case else ToolUse(tools, REQUIRED)
+    use = ToolRequest(tools, strict=frozenset(tools)) if "text" in case else ToolRequest(tools, REQUIRED)
     pairs = tuple(pair for pair in THOUGHTS if pair[0] in (case.get("prompt", ""), said[: len(pair[0])]))
     marks = [mark for mark in (*dialect(name).marks, *(m for pair in pairs for m in pair)) if mark in said]
     tokenizer = tokenizer_of(folder, marks)
-    speaking = Speaking(Speech(dialect(name), pairs, template(case)), use)
-    params = speaking.held(SamplingParams(), tokenizer, tokenizer.encode("x" + case.get("prompt", "")))
+    answer_form = AnswerForm(AnswerMarks(dialect(name), pairs, template(case)), use)
+    params = answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode("x" + case.get("prompt", "")))
     grammar = vocabulary(tokenizer).compiled(params)
     assert grammar is not None
     ids, matcher = tokenizer.encode(said), grammar.matcher()

@@ -14,15 +14,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from forerun.errors import BadOption
-from forerun.sampling.grammar import Walk, vocabulary
+from forerun.sampling.grammar import GrammarState, vocabulary
 from forerun.sampling.thinking import Limited
+from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.call_grammars import Rules, in_turn
 from forerun.text.calls import dialect
-from forerun.text.parts import Spoken
+from forerun.text.parts import AnswerParts
 from forerun.text.reading import PartsReader
-from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import Tools, ToolUse
+from forerun.text.tools import ToolRequest, Tools
 from forerun.types import Constraint, SamplingParams
 from text.test_calls import CASES, SIGNS, parts_of, tokenizer_of
 
@@ -71,7 +71,7 @@ def is_valid(name: str, values: dict[str, Any]) -> bool:
     return Draft202012Validator(SCHEMAS[name]).is_valid(values)
 
 
-def said(walk: Walk, tokenizer: Tokenizer, rng: random.Random, most: int = 400) -> list[int] | None:
+def said(walk: GrammarState, tokenizer: Tokenizer, rng: random.Random, most: int = 400) -> list[int] | None:
     """What a model says that knows nothing but what it may say; it likes quotes and ends. None = too much."""
     end, ids = tokenizer.encode(END)[0], list[int]()
     liked = set(tokenizer.encode('"}])\n<,')) | {i for i in tokenizer.special_ids if i != end}
@@ -87,18 +87,18 @@ def said(walk: Walk, tokenizer: Tokenizer, rng: random.Random, most: int = 400) 
     return ids
 
 
-def held(speaking: Speaking, tokenizer: Tokenizer, prompt: str = "x") -> Walk:
-    params = speaking.held(SamplingParams(), tokenizer, tokenizer.encode(prompt))
+def held(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x") -> GrammarState:
+    params = answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode(prompt))
     grammar = vocabulary(tokenizer).compiled(params)
     assert grammar is not None
     return grammar.start(frozenset(tokenizer.encode(END)), 0)
 
 
-def read(speaking: Speaking, tokenizer: Tokenizer, ids: list[int], prompt: str = "x") -> Spoken:
-    reader = PartsReader(speaking, tokenizer, tokenizer.encode(prompt))
+def read(answer_form: AnswerForm, tokenizer: Tokenizer, ids: list[int], prompt: str = "x") -> AnswerParts:
+    reader = PartsReader(answer_form, tokenizer, tokenizer.encode(prompt))
     reader.push(ids)
     reader.finish()
-    return reader.spoken
+    return reader.answer_parts
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
@@ -107,20 +107,20 @@ def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: boo
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks) if special else ["<|other|>"])
     rng, num, several = random.Random(3), 0, 0
     for choice in ("required", "weather", "opt", "now"):
-        use = ToolUse(TOOLS, choice)
-        speaking = Speaking(Speech(dialect(name), (), SIGNS[name]), use)
+        use = ToolRequest(TOOLS, choice)
+        answer_form = AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), use)
         for _ in range(12):
-            ids = said(held(speaking, tokenizer), tokenizer, rng)
+            ids = said(held(answer_form, tokenizer), tokenizer, rng)
             if ids is None:
                 continue
-            calls = read(speaking, tokenizer, ids).calls
+            calls = read(answer_form, tokenizer, ids).calls
             assert calls, tokenizer.decode(ids)
             assert all(is_valid(call.name, call.values()) for call in calls), tokenizer.decode(ids)
             assert choice == "required" or {call.name for call in calls} == {choice}
             num, several = num + 1, several + (len(calls) > 1)
-        alone = dataclasses.replace(speaking, use=dataclasses.replace(use, parallel=False))
+        alone = dataclasses.replace(answer_form, tool_request=dataclasses.replace(use, parallel=False))
         ids = said(held(alone, tokenizer), tokenizer, rng)
-        assert ids is None or len(read(speaking, tokenizer, ids).calls) == 1
+        assert ids is None or len(read(answer_form, tokenizer, ids).calls) == 1
     assert num > 12
 
 
@@ -128,13 +128,13 @@ def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: boo
 def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
     """Any text may be said that is no call; a call is valid where its tool is strict."""
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
-    speech = Speech(dialect(name), (), SIGNS[name])
-    auto = Speaking(speech, ToolUse(TOOLS, strict=frozenset(["weather", "now"])))
+    answer_marks = AnswerMarks(dialect(name), (), SIGNS[name])
+    auto = AnswerForm(answer_marks, ToolRequest(TOOLS, strict=frozenset(["weather", "now"])))
     end, rng = tokenizer.encode(END)[0], random.Random(5)
     text = "It is 3 < 4, [1] and {x}."
     text = f"<|channel|>final<|message|>{text}" if name == "harmony" else text
     assert held(auto, tokenizer).allowed(tokenizer.encode(text)).bits[end]
-    forced = Speaking(speech, ToolUse(TOOLS, "weather"))
+    forced = AnswerForm(answer_marks, ToolRequest(TOOLS, "weather"))
     for _ in range(4):
         if (ids := said(held(forced, tokenizer), tokenizer, rng)) is not None:
             assert held(auto, tokenizer).takes([], ids), "what is a call when it must be is one when it may be"
@@ -153,23 +153,25 @@ def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
 def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
     """A schema holds what is said to the user; tools may be called before, as agents with an output type do."""
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
-    speech, rng = Speech(dialect(name), (), SIGNS[name]), random.Random(7)
+    answer_marks, rng = AnswerMarks(dialect(name), (), SIGNS[name]), random.Random(7)
     params = SamplingParams(json_schema={"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED})
 
-    def may_say(ids: list[int], use: ToolUse) -> bool:
-        grammar = vocabulary(tokenizer).compiled(Speaking(speech, use).held(params, tokenizer, tokenizer.encode("x")))
+    def may_say(ids: list[int], use: ToolRequest) -> bool:
+        grammar = vocabulary(tokenizer).compiled(
+            AnswerForm(answer_marks, use).constrained(params, tokenizer, tokenizer.encode("x"))
+        )
         assert grammar is not None
         walk, end = grammar.start(frozenset(tokenizer.encode(END)), 0), tokenizer.encode(END)[0]
         return walk.takes([], ids) and (walk.is_over(ids) or bool(walk.allowed(ids).bits[end]))
 
-    before, free = "<|channel|>final<|message|>" if name == "harmony" else "", ToolUse(TOOLS)
+    before, free = "<|channel|>final<|message|>" if name == "harmony" else "", ToolRequest(TOOLS)
     assert may_say(tokenizer.encode(before + '{"n": 3}'), free)
     for wrong in ('{"n": "x"}', "It is 3.", '{"n": 3} and'):
         assert not may_say(tokenizer.encode(before + wrong), free), wrong
-    forced, num = Speaking(speech, ToolUse(TOOLS, "required")), 0
+    forced, num = AnswerForm(answer_marks, ToolRequest(TOOLS, "required")), 0
     for _ in range(6):
         if (ids := said(held(forced, tokenizer), tokenizer, rng)) is not None:
-            assert may_say(ids, ToolUse(TOOLS, strict=frozenset(TOOLS))), tokenizer.decode(ids)
+            assert may_say(ids, ToolRequest(TOOLS, strict=frozenset(TOOLS))), tokenizer.decode(ids)
             num += may_say(ids, free)
     assert num
 
@@ -177,13 +179,13 @@ def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
 def test_a_call_that_must_be_needs_no_form_of_the_answer(tmp_path: Path) -> None:
     """Agents send the type of their last answer while a tool must be called first."""
     tokenizer = tokenizer_of(tmp_path, list(dialect("hermes").marks))
-    forced = Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, "required"))
-    plain = forced.held(SamplingParams(), tokenizer, [0])
+    forced = AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS, "required"))
+    plain = forced.constrained(SamplingParams(), tokenizer, [0])
     for form in ({"json_schema": WEATHER}, {"json_object": True, "json_whitespace": "compact"}):
-        assert forced.held(SamplingParams(**form), tokenizer, [0]) == plain
+        assert forced.constrained(SamplingParams(**form), tokenizer, [0]) == plain
     for other in ({"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}):
         with pytest.raises(BadOption, match=r"^tool_choice='required' and a grammar for the answer: drop one of them$"):
-            forced.held(SamplingParams(**other), tokenizer, [0])
+            forced.constrained(SamplingParams(**other), tokenizer, [0])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -191,14 +193,14 @@ def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: 
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     bare = {"type": "object", "properties": {}, "required": [], "title": "now"}
     tools = Tools.of([{"name": "a"}, {"name": "b", "parameters": {}}, {"name": "c", "parameters": bare}])
-    speaking, rng, num = (
-        Speaking(Speech(dialect(name), (), SIGNS[name]), ToolUse(tools, "required")),
+    answer_form, rng, num = (
+        AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), ToolRequest(tools, "required")),
         random.Random(9),
         0,
     )
     for _ in range(6):
-        if (ids := said(held(speaking, tokenizer), tokenizer, rng)) is not None:
-            assert all(call.values() == {} for call in read(speaking, tokenizer, ids).calls), tokenizer.decode(ids)
+        if (ids := said(held(answer_form, tokenizer), tokenizer, rng)) is not None:
+            assert all(call.values() == {} for call in read(answer_form, tokenizer, ids).calls), tokenizer.decode(ids)
             num += 1
     assert num
     free = Tools.of([{"name": "f", "parameters": {"type": "object"}}])
@@ -209,9 +211,9 @@ def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> N
     """As pydantic writes them for paths and secrets; in the schemas of tools, and of answers."""
     tokenizer = tokenizer_of(tmp_path, list(dialect("hermes").marks))
     named = {"type": "object", "properties": {"format": {"type": "string", "format": "path"}}, **CLOSED}
-    use = ToolUse(Tools.of([{"name": "f", "parameters": named}]), "f")
+    use = ToolRequest(Tools.of([{"name": "f", "parameters": named}]), "f")
     call = '<tool_call>\n{"name": "f", "arguments": {"format": "/tmp"}}\n</tool_call>'
-    assert held(Speaking(Speech(dialect("hermes"), ()), use), tokenizer).takes([], tokenizer.encode(call))
+    assert held(AnswerForm(AnswerMarks(dialect("hermes"), ()), use), tokenizer).takes([], tokenizer.encode(call))
     own = vocabulary(tokenizer).compiled(SamplingParams(json_schema={**named, "const": {"format": "path"}}))
     assert own is not None
     walk = own.start(frozenset(tokenizer.encode(END)), 0)
@@ -221,28 +223,28 @@ def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> N
 def test_calls_that_have_no_mark_are_not_among_answers_of_a_schema(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<|other|>"])
     params = SamplingParams(json_schema={"type": "object", "properties": {"name": {"type": "string"}}, **CLOSED})
-    bare = Speaking(Speech(dialect("llama3_json"), (), SIGNS["llama3_json"]), ToolUse(TOOLS))
-    assert bare.held(params, tokenizer, tokenizer.encode("x")) is params
+    bare = AnswerForm(AnswerMarks(dialect("llama3_json"), (), SIGNS["llama3_json"]), ToolRequest(TOOLS))
+    assert bare.constrained(params, tokenizer, tokenizer.encode("x")) is params
 
 
 def test_calls_come_behind_the_reasoning(tmp_path: Path) -> None:
     """What the prompt has begun, or the model begins, is free; then the call must come."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
-    speaking = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"))
+    answer_form = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"))
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for prompt, thought in (("<think>\n", "Hm. </think>\n\n"), ("x", "<think>Hm.</think>\n"), ("x", "")):
-        walk = held(speaking, tokenizer, prompt)
+        walk = held(answer_form, tokenizer, prompt)
         ids = tokenizer.encode(thought + call)
         assert walk.takes([], ids), thought
-        spoken = read(speaking, tokenizer, ids, prompt)
-        assert (spoken.reasoning, len(spoken.calls)) == ("Hm." if thought else "", 1)
-        assert not held(speaking, tokenizer, prompt).takes([], tokenizer.encode(thought + "No."))
+        answer_parts = read(answer_form, tokenizer, ids, prompt)
+        assert (answer_parts.reasoning, len(answer_parts.calls)) == ("Hm." if thought else "", 1)
+        assert not held(answer_form, tokenizer, prompt).takes([], tokenizer.encode(thought + "No."))
 
 
 def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["</think>", *dialect("harmony").marks])
-    thinking = Speaking(Speech(None, THOUGHTS[:1]))
-    channels = Speaking(Speech(dialect("harmony"), ()))
+    thinking = AnswerForm(AnswerMarks(None, THOUGHTS[:1]))
+    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()))
     final = "<|channel|>final<|message|>"
     given: Any
     for given, good, bad in (
@@ -253,21 +255,25 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
     ):
         params = SamplingParams(**given)
         for how, prompt, before in ((thinking, "<think>", "Hm.</think>\n"), (channels, "x", final)):
-            made = how.held(params, tokenizer, tokenizer.encode(prompt))
+            made = how.constrained(params, tokenizer, tokenizer.encode(prompt))
             grammar = vocabulary(tokenizer).compiled(made)
             assert grammar is not None
             for text, ok in ((before + good, True), (before + bad, False), (good, how is thinking)):
                 walk = grammar.start(frozenset(tokenizer.encode(END)), 0)
                 assert walk.takes([], tokenizer.encode(text)) == ok, (text, made.grammar)
     with pytest.raises(BadOption, match="tool_choice='now' and a grammar for the answer"):
-        Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, "now")).held(SamplingParams(regex="a"), tokenizer, [0])
+        AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS, "now")).constrained(
+            SamplingParams(regex="a"), tokenizer, [0]
+        )
     plain = SamplingParams()
-    assert Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS)).held(plain, tokenizer, [0]) is plain
+    assert (
+        AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS)).constrained(plain, tokenizer, [0]) is plain
+    )
 
 
-def limited(speaking: Speaking, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
+def limited(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
     """What holds an answer whose reasoning has a limit."""
-    params = speaking.held(SamplingParams(**fields), tokenizer, tokenizer.encode(prompt))
+    params = answer_form.constrained(SamplingParams(**fields), tokenizer, tokenizer.encode(prompt))
     assert params.thinking is not None
     grammar = vocabulary(tokenizer).compiled(params)
     return Limited(params.thinking, grammar, tokenizer.num_ids).start(frozenset(tokenizer.encode(END)), 0)
@@ -281,10 +287,10 @@ def may_say(walk: Constraint, ids: list[int]) -> bool:
 def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
     """Begun by the prompt or by the model; then anything may follow, or what the answer is held to."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
-    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
-    call = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"), 3)
-    channels = Speaking(Speech(dialect("harmony"), ()), max_thinking_tokens=3)
-    channel_call = Speaking(Speech(dialect("harmony"), ()), ToolUse(TOOLS, "now"), 3)
+    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
+    call = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"), 3)
+    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()), max_thinking_tokens=3)
+    channel_call = AnswerForm(AnswerMarks(dialect("harmony"), ()), ToolRequest(TOOLS, "now"), 3)
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     analysis, next_channel = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>"
     in_channel = "commentary to=functions.now<|message|>{}"
@@ -310,9 +316,9 @@ def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
 
 def test_an_answer_without_reasoning_is_what_it_would_be_without_a_limit(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
-    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
-    call = Speaking(Speech(dialect("hermes"), THOUGHTS[:1]), ToolUse(TOOLS, "now"), 3)
-    channels = Speaking(Speech(dialect("harmony"), ()), max_thinking_tokens=3)
+    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
+    call = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"), 3)
+    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()), max_thinking_tokens=3)
     assert may_say(limited(plain, tokenizer), tokenizer.encode("No thought, <thin"))
     for text in ("<|channel|>final<|message|>So.", "<|channel|>commentary to=functions.f<|message|>{}"):
         assert may_say(limited(channels, tokenizer), tokenizer.encode(text))
@@ -325,18 +331,20 @@ def test_an_answer_without_reasoning_is_what_it_would_be_without_a_limit(tmp_pat
     assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": 3}'))
     assert not may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": x'))
     closed = "<think></think>"
-    assert plain.held(SamplingParams(), tokenizer, tokenizer.encode(closed)) == SamplingParams(), "nothing is left"
+    assert plain.constrained(SamplingParams(), tokenizer, tokenizer.encode(closed)) == SamplingParams(), (
+        "nothing is left"
+    )
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
-    plain = Speaking(Speech(None, THOUGHTS[:1]), max_thinking_tokens=3)
-    many = Speaking(Speech(None, (("<think>", "<|end of thought|>"),)), max_thinking_tokens=3)
+    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
+    many = AnswerForm(AnswerMarks(None, (("<think>", "<|end of thought|>"),)), max_thinking_tokens=3)
     with pytest.raises(BadOption, match="is no single token of this model"):
-        many.held(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
+        many.constrained(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
     assert (plain.can_limit(tokenizer), many.can_limit(tokenizer)) == (True, False)
     with pytest.raises(BadOption, match="max_thinking_tokens=3 and a grammar"):
-        plain.held(SamplingParams(grammar='start: "a"'), tokenizer, [0])
+        plain.constrained(SamplingParams(grammar='start: "a"'), tokenizer, [0])
 
 
 KEYS = ("type", "enum", "required", "anyOf", "items", "minLength", "pattern", "properties", "additionalProperties")
@@ -349,15 +357,15 @@ def test_schemas_that_are_none_are_refused_or_taken(name: str, tmp_path: Path) -
     for key, value in itertools.product(KEYS, (3, "x", None, [3], {"a": 3}, [{}], ["string", 3])):
         inner: Any = {"type": "string", key: value}
         for schema in ({"properties": {"a": inner}}, {key: value}, {"properties": {"a": {"type": "array", **inner}}}):
-            use = ToolUse(Tools.of([{"name": "f", "parameters": schema}]), "f")
-            speaking = Speaking(Speech(dialect(name), (), SIGNS[name]), use)
+            use = ToolRequest(Tools.of([{"name": "f", "parameters": schema}]), "f")
+            answer_form = AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), use)
             try:
-                held(speaking, tokenizer)
+                held(answer_form, tokenizer)
                 num += 1
             except BadOption:
                 pass
             for text, _ in CASES[name]:
-                parts_of(speaking, text.replace("weather", "f").replace("city", "a"))
+                parts_of(answer_form, text.replace("weather", "f").replace("city", "a"))
     assert num > 20
 
 

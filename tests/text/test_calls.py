@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from forerun.errors import BadOption
+from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.calls import dialect, dialects, of_template
-from forerun.text.parts import Part, Spoken, Text, ToolCall
+from forerun.text.parts import AnswerParts, Part, Text, ToolCall
 from forerun.text.reading import Parser, PartsReader, joined
-from forerun.text.speech import THOUGHTS, Speaking, Speech
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import Tools, ToolUse
+from forerun.text.tools import ToolRequest, Tools
 
 pytestmark = pytest.mark.once("texts alone")
 PARAMETERS = {
@@ -188,14 +189,14 @@ TEXTS = [(name, text, said) for name, cases in CASES.items() for text, said in c
 IDS = [f"{name}-{i}" for name, cases in CASES.items() for i in range(len(cases))]
 
 
-def speaking(name: str, thoughts: tuple[tuple[str, str], ...] = ()) -> Speaking:
-    return Speaking(Speech(dialect(name), thoughts), ToolUse(TOOLS))
+def answer_form(name: str, thoughts: tuple[tuple[str, str], ...] = ()) -> AnswerForm:
+    return AnswerForm(AnswerMarks(dialect(name), thoughts), ToolRequest(TOOLS))
 
 
-def said_in(spoken: Spoken) -> Said:
+def said_in(answer_parts: AnswerParts) -> Said:
     """As in CASES."""
     said: Said = []
-    for item in spoken.items:
+    for item in answer_parts.items:
         if hasattr(item, "name"):
             said.append((item.name, json.loads(item.arguments)))
         elif item.kind == "text":
@@ -203,10 +204,10 @@ def said_in(spoken: Spoken) -> Said:
     return said
 
 
-def parts_of(how: Speaking, *pieces: str, prompt: str = "") -> tuple[list[Part], Spoken]:
+def parts_of(how: AnswerForm, *pieces: str, prompt: str = "") -> tuple[list[Part], AnswerParts]:
     parser = Parser(how, prompt)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    return joined(parts), parser.spoken
+    return joined(parts), parser.answer_parts
 
 
 def test_every_dialect_has_texts() -> None:
@@ -215,12 +216,12 @@ def test_every_dialect_has_texts() -> None:
 
 @pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
 def test_texts_of_the_published_formats(name: str, text: str, said: Said) -> None:
-    assert said_in(parts_of(speaking(name), text)[1]) == said
+    assert said_in(parts_of(answer_form(name), text)[1]) == said
 
 
 @pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
 def test_a_text_gives_the_same_parts_wherever_it_is_cut(name: str, text: str, said: Said) -> None:
-    how = speaking(name, THOUGHTS)
+    how = answer_form(name, THOUGHTS)
     whole = parts_of(how, text)[0]
     assert parts_of(how, *text)[0] == whole
     for i in range(len(text)):
@@ -234,36 +235,36 @@ def test_a_text_gives_the_same_parts_wherever_it_is_cut(name: str, text: str, sa
 @pytest.mark.parametrize(("name", "text", "said"), TEXTS, ids=IDS)
 def test_what_was_given_of_a_text_stays_when_it_is_cut_short(name: str, text: str, said: Said) -> None:
     """Parts are given as soon as they are certain: what an answer of max_tokens has is the beginning of the whole."""
-    how, whole = speaking(name), parts_of(speaking(name), text)[1]
+    how, whole = answer_form(name), parts_of(answer_form(name), text)[1]
     for i in range(len(text)):
         parser = Parser(how)
-        given = Spoken()
+        given = AnswerParts()
         for part in parser.feed(text[:i]):
             given.add(part)
         assert whole.text.startswith(given.text)
         assert given.calls == whole.calls[: len(given.calls)]
         parser.finish()
-        assert parser.spoken.calls == whole.calls[: len(parser.spoken.calls)]
+        assert parser.answer_parts.calls == whole.calls[: len(parser.answer_parts.calls)]
 
 
 def test_a_call_is_given_when_it_is_whole() -> None:
-    parser = Parser(speaking("hermes"))
+    parser = Parser(answer_form("hermes"))
     assert parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}') == []
     assert parser.feed("}") == [ToolCall("weather", '{"city": "Paris"}')]
-    parser = Parser(speaking("qwen3_coder"))
+    parser = Parser(answer_form("qwen3_coder"))
     assert parser.feed("<function=weather>\n<parameter=city>\nParis\n</parameter>\n") == []
     assert parser.feed("</function>") == [ToolCall("weather", '{"city": "Paris"}')]
-    assert parser.spoken.num_broken_calls == 0
+    assert parser.answer_parts.num_broken_calls == 0
 
 
 def test_calls_that_break_off_are_counted() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"a": 1]}}</tool_call><tool_call>{"name": "now"}</tool_call>'
-    spoken = parts_of(speaking("hermes"), f'{text}<tool_call>{{"name": "now", "arg')[1]
-    assert (len(spoken.calls), spoken.num_broken_calls, spoken.text) == (1, 2, "")
+    answer_parts = parts_of(answer_form("hermes"), f'{text}<tool_call>{{"name": "now", "arg')[1]
+    assert (len(answer_parts.calls), answer_parts.num_broken_calls, answer_parts.text) == (1, 2, "")
 
 
 def test_of_one_call_at_most_the_first_whole_one_counts() -> None:
-    how = Speaking(Speech(dialect("hermes"), ()), ToolUse(TOOLS, parallel=False))
+    how = AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS, parallel=False))
     broken, now, weather = (
         f"<tool_call>{inner}</tool_call>"
         for inner in ('{"name": "now", "arguments": 3}', '{"name": "now"}', '{"name": "weather"}')
@@ -273,10 +274,10 @@ def test_of_one_call_at_most_the_first_whole_one_counts() -> None:
 
 def test_no_tail_of_a_cut_answer_is_the_beginning_of_a_mark() -> None:
     for text, is_cut, shown in (("a <tool_c", True, "a"), ("a <tool_c", False, "a <tool_c"), ("a <b", True, "a <b")):
-        parser = Parser(speaking("hermes"))
+        parser = Parser(answer_form("hermes"))
         parser.feed(text)
         parser.finish(is_cut=is_cut)
-        assert parser.spoken.text.rstrip() == shown
+        assert parser.answer_parts.text.rstrip() == shown
 
 
 # ---------------------------------------------------------------------------------------------------------- reasoning
@@ -284,11 +285,11 @@ def test_no_tail_of_a_cut_answer_is_the_beginning_of_a_mark() -> None:
 
 @pytest.mark.parametrize("pair", THOUGHTS, ids=lambda pair: pair[1])
 def test_reasoning(pair: tuple[str, str]) -> None:
-    how = Speaking(Speech(None, THOUGHTS), None)
+    how = AnswerForm(AnswerMarks(None, THOUGHTS), None)
     opening, closing = pair
     text = f"{opening}\nHm.\n Well. \n{closing}\n\nYes <think>.\n"
-    whole, spoken = parts_of(how, text)
-    assert (spoken.reasoning, spoken.text) == ("Hm.\n Well.", "Yes <think>.\n")
+    whole, answer_parts = parts_of(how, text)
+    assert (answer_parts.reasoning, answer_parts.text) == ("Hm.\n Well.", "Yes <think>.\n")
     assert parts_of(how, *text)[0] == whole
     begun = parts_of(how, f"Hm. {closing}Yes", prompt=f"... {opening}\n")[1]
     assert (begun.reasoning, begun.text) == ("Hm.", "Yes")
@@ -300,18 +301,18 @@ def test_reasoning(pair: tuple[str, str]) -> None:
 
 def test_reasoning_and_then_a_call() -> None:
     text = '<think>\nIt is asked for.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    spoken = parts_of(speaking("hermes", THOUGHTS), *text)[1]
-    assert (spoken.reasoning, said_in(spoken)) == ("It is asked for.", [("now", {})])
-    spoken = parts_of(
-        speaking("harmony"),
+    answer_parts = parts_of(answer_form("hermes", THOUGHTS), *text)[1]
+    assert (answer_parts.reasoning, said_in(answer_parts)) == ("It is asked for.", [("now", {})])
+    answer_parts = parts_of(
+        answer_form("harmony"),
         *"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
     )[1]
-    assert (spoken.reasoning, spoken.text) == ("Hm.", "Yes.")
+    assert (answer_parts.reasoning, answer_parts.text) == ("Hm.", "Yes.")
 
 
 def test_white_space_of_an_answer_that_is_a_text_stays() -> None:
     for text in (" a \n b  \n", "  ", ""):
-        assert parts_of(speaking("hermes", THOUGHTS), *text)[1].text == text
+        assert parts_of(answer_form("hermes", THOUGHTS), *text)[1].text == text
 
 
 # ------------------------------------------------------------------------------------------------------ hostile texts
@@ -342,8 +343,8 @@ def test_no_text_is_lost_or_raises() -> None:
         pieces += ["<function=", "<parameter=", "call:", "(", ")", "=", "<think>", "</think>", '{"name": "weather", ']
         for _ in range(300):
             text = "".join(random.choices(pieces, k=random.randint(1, 14)))
-            whole = parts_of(speaking(one.name, THOUGHTS), text)[0]
-            assert parts_of(speaking(one.name, THOUGHTS), *text)[0] == whole, (one.name, text)
+            whole = parts_of(answer_form(one.name, THOUGHTS), text)[0]
+            assert parts_of(answer_form(one.name, THOUGHTS), *text)[0] == whole, (one.name, text)
 
 
 def test_deep_brackets_are_no_way_out() -> None:
@@ -351,12 +352,12 @@ def test_deep_brackets_are_no_way_out() -> None:
         ("gemma", "<|tool_call>call:now{a:" + "[" * 5000),
         ("hermes", '<tool_call>{"name": "now", "x": ' + "[" * 5000 + "]" * 5000 + "}"),
     ):
-        parts_of(speaking(name), text)
+        parts_of(answer_form(name), text)
 
 
 def test_a_long_answer_is_read_in_a_time_that_does_not_grow_with_its_square() -> None:
     """Counted by what the scanner holds: text that is certain is let go of."""
-    parser = Parser(speaking("hermes"))
+    parser = Parser(answer_form("hermes"))
     for _ in range(2000):
         parser.feed("word <tool ")
         assert len(parser._scan.rest) < 20
@@ -365,13 +366,14 @@ def test_a_long_answer_is_read_in_a_time_that_does_not_grow_with_its_square() ->
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def tokenizer_of(tmp_path: Path, marks: list[str]) -> Tokenizer:
-    """Bytes as tokens, and marks as special tokens, which the text of an answer does not show."""
+def tokenizer_of(tmp_path: Path, marks: list[str], words: Seq[str] = ()) -> Tokenizer:
+    """Bytes and words as tokens, and marks as special tokens, which the text of an answer does not show."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in [*marks, "<|unread|>"]])
+    backend.add_tokens([AddedToken(word, normalized=False) for word in words])
     backend.save(str(tmp_path / "tokenizer.json"))
     return Tokenizer.load(tmp_path)
 
@@ -383,45 +385,49 @@ def test_special_tokens_are_not_lost_between_ids_and_parts(name: str, tmp_path: 
         ids = tokenizer.encode(text)
         ids.insert(len(ids), tokenizer.encode("<|unread|>")[0])
         for step in (1, 3, len(ids)):
-            reader = PartsReader(speaking(name), tokenizer, tokenizer.encode("user: "))
+            reader = PartsReader(answer_form(name), tokenizer, tokenizer.encode("user: "))
             for i in range(0, len(ids), step):
                 reader.push(ids[i : i + step])
             reader.finish()
-            assert said_in(reader.spoken) == said
+            assert said_in(reader.answer_parts) == said
 
 
 def test_a_mark_that_begins_with_a_special_token_is_read(tmp_path: Path) -> None:
     """As Gemma's channel of thought: the token says channel, and the text behind it which one."""
     tokenizer = tokenizer_of(tmp_path, ["<|channel>", "<channel|>"])
-    for how in (Speaking(Speech(dialect("gemma"), THOUGHTS)), Speaking(Speech(None, THOUGHTS))):
+    for how in (AnswerForm(AnswerMarks(dialect("gemma"), THOUGHTS)), AnswerForm(AnswerMarks(None, THOUGHTS))):
         reader = PartsReader(how, tokenizer, [0])
         reader.push(tokenizer.encode("<|channel>thought\nHm.<channel|>Yes."))
         reader.finish()
-        assert (reader.spoken.reasoning, reader.spoken.text) == ("Hm.", "Yes.")
+        assert (reader.answer_parts.reasoning, reader.answer_parts.text) == ("Hm.", "Yes.")
 
 
 def test_a_call_in_reasoning_that_is_not_closed() -> None:
     """It ends the reasoning where models leave the mark out, but for a mark without a call, or under a grammar."""
     call = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-    how = Speaking(Speech(dialect("qwen3_coder"), THOUGHTS), ToolUse(TOOLS))
+    how = AnswerForm(AnswerMarks(dialect("qwen3_coder"), THOUGHTS), ToolRequest(TOOLS))
     for text, reasoning, calls in (
         (f"Hm.\n{call}", "Hm.", ["now"]),
         (f"A <tool_call> or <function=>.</think>{call}", "A <tool_call> or <function=>.", ["now"]),
     ):
-        whole, spoken = parts_of(how, text, prompt="<think>\n")
-        assert (spoken.reasoning, [one.name for one in spoken.calls], spoken.text) == (reasoning, calls, "")
+        whole, answer_parts = parts_of(how, text, prompt="<think>\n")
+        assert (answer_parts.reasoning, [one.name for one in answer_parts.calls], answer_parts.text) == (
+            reasoning,
+            calls,
+            "",
+        )
         assert parts_of(how, *text, prompt="<think>\n")[0] == whole
-    held = Speaking(how.speech, ToolUse(TOOLS, "required"))
+    held = AnswerForm(how.answer_marks, ToolRequest(TOOLS, "required"))
     assert parts_of(held, f"Hm.\n{call}</think>{call}", prompt="<think>")[1].reasoning == f"Hm.\n{call}"
 
 
 def test_tokens_of_reasoning_are_counted(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
-    reader = PartsReader(Speaking(Speech(None, THOUGHTS), None), tokenizer, [0])
+    reader = PartsReader(AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, [0])
     reader.push(tokenizer.encode("<think>abcd</think>xyz"))
     reader.finish()
-    assert reader.spoken.num_reasoning_tokens == len("abcd")
-    assert reader.spoken.text == "xyz"
+    assert reader.answer_parts.num_reasoning_tokens == len("abcd")
+    assert reader.answer_parts.text == "xyz"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -431,13 +437,31 @@ def test_tokens_that_make_the_text_are_told_from_all_others(name: str, tmp_path:
     for text, _ in CASES[name]:
         for stop in ((), ("\n\n", "never")):
             ids = [*tokenizer.encode(text + "é"), *tokenizer.encode("<|unread|>")]
-            reader = PartsReader(speaking(name), tokenizer, tokenizer.encode("user: "), stop, traces=True)
+            reader = PartsReader(answer_form(name), tokenizer, tokenizer.encode("user: "), stop, traces=True)
             for i in range(0, len(ids), 3):
                 reader.push(ids[i : i + 3])
             reader.finish()
-            said = tokenizer.decode([ids[place] for place in reader.spoken.said])
-            assert "".join(said.split()) == "".join(reader.spoken.text.split()), text
-            assert reader.spoken.said == sorted(set(reader.spoken.said))
+            said = tokenizer.decode([ids[place] for place in reader.answer_parts.said])
+            assert "".join(said.split()) == "".join(reader.answer_parts.text.split()), text
+            assert reader.answer_parts.said == sorted(set(reader.answer_parts.said))
+
+
+def test_a_token_that_is_held_back_in_part_makes_the_text_once(tmp_path: Path) -> None:
+    """What looks like a mark may begin within a token, and be none."""
+    tokenizer = tokenizer_of(tmp_path, [], ["Hi <", "to", " you", "ol_call>", "!"])
+    for pieces, text in (
+        (["Hi <", "to", "!"], "Hi <to!"),
+        (["Hi <", "to", " you", "Hi <", "!"], "Hi <to youHi <!"),
+        (["Hi <", "to", "ol_call>", " you"], "Hi you"),
+    ):
+        ids = [token for piece in pieces for token in tokenizer.encode(piece)]
+        assert len(ids) == len(pieces)
+        reader = PartsReader(answer_form("hermes"), tokenizer, tokenizer.encode("!"), traces=True)
+        reader.push(ids)
+        reader.finish()
+        assert "".join(reader.answer_parts.text.split()) == "".join(text.split())
+        made = [0, 3] if text == "Hi you" else list(range(len(ids)))
+        assert reader.answer_parts.said == made, pieces
 
 
 # ---------------------------------------------------------------------------------------------------- which dialect
@@ -465,8 +489,8 @@ def test_the_template_chooses_the_dialect() -> None:
         assert found is not None
         assert found.name == name
     assert of_template("{{ messages }}") is None
-    assert Speech.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")
-    assert Speech.of_template("{{ messages }}", reads_tools=False).with_tools(ToolUse(TOOLS)) is None
+    assert AnswerMarks.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")
+    assert AnswerMarks.of_template("{{ messages }}", reads_tools=False).with_tools(ToolRequest(TOOLS)) is None
 
 
 def test_tools_that_are_none() -> None:

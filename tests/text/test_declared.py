@@ -11,12 +11,12 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from forerun.errors import UnsupportedModel
+from forerun.text.answer_form import AnswerForm, AnswerMarks
 from forerun.text.chat import ChatTemplate
 from forerun.text.declared import Declared
-from forerun.text.parts import Spoken
+from forerun.text.parts import AnswerParts
 from forerun.text.reading import Parser, joined
-from forerun.text.speech import Speaking, Speech
-from forerun.text.tools import Tools, ToolUse
+from forerun.text.tools import ToolRequest, Tools
 
 pytestmark = pytest.mark.once("texts alone")
 START = "<|im_start|>assistant\n"
@@ -99,19 +99,19 @@ FUNCTIONS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "we
 TOOLS = Tools.of([*FUNCTIONS, {"name": "now"}])
 
 
-def read(template: dict[str, Any], prompt: str, *pieces: str) -> tuple[list[Any], Spoken]:
-    parser = Parser(Speaking(Speech(None, (), declared=Declared.of(template)), ToolUse(TOOLS)), prompt)
+def read(template: dict[str, Any], prompt: str, *pieces: str) -> tuple[list[Any], AnswerParts]:
+    parser = Parser(AnswerForm(AnswerMarks(None, (), declared=Declared.of(template)), ToolRequest(TOOLS)), prompt)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    return joined(parts), parser.spoken
+    return joined(parts), parser.answer_parts
 
 
 @pytest.mark.parametrize(("template", "prompt", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_answers_are_what_transformers_makes_of_them(template: dict[str, Any], prompt: str, text: str) -> None:
     wanted = parse_response(text, template, prefix=prompt, tools=FUNCTIONS)
-    whole, spoken = read(template, prompt, text)
+    whole, parts = read(template, prompt, text)
     thought = wanted.get("reasoning_content", wanted.get("thinking", ""))
-    assert (spoken.text.strip(), spoken.reasoning) == (wanted.get("content", ""), thought)
-    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.values()}} for call in spoken.calls]
+    assert (parts.text.strip(), parts.reasoning) == (wanted.get("content", ""), thought)
+    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.values()}} for call in parts.calls]
     assert calls == wanted.get("tool_calls", [])
     assert read(template, prompt, *text)[0] == whole
     for i in range(len(text)):
@@ -135,13 +135,13 @@ def test_templates_that_cannot_be_read(template: Any) -> None:
 def test_what_a_model_carries_goes_before_the_marks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = {"chat_template": "{{ tools }}<tool_call>{{ messages }}", "response_template": TAGS}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    speech = ChatTemplate.load(tmp_path).speech
-    assert speech.declared is not None
-    assert speech.dialect is not None
-    parser = Parser(Speaking(speech, ToolUse(TOOLS)))
+    answer_marks = ChatTemplate.load(tmp_path).answer_marks
+    assert answer_marks.declared is not None
+    assert answer_marks.dialect is not None
+    parser = Parser(AnswerForm(answer_marks, ToolRequest(TOOLS)))
     parser.feed("<call><f=now></f></call>")
-    assert [call.name for call in parser.spoken.calls] == ["now"]
+    assert [call.name for call in parser.answer_parts.calls] == ["now"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "response_template": 3}), encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        assert ChatTemplate.load(tmp_path).speech.declared is None
+        assert ChatTemplate.load(tmp_path).answer_marks.declared is None
     assert "response_template=3 is not possible" in caplog.text

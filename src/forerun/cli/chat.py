@@ -28,7 +28,7 @@ from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.named import DRAWING
 from forerun.native import cache_folder
 from forerun.registry import unknown
-from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
+from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
 from forerun.text.terminal import make_console, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
 
@@ -152,7 +152,7 @@ class Chat:
         self.llm, self.params, self.verbose, self.stop_loops = llm, params, verbose, stop_loops
         self.tools, self._may_run = tools, may_run
         self._given: dict[str, Any] = {} if tools is None else {"tools": tools.schemas}
-        self._speaking = llm.speaking(**self._given)
+        self._answer_form = llm.answer_form(**self._given)
         self._asked_back: SamplingParams | None = None
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._opening)
@@ -200,9 +200,9 @@ class Chat:
 
     def system(self, text: str) -> str:
         """Change the first message of the conversation, and say so; an empty text removes it."""
-        spoken = self.messages[len(self._opening) :]
+        answer_parts = self.messages[len(self._opening) :]
         self._opening = [{"role": "system", "content": text}] if text else []
-        self.messages = [*self._opening, *spoken]
+        self.messages = [*self._opening, *answer_parts]
         return "the system message is changed" if text else "there is no system message now"
 
     def retry(self) -> str:
@@ -306,14 +306,14 @@ class Chat:
     def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt, *, may_call: bool = True) -> Answer:
         """Write the answer as it grows."""
         given = self._given if may_call else {}
-        speaking = self._speaking if may_call else self.llm.speaking()
+        answer_form = self._answer_form if may_call else self.llm.answer_form()
         answer, ids = Answer(), list[int]()
         with suppress(_Stopped), ExitStack() as stack:
             interrupt.is_awaited = True
             try:
                 prompt = self.llm.apply_chat_template(messages, **given)
                 waiting, show = stack.enter_context(Answering(self.llm, len(prompt))), None
-                for chunk in self.llm.stream(prompt, self.params, speaking=speaking):
+                for chunk in self.llm.stream(prompt, self.params, answer_form=answer_form):
                     if show is None:
                         waiting.end()
                         show = stack.enter_context(_shown(out))
@@ -335,7 +335,7 @@ class Chat:
 class Answer:
     """What was written, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
 
-    spoken: Spoken = field(default_factory=Spoken)
+    answer_parts: AnswerParts = field(default_factory=AnswerParts)
     finish_reason: FinishReason | None = None
     tv_price: float | None = None
     num_broken_calls: int = 0
@@ -343,8 +343,8 @@ class Answer:
 
     def add(self, part: Part) -> str:
         """Take a part, and return what is shown of it: reasoning between marks, and nothing of calls."""
-        before = self.spoken.items[-1] if self.spoken.items else None
-        self.spoken.add(part)
+        before = self.answer_parts.items[-1] if self.answer_parts.items else None
+        self.answer_parts.add(part)
         was_thinking = isinstance(before, Span) and before.kind == "reasoning"
         match part:
             case Reasoning(text):
@@ -356,17 +356,17 @@ class Answer:
     @property
     def text(self) -> str:
         """What is said, or thought where nothing is said."""
-        return self.spoken.text or self.spoken.reasoning
+        return self.answer_parts.text or self.answer_parts.reasoning
 
     @property
     def calls(self) -> list[ToolCall]:
         """The calls of tools."""
-        return self.spoken.calls
+        return self.answer_parts.calls
 
     @property
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        return self.spoken.message()
+        return self.answer_parts.message()
 
 
 def is_loop(ids: Seq[int]) -> bool:

@@ -37,10 +37,10 @@ from forerun.kv.disk import Folder
 from forerun.models.loading import Checkpoint
 from forerun.pacing.log import PacingLog
 from forerun.pacing.pass_time import PassTime
+from forerun.text.answer_form import AnswerForm
 from forerun.text.chat import ChatTemplate
-from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer, needed
-from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolUse, limit_of
+from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolRequest, limit_of
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class LLM:
         prompts: list[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None,
         raw: bool = False,
-        speaking: Speaking | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> list[RequestOutput]:
         ended = SimpleQueue[Request]()
 
@@ -146,7 +146,7 @@ class LLM:
             if request.seq.finish_reason is not None:
                 ended.put(request)
 
-        requests = self._make(prompts, params, hear, raw, speaking)
+        requests = self._make(prompts, params, hear, raw, answer_form)
         try:
             self._loop.add(requests)
             for _ in requests:
@@ -167,17 +167,17 @@ class LLM:
         *,
         raw: bool = False,
         hear: Callable[[Request], None] = unheard,
-        speaking: Speaking | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> list[Request]:
         """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
 
-        Prompts, params and raw are as in `generate`, speaking as in `stream`.
+        Prompts, params and raw are as in `generate`, answer_form as in `stream`.
 
         hear(request) is called by the engine's thread, behind each step that brought a request on and when it ends:
         let it put the request into a queue. One is over when its `seq.finish_reason` is set, and then has its
         `output()`, or the `error` that ended it. Requests that are no longer wanted are to be given to `end`.
         """
-        requests = self._make(as_list(prompts), params, hear, raw, speaking)
+        requests = self._make(as_list(prompts), params, hear, raw, answer_form)
         self._loop.add(requests)
         return requests
 
@@ -216,12 +216,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
-        speaking: Speaking | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it.
 
-        prompt, params and raw are as in `generate`. speaking: what tells the parts of the answer apart (`speaking`);
-        then each chunk has its `parts`: text, reasoning, and calls as they are written.
+        prompt, params and raw are as in `generate`. answer_form: what `answer_form` returns, where the parts of the
+        answer are wanted: then each chunk has its `parts`: text, reasoning, and calls as they are written.
 
         Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
         ends the request.
@@ -229,7 +229,7 @@ class LLM:
         refuse_to_stream(params)
         news = SimpleQueue[tuple[Request, Mark]]()
         requests = self._make(
-            [only_one(prompt)], params, lambda request: news.put((request, request.mark())), raw, speaking
+            [only_one(prompt)], params, lambda request: news.put((request, request.mark())), raw, answer_form
         )
         readers = {request: Reader(request) for request in requests}
         try:
@@ -246,7 +246,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
-        speaking: Speaking | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
@@ -258,7 +258,7 @@ class LLM:
         def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request
             loop.call_soon_threadsafe(news.put_nowait, (request, request.mark()))
 
-        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear, raw, speaking)
+        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear, raw, answer_form)
         readers = {request: Reader(request) for request in requests}
         try:
             self._loop.add(requests)
@@ -287,7 +287,7 @@ class LLM:
         parallel_tool_calls: whether an answer may have more than one. max_thinking_tokens: of the reasoning, which is
         closed behind them; None = no limit.
         """
-        speaking = self.speaking(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
+        answer_form = self.answer_form(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
         ids: list[Prompt] = []
         several = conversations(messages)
@@ -298,25 +298,25 @@ class LLM:
                 ids.append(self.apply_chat_template(conversation, tools=tools, **template))
             except UserError as error:
                 raise type(error)(f"conversation {i + 1}: {error}" if len(several) > 1 else str(error)) from error
-        return self._generate(ids, params, speaking=speaking)
+        return self._generate(ids, params, answer_form=answer_form)
 
-    def speaking(
+    def answer_form(
         self,
         tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = AUTO,
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
-    ) -> Speaking | None:
+    ) -> AnswerForm | None:
         """What tells text, reasoning and calls of these tools apart in the model's answers; None = there are no marks.
 
         It goes by the chat template; the other arguments are those of `chat`. Raises BadOption for tools that are none,
         and for a choice that is not possible.
         """
-        use = ToolUse.of(tools or (), tool_choice, parallel_tool_calls)
-        speech = self.chat_template.speech
-        if use is not None and speech.dialect is None:
+        use = ToolRequest.of(tools or (), tool_choice, parallel_tool_calls)
+        answer_marks = self.chat_template.answer_marks
+        if use is not None and answer_marks.dialect is None:
             raise BadOption(NO_TOOLS)
-        return speech.with_tools(use, limit_of(max_thinking_tokens))
+        return answer_marks.with_tools(use, limit_of(max_thinking_tokens))
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
         """A conversation as token ids, ready for `generate`, `stream` and `astream`.
@@ -432,16 +432,16 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         hear: Callable[[Request], None],
         raw: bool,
-        speaking: Speaking | None = None,
+        answer_form: AnswerForm | None = None,
     ) -> list[Request]:
         """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
         made: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
-            held = each if speaking is None else speaking.held(each, self.tokenizer, ids)
+            held = each if answer_form is None else answer_form.constrained(each, self.tokenizer, ids)
             made += self.engine.make(ids, held)
         for request in made:
-            request.hear, request.speaking = hear, speaking
+            request.hear, request.answer_form = hear, answer_form
         return made
 
     def _ids(self, text: str, raw: bool) -> list[int]:

@@ -13,10 +13,10 @@ from forerun import verify
 from forerun.errors import ForerunError
 from forerun.registry import with_fields
 from forerun.sampling import logprobs_of, only_filters, takes_the_best
+from forerun.text.answer_form import AnswerForm
 from forerun.text.detokenizer import Detokenizer
-from forerun.text.parts import Part, Spoken, ToolCall
+from forerun.text.parts import AnswerParts, Part, ToolCall
 from forerun.text.reading import PartsReader
-from forerun.text.speech import Speaking
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import (
     Coins,
@@ -169,7 +169,7 @@ class RequestOutput:
     cumulative_logprob: float | None = field(
         default=None, metadata={"help": "of a beam search: the sum of the log-probabilities of token_ids"}
     )
-    spoken: Spoken | None = field(
+    answer_parts: AnswerParts | None = field(
         default=None, metadata={"help": "of a chat: the same in its parts, where the model has marks for them"}
     )
 
@@ -181,27 +181,27 @@ class RequestOutput:
     @property
     def content(self) -> str:
         """What is said to the user: the text without reasoning and tool calls."""
-        return self.text if self.spoken is None else self.spoken.text
+        return self.text if self.answer_parts is None else self.answer_parts.text
 
     @property
     def reasoning(self) -> str:
         """What the model thought before it answered; '' where it has no marks for that."""
-        return "" if self.spoken is None else self.spoken.reasoning
+        return "" if self.answer_parts is None else self.answer_parts.reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls of the tools that the conversation was given, each with its name and arguments (a JSON text)."""
-        return [] if self.spoken is None else self.spoken.calls
+        return [] if self.answer_parts is None else self.answer_parts.calls
 
     @property
     def num_broken_calls(self) -> int:
         """How many calls were begun and left out, for they are not whole."""
-        return 0 if self.spoken is None else self.spoken.num_broken_calls
+        return 0 if self.answer_parts is None else self.answer_parts.num_broken_calls
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to the conversation."""
-        return {"role": "assistant", "content": self.text} if self.spoken is None else self.spoken.message()
+        return {"role": "assistant", "content": self.text} if self.answer_parts is None else self.answer_parts.message()
 
 
 @with_fields
@@ -292,8 +292,8 @@ class Request:
             origins=seq.origins,
             arrived_at_s=time.monotonic(),
         )
-        self.speaking: Speaking | None = None  # what reads its text in parts, where that is wanted
-        self._spoken: Spoken | None = None
+        self.answer_form: AnswerForm | None = None  # what reads its text in parts, where that is wanted
+        self._spoken: AnswerParts | None = None
         self.error: ForerunError | None = None  # why it was aborted, where that was not the user's wish
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None
@@ -393,16 +393,16 @@ class Request:
     def parts_reader(self) -> PartsReader | None:
         """A new reader of the output's parts, None where they are not told apart."""
         seq = self.seq
-        if self.speaking is None or self._tokenizer is None:
+        if self.answer_form is None or self._tokenizer is None:
             return None
         prompt = seq.tokens[: seq.num_prompt_tokens]
         traces = seq.params.logprobs is not None
         return PartsReader(
-            self.speaking, self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens, traces=traces
+            self.answer_form, self._tokenizer, prompt, seq.params.stop, seq.params.min_tokens, traces=traces
         )
 
     @property
-    def spoken(self) -> Spoken | None:
+    def answer_parts(self) -> AnswerParts | None:
         """The output in its parts, when it is finished; None where they are not told apart."""
         with self._reading:
             if self._spoken is None and (reader := self.parts_reader()) is not None:
@@ -410,14 +410,14 @@ class Request:
                 reader.push(self.seq.tokens[first : first + self._num_readable])
                 reader.finish(is_cut=self.seq.finish_reason != "stop")
                 if self.seq.finish_reason is None:
-                    return reader.spoken
-                self._spoken = reader.spoken
+                    return reader.answer_parts
+                self._spoken = reader.answer_parts
             return self._spoken
 
-    def keep(self, spoken: Spoken) -> None:
+    def keep(self, answer_parts: AnswerParts) -> None:
         """Take note of the parts that a stream has read: what it gave and the whole output have one identity."""
         with self._reading:
-            self._spoken = self._spoken or spoken
+            self._spoken = self._spoken or answer_parts
 
     @property
     def text(self) -> str:
@@ -482,7 +482,7 @@ class Request:
             None if self._reader is None else self._reader.stop,
             self.score,
             self.cumulative_logprob,
-            self.spoken,
+            self.answer_parts,
             (self._leader or self).seq.prompt_logprobs or None,
         )
 
@@ -514,12 +514,12 @@ class Reader:
             text += self._detokenizer.finish() if mark.finish_reason is not None else ""
         said: Seq[int] = ()
         if self._parts is not None:
-            num_said = len(self._parts.spoken.said)
+            num_said = len(self._parts.answer_parts.said)
             parts = self._parts.push(readable)
             if mark.finish_reason is not None:
                 parts += self._parts.finish(is_cut=mark.finish_reason != "stop")
-                request.keep(self._parts.spoken)
-            said = self._parts.spoken.said[num_said:] if seq.params.logprobs is not None else ()
+                request.keep(self._parts.answer_parts)
+            said = self._parts.answer_parts.said[num_said:] if seq.params.logprobs is not None else ()
         ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
         output = request.output() if mark.finish_reason is not None else None
         wants_logprobs = seq.params.logprobs is not None

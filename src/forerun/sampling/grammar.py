@@ -238,9 +238,9 @@ class Grammar:
                 )
         self._refuse(matcher)
 
-    def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Walk:
+    def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> GrammarState:
         """Return the state of a sequence that begins. end_ids: ids that end its output."""
-        return Walk(self, end_ids, num_prompt_tokens)
+        return GrammarState(self, end_ids, num_prompt_tokens)
 
     def matcher(self) -> LLMatcher:
         """Return a state of llguidance at the beginning of the grammar."""
@@ -266,7 +266,7 @@ class Grammar:
 
 
 @dataclass(eq=False)
-class Walk:
+class GrammarState:
     """Where a grammar stands along one sequence: behind its committed tokens, or behind some path of a draft.
 
     It belongs to the engine's thread. Committed tokens stay what they are, and more are added to them.

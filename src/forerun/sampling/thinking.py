@@ -14,7 +14,7 @@ import numpy as np
 
 from forerun.params import Thinking
 from forerun.sampling.behind import Behind
-from forerun.sampling.grammar import Allowed, Grammar, Walk
+from forerun.sampling.grammar import Allowed, Grammar, GrammarState
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Counting:
         self._first = num_prompt_tokens
         self._any = Allowed(np.ones(held.num_ids, np.bool_), None)
         self._whole = self._walk_from(num_prompt_tokens)  # along an output without reasoning
-        self._rest: Walk | None = None  # from the token that closes it
+        self._rest: GrammarState | None = None  # from the token that closes it
         self._closed_at: int | None = None  # among the committed tokens, of which so many were looked at
         self._num_seen = num_prompt_tokens + len(held.limit.opening)
 
@@ -124,7 +124,7 @@ class Counting:
         ahead = drafted[self._num_seen - len(committed) :]
         return self._num_seen + ahead.index(closing) if closing in ahead else None
 
-    def _walk(self, begin: int, committed: Seq[int], drafted: Seq[int]) -> tuple[Walk | None, Seq[int]]:
+    def _walk(self, begin: int, committed: Seq[int], drafted: Seq[int]) -> tuple[GrammarState | None, Seq[int]]:
         """Return the walk of a text that begins at a place, and its part of the drafted tokens."""
         if begin == self._first:
             return self._whole, drafted
@@ -133,11 +133,11 @@ class Counting:
             self._rest = self._walk_from(place)
         return self._rest, drafted[begin - place :]
 
-    def _walk_from(self, place: int) -> Walk | None:
+    def _walk_from(self, place: int) -> GrammarState | None:
         return None if self._grammar is None else self._grammar.start(self._end_ids, place)
 
     @property
-    def _walks(self) -> list[Walk]:
+    def _walks(self) -> list[GrammarState]:
         return [walk for walk in (self._whole, self._rest) if walk is not None]
 
     def _only(self, token: int) -> Allowed:

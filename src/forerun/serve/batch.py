@@ -28,7 +28,7 @@ from forerun.serve.bodies import Job, Prompt, Refused, model_names
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
 from forerun.serve.routes import plain_error
-from forerun.serve.texts import form_of, spoken
+from forerun.serve.texts import form_of, templated
 from forerun.text.filling import filling_ids
 from forerun.text.terminal import note, visible
 
@@ -176,9 +176,11 @@ class Requests:
         if job.suffix:
             prompts = [filling_ids(self.llm.tokenizer, str(job.prompts[0]), job.suffix)]
         if job.messages is not None:
-            job = spoken(job, lambda: self.llm.chat_template)
+            job = templated(job, lambda: self.llm.chat_template)
             prompts = [self.llm.apply_chat_template(job.messages or [], **form_of(job))]
-        return Running(request, job, self.llm.submit(prompts, job.params, raw=True, hear=hear, speaking=job.speaking))
+        return Running(
+            request, job, self.llm.submit(prompts, job.params, raw=True, hear=hear, answer_form=job.answer_form)
+        )
 
     def answer(self, running: Running) -> dict[str, Any]:
         """The line of the output for one that is over."""

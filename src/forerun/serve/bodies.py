@@ -36,8 +36,8 @@ from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.request import RequestOutput
-    from forerun.serve.tools import Calls
-    from forerun.text.speech import Speaking
+    from forerun.text.answer_form import AnswerForm
+    from forerun.text.tools import ToolRequest
 
 Body = Mapping[str, Any]
 Prompt = str | list[int]
@@ -98,7 +98,7 @@ class Job:
     token_ids: bool = False  # whether it asks for the ids of prompts and answers
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
-    calls: Calls | None = None  # the tools that the answer may call
+    tools: ToolRequest | None = None
     effort: str | None = None  # how long the model is to think, as a word
     max_thinking_tokens: int | None = None  # of the reasoning
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
@@ -107,7 +107,7 @@ class Job:
     context: tuple[str, int] | None = None  # the field that says how many tokens the client counts on, and they
     thinking_wish: str | None = None  # the field of max_thinking_tokens, where it is a wish that need not be kept
     without_template: str | None = None  # the prompt in place of messages, where the model has no chat template
-    speaking: Speaking | None = None  # what tells the parts of the answer apart
+    answer_form: AnswerForm | None = None  # what tells the parts of the answer apart
 
     def __post_init__(self) -> None:
         if self.stream and self.params.searches:
@@ -408,7 +408,7 @@ class Usage:
             completion=sum(len(output.token_ids) for output in outputs),
             accepted=num_accepted if num_drafted else None,
             rejected=num_drafted - num_accepted if num_drafted else None,
-            reasoning=sum(o.spoken.num_reasoning_tokens for o in outputs if o.spoken is not None),
+            reasoning=sum(o.answer_parts.num_reasoning_tokens for o in outputs if o.answer_parts is not None),
         )
 
 

@@ -23,9 +23,9 @@ from forerun.serve.fields import (
     required,
     structure,
 )
-from forerun.serve.tools import Calls, calls_of, listed
+from forerun.serve.tools import listed, tool_request
 from forerun.text.chat import ROLES
-from forerun.text.tools import A_TOOL, AUTO
+from forerun.text.tools import A_TOOL, AUTO, ToolRequest
 
 _CALL = structure(
     ("id", "type", "function"),
@@ -61,14 +61,14 @@ def conversation(read: Given) -> dict[str, Any]:
         raise Refused("add_generation_prompt and continue_final_message exclude one another: set one of them")
     return {
         "messages": _messages(given.get("messages")),
-        "calls": _calls(given, read.ignored),
+        "tools": _tools(given, read.ignored),
         "variables": variables(given),
         "continue_final_message": goes_on,
         "add_generation_prompt": None if goes_on else given.get("add_generation_prompt", True),
     }
 
 
-def _calls(given: Body, ignored: list[str]) -> Calls | None:
+def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
     """The functions of a chat, and which of them must be called. Tools of other types are listed in `ignored`."""
     functions = list[Mapping[str, Any]]()
     for i, tool in enumerate(listed(given.get("tools", []))):
@@ -90,7 +90,7 @@ def _calls(given: Body, ignored: list[str]) -> Calls | None:
         form = '{"type": "function", "function": {"name": "..."}}'
         message = f"tool_choice={shown(choice)} is not possible: it must be none, auto, required or {form}"
         raise Refused(message, "tool_choice")
-    return calls_of(functions, choice, given.get("parallel_tool_calls", True))
+    return tool_request(functions, choice, given.get("parallel_tool_calls", True))
 
 
 def _name(tool: Any) -> Any:

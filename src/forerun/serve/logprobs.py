@@ -52,7 +52,7 @@ def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str,
     """Return the entries of the tokens that make the text of a whole answer; of all where they are not told apart."""
     if (positions := output.logprobs) is None:
         return []
-    said = range(len(positions)) if output.spoken is None else output.spoken.said
+    said = range(len(positions)) if output.answer_parts is None else output.answer_parts.said
     return SaidLogprobs(output.prompt_ids[-1], tokenizer).piece(positions, said)
 
 

@@ -83,7 +83,7 @@ class Service:
         try:
             made = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
             for request in made:
-                request.speaking = job.speaking
+                request.answer_form = job.answer_form
             return job, made
         except PromptTooLong:
             if job.params.max_tokens is None:

@@ -26,9 +26,9 @@ from forerun.serve.bodies import Job, Prompt, Refused, check, meant
 from forerun.serve.events import in_slices
 from forerun.serve.routes import Count, Generate
 from forerun.serve.tools import THINKING, thinking_variables
+from forerun.text.answer_form import AnswerForm
 from forerun.text.chat import ChatTemplate
 from forerun.text.filling import filling_ids
-from forerun.text.speech import Speaking
 from forerun.text.template_files import ANOTHER
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import NO_TOOLS
@@ -163,9 +163,13 @@ class Texts:
             )
         if job.without_template is not None and self._template_if_there is None:
             job = dataclasses.replace(job, messages=None, prompts=(job.without_template,))
-        job = self._with_wishes(self.spoken(job))
+        job = self._with_wishes(self.templated(job))
         prompts = self.encode(job)
-        params = job.params if job.speaking is None else job.speaking.held(job.params, self.tokenizer, prompts[0])
+        params = (
+            job.params
+            if job.answer_form is None
+            else job.answer_form.constrained(job.params, self.tokenizer, prompts[0])
+        )
         params = self._with_prediction(params)
         # Prompts and messages are ids now, but for the texts that the answer repeats.
         echoed = tuple[Prompt, ...](prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
@@ -182,20 +186,20 @@ class Texts:
             more = "; or start the server with --ignore-unsupported, which serves such requests without it"
             raise Refused(f"{error}{more}", error.param, code=error.code, status=error.status) from None
 
-    def spoken(self, job: Job) -> Job:
+    def templated(self, job: Job) -> Job:
         """Return a job as the model's chat template takes it; see the function."""
-        return spoken(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
+        return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
         """A job that names its wishes which are not kept: a larger context, reasoning that cannot be closed in time."""
-        speaking, unkept = job.speaking, list[str]()
+        form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:
             unkept.append(job.context[0])
-        limit = None if speaking is None else speaking.max_thinking_tokens
-        if job.thinking_wish and speaking is not None and limit is not None and not speaking.can_limit(self.tokenizer):
-            speaking = dataclasses.replace(speaking, max_thinking_tokens=None)
+        limit = None if form is None else form.max_thinking_tokens
+        if job.thinking_wish and form is not None and limit is not None and not form.can_limit(self.tokenizer):
+            form = dataclasses.replace(form, max_thinking_tokens=None)
             unkept.append(job.thinking_wish)
-        return dataclasses.replace(job, speaking=speaking, ignored=(*job.ignored, *unkept)) if unkept else job
+        return dataclasses.replace(job, answer_form=form, ignored=(*job.ignored, *unkept)) if unkept else job
 
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Raises UserError."""
@@ -317,31 +321,31 @@ class Texts:
         return dataclasses.replace(params, prediction=given)
 
 
-def spoken(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
+def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
     """A job as the chat template takes it: its tools, how long it thinks, and what reads its answer.
 
     Raises Refused for tools where the template knows none.
     """
     if not job.messages:
         return job
-    reads, speech = template().reads, template().speech
-    ignored, variables, calls = list(job.ignored), dict(job.variables), job.calls
+    reads, answer_marks = template().reads, template().answer_marks
+    ignored, variables, tools = list(job.ignored), dict(job.variables), job.tools
     unread = (THINKING & variables.keys()) - reads  # many clients ask every model to think, or not to
     ignored += [f"chat_template_kwargs.{name}" for name in sorted(unread) if variables[name] is not False]
     variables = {name: value for name, value in variables.items() if name not in unread}
-    if calls is not None and speech.dialect is None:
-        if not ignore_unsupported or calls.is_forced:
+    if tools is not None and answer_marks.dialect is None:
+        if not ignore_unsupported or tools.is_forced:
             raise Refused(NO_TOOLS, "tools", code="unsupported_parameter")
-        calls, ignored = None, [*ignored, "tools"]
+        tools, ignored = None, [*ignored, "tools"]
     if job.effort is not None or job.thinks is not None:
         found = thinking_variables(reads, job.effort, job.thinks)
         if found is None and (job.thinks or job.effort not in (None, "none")):
             ignored.append("reasoning_effort")
         variables = {**(found or {}), **variables}
-    speaking = speech.with_tools(None if calls is None else calls.use(), job.max_thinking_tokens)
-    if speaking is None and job.params.logprobs is not None:
-        speaking = Speaking(speech)  # it tells the tokens of the text from the end
-    return dataclasses.replace(job, variables=variables, calls=calls, ignored=tuple(ignored), speaking=speaking)
+    answer_form = answer_marks.with_tools(tools, job.max_thinking_tokens)
+    if answer_form is None and job.params.logprobs is not None:
+        answer_form = AnswerForm(answer_marks)  # it tells the tokens of the text from the end
+    return dataclasses.replace(job, variables=variables, tools=tools, ignored=tuple(ignored), answer_form=answer_form)
 
 
 def form_of(job: Job) -> dict[str, Any]:
@@ -349,8 +353,8 @@ def form_of(job: Job) -> dict[str, Any]:
     form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
     if job.add_generation_prompt is False:
         form["add_generation_prompt"] = False
-    if job.calls is not None:
-        form["tools"] = job.calls.tools
+    if job.tools is not None:
+        form["tools"] = job.tools.given
     return {**form, **job.variables}
 
 

@@ -7,44 +7,21 @@ so: the model is told of functions alone, which the client runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import BadOption, shown
 from forerun.serve.fields import EFFORTS
 from forerun.serve.refused import Refused
-from forerun.text.tools import AUTO, NONE, REQUIRED, Tools, ToolUse, limit_of
+from forerun.text.tools import AUTO, NONE, REQUIRED, ToolRequest, Tools, limit_of
 
 MOST_TOOLS = 1024
 THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
 
 
-@dataclass(frozen=True)
-class Calls:
-    """The tools of a request. tools: as chat templates take them. choice: auto, required, or the name of one tool.
+def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> ToolRequest | None:
+    """Return what a body says of tools; None where there is nothing to be called.
 
-    parallel: whether an answer may have more than one call. strict: tools whose arguments must be valid.
-    """
-
-    tools: tuple[Mapping[str, Any], ...]
-    choice: str = AUTO
-    parallel: bool = True
-    strict: frozenset[str] = frozenset()
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.choice != AUTO
-
-    def use(self) -> ToolUse:
-        """How the answer may call them."""
-        return ToolUse(Tools.of(self.tools), self.choice, self.parallel, self.strict)
-
-
-def calls_of(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> Calls | None:
-    """From functions with name, description, parameters and strict; None where there is nothing to be called.
-
-    Raises Refused.
+    functions: with name, description, parameters and strict. Raises Refused.
     """
     try:
         Tools.of(functions)
@@ -65,7 +42,7 @@ def calls_of(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> 
         {"type": "function", "function": {key: function[key] for key in kept if function.get(key) is not None}}
         for function in functions
     )
-    return Calls(tools, choice, parallel, strict)
+    return ToolRequest(Tools.of(tools), choice, parallel, strict, tools)
 
 
 def listed(tools: Any) -> list[Mapping[str, Any]]:

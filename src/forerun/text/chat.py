@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.registry import unknown
+from forerun.text.answer_form import AnswerMarks
 from forerun.text.declared import KEY, Declared
 from forerun.text.messages import call_forms, copy_documents, copy_messages, copy_tools, plain, with_texts
 from forerun.text.small_files import SmallFiles
-from forerun.text.speech import Speech
 from forerun.text.template_files import CONFIG, DEFAULT, Source, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         return "\n".join(template.source for template in self.templates.values())
 
     @cached_property
-    def speech(self) -> Speech:
+    def answer_marks(self) -> AnswerMarks:
         """The marks of reasoning and tool calls in answers of this model."""
         found: Declared | None = None
         if self.response_template is not None:
@@ -85,7 +85,7 @@ class ChatTemplate:
             except UnsupportedModel as error:  # the marks of the template are known, too
                 LOG.warning("%s; answers are read by the marks in the chat template", error)
         reads_tools = "tools" in self.reads or TOOL_USE in self.templates
-        return Speech.of_template(self.text, reads_tools, found)
+        return AnswerMarks.of_template(self.text, reads_tools, found)
 
     def render(
         self,

@@ -93,7 +93,7 @@ class Span:
 
 
 @dataclass
-class Spoken:
+class AnswerParts:
     """An answer put together from its parts. items: its stretches and calls, in order.
 
     num_reasoning_tokens: of the answer, those with which the model thought. num_broken_calls: begun and never whole.

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence as Seq
 
+from forerun.text.answer_form import AnswerForm, tail_of
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.parts import (
+    AnswerParts,
     CallArguments,
     CallBegin,
     CallEnd,
     Part,
     Piece,
     Reasoning,
-    Spoken,
     Text,
     ToolCall,
 )
-from forerun.text.speech import Speaking, tail_of
 from forerun.text.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ class PartsReader:
 
     def __init__(
         self,
-        speaking: Speaking,
+        answer_form: AnswerForm,
         tokenizer: Tokenizer,
         prompt_ids: Seq[int],
         stop: Seq[str] = (),
@@ -42,14 +42,16 @@ class PartsReader:
         *,
         traces: bool = False,
     ) -> None:
-        declared = "" if speaking.speech.declared is None else speaking.speech.declared.text
+        declared = "" if answer_form.answer_marks.declared is None else answer_form.answer_marks.declared.text
         names = {i: tokenizer.token_of(i) or "" for i in tokenizer.special_ids}
-        skip = {i for i, name in names.items() if not (_begins(name, speaking.marks) or (name and name in declared))}
+        skip = {i for i, name in names.items() if not (_begins(name, answer_form.marks) or (name and name in declared))}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
-        self._parser = Parser(speaking, tail_of(tokenizer, prompt_ids))
-        speech = speaking.speech
-        self._traces = traces or bool(speech.thoughts) or speech.reads_always or speech.declared is not None
-        self._num_read, self._skip = 0, skip
+        self._parser = Parser(answer_form, tail_of(tokenizer, prompt_ids))
+        answer_marks = answer_form.answer_marks
+        self._traces = (
+            traces or bool(answer_marks.thoughts) or answer_marks.reads_always or answer_marks.declared is not None
+        )
+        self._num_read, self._last_told, self._skip = 0, -1, skip
         self._untold: list[tuple[int, str]] = []  # places of tokens that are not told apart yet, and their texts
 
     def push(self, ids: Seq[int]) -> list[Part]:
@@ -91,24 +93,26 @@ class PartsReader:
                     spans.append((part, range(begin, begin + len(text))))
                     end = begin
                     break
-        at, left, said = 0, list[tuple[int, str]](), list[int]()
+        at, left = 0, list[tuple[int, str]]()
         for place, text in self._untold:
             span = range(at, at + max(1, len(text)))  # a token without a text of its own has begun the next character
-            maker = next((part for part, own in spans if own.start < span.stop and span.start < own.stop), None)
             at += len(text)
+            if at > sure or (at == sure and not text):
+                left.append((place, text))  # some of it is held back
+            maker = next((part for part, own in spans if own.start < span.stop and span.start < own.stop), None)
+            if maker is None or place <= self._last_told or place == self._num_read:
+                continue
+            self._last_told = place
             if isinstance(maker, Text):
-                said.append(place)
-            elif isinstance(maker, Reasoning):
-                self.spoken.num_reasoning_tokens += 1
-            elif at > sure or (at == sure and not text):
-                left.append((place, text))
-        self.spoken.said += [place for place in said if place < self._num_read]
+                self.answer_parts.said.append(place)
+            else:
+                self.answer_parts.num_reasoning_tokens += 1
         self._untold = left
 
     @property
-    def spoken(self) -> Spoken:
+    def answer_parts(self) -> AnswerParts:
         """The answer so far."""
-        return self._parser.spoken
+        return self._parser.answer_parts
 
 
 def _begins(token: str, marks: Iterable[str]) -> bool:
@@ -119,11 +123,11 @@ def _begins(token: str, marks: Iterable[str]) -> bool:
 class Parser:
     """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
 
-    def __init__(self, speaking: Speaking, prompt: str = "") -> None:
-        self._scan, self.spoken, self._tidy = speaking.scanner(), Spoken(), _Tidy()
-        one_call = speaking.use is not None and not speaking.use.parallel
+    def __init__(self, answer_form: AnswerForm, prompt: str = "") -> None:
+        self._scan, self.answer_parts, self._tidy = answer_form.scanner(), AnswerParts(), _Tidy()
+        one_call = answer_form.tool_request is not None and not answer_form.tool_request.parallel
         self._calls = _WholeCalls(1 if one_call else None)
-        self._steps: Iterator[Piece | None] = speaking.steps(self._scan, prompt)
+        self._steps: Iterator[Piece | None] = answer_form.steps(self._scan, prompt)
 
     @property
     def num_held(self) -> int:
@@ -145,8 +149,8 @@ class Parser:
     def _said(self, pieces: list[Piece]) -> list[Part]:
         parts = joined(part for piece in pieces for part in self._calls.add(piece))
         for part in parts:
-            self.spoken.add(part)
-        self.spoken.num_broken_calls = self._calls.num_broken
+            self.answer_parts.add(part)
+        self.answer_parts.num_broken_calls = self._calls.num_broken
         return parts
 
     def _run(self) -> list[Piece]:

@@ -69,19 +69,21 @@ NO_TOOLS = (
 
 
 @dataclass(frozen=True)
-class ToolUse:
-    """How an answer may call tools. choice: auto, required (one of them at least), or the name of one.
+class ToolRequest:
+    """What a request says of tools. choice: auto, required (one of them at least), or the name of one.
 
-    parallel: whether it may have more than one call. strict: tools whose arguments must match their schemas.
+    parallel: whether an answer may have more than one call. strict: tools whose arguments must match their schemas.
+    given: the tools as chat templates take them.
     """
 
     tools: Tools
     choice: str = AUTO
     parallel: bool = True
     strict: frozenset[str] = frozenset()
+    given: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolUse | None:
+    def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolRequest | None:
         """From tools as chat templates take them; None where nothing is to be called.
 
         Raises BadOption for tools that are none, and for a choice that is not possible.
@@ -94,7 +96,7 @@ class ToolUse:
             return None
         functions = [tool.get("function", tool) for tool in tools]
         strict = frozenset(one["name"] for one in functions if one.get("strict") is True)
-        return cls(found, choice, parallel, strict)
+        return cls(found, choice, parallel, strict, tuple(tools))
 
     @property
     def is_forced(self) -> bool:

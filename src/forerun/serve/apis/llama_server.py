@@ -126,7 +126,7 @@ def _job(
 
 def _apply_template(texts: Reader, read: Given) -> Counted:
     """Return the text that a conversation becomes for the model, without generating anything."""
-    talk = texts.spoken(Job(APPLY_TEMPLATE, texts.name, SamplingParams(), **chats.conversation(read)))
+    talk = texts.templated(Job(APPLY_TEMPLATE, texts.name, SamplingParams(), **chats.conversation(read)))
     return {"prompt": texts.rendered(talk)}, talk.ignored
 
 

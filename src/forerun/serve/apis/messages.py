@@ -50,9 +50,9 @@ from forerun.serve.fields import (
 )
 from forerun.serve.formats import params_of_format
 from forerun.serve.routes import Api, Count, Counted, Generate, Reader
-from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
-from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
-from forerun.text.tools import AUTO, NONE, REQUIRED
+from forerun.serve.tools import effort_of, listed, thinking_limit, tool_request
+from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
+from forerun.text.tools import AUTO, NONE, REQUIRED, ToolRequest
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -109,14 +109,14 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 
 def _count(texts: Reader, read: Given) -> Counted:
     """Count the tokens of a conversation."""
-    job = texts.spoken(_job(read, texts.name, {}, {}))
+    job = texts.templated(_job(read, texts.name, {}, {}))
     return {"input_tokens": len(texts.encode(job)[0])}, job.ignored
 
 
 def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[str, str]) -> Job:
     given, ignored = read.fields, read.ignored
     messages = _messages(given.get("system"), given.get("messages"))
-    calls = _calls(given, ignored)
+    tools = _tools(given, ignored)
     management = given.get("context_management", {})
     if not isinstance(management, Mapping):
         message = f"context_management={shown(management)} is not possible: it must be an object"
@@ -135,7 +135,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
         messages=messages,
         variables=variables(given),
         continue_final_message=goes_on,
-        calls=calls,
+        tools=tools,
         effort=effort,
         thinks=_thinks(given.get("thinking", {})),
         max_thinking_tokens=thinking_limit(given.get("thinking", {}).get("budget_tokens"), _BUDGET),
@@ -146,7 +146,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
     )
 
 
-def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
+def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
     """The tools that the client runs. Those without a schema, which Anthropic defines, are listed in `ignored`."""
     functions = []
     for i, tool in enumerate(listed(given.get("tools", []))):
@@ -163,7 +163,7 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
         raise Refused(f"tool_choice={shown(wanted)} is not possible: it must be {form}", "tool_choice")
     if choice == AUTO and not functions:
         return None
-    return calls_of(functions, choice, not flag(wanted, "disable_parallel_tool_use"))
+    return tool_request(functions, choice, not flag(wanted, "disable_parallel_tool_use"))
 
 
 def _thinks(thinking: Any) -> bool | None:
@@ -289,10 +289,10 @@ def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
     """Return the whole answer: a message with blocks of text and thinking, and of tools that are used."""
-    spoken = outputs[0].spoken or Spoken([Span("text", outputs[0].text)])
+    answer_parts = outputs[0].answer_parts or AnswerParts([Span("text", outputs[0].text)])
     made = {
         **_message(job, answer_id),
-        "content": [_block(one) for one in spoken.items or [Span("text")]],
+        "content": [_block(one) for one in answer_parts.items or [Span("text")]],
         **_ending(outputs[0]),
         "usage": _usage(Usage.of(outputs, job.params)),
     }
@@ -327,7 +327,7 @@ class Stream:
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._num_prompt_tokens = job, answer_id, len(prompts[0])
-        self._spoken = Spoken()  # its last item is the block that is open
+        self._parts = AnswerParts()  # its last item is the block that is open
 
     def begin(self) -> bytes:
         """The message, still empty. The tokens found in the cache are said at the end."""
@@ -351,7 +351,7 @@ class Stream:
         """Why the answer ends, and the usage."""
         usage = _usage(Usage.of(outputs, self._job.params))
         more = {"forerun": report_of(outputs)} if self._job.report else {}
-        made = b"" if self._spoken.items else self._part(Text(""))
+        made = b"" if self._parts.items else self._part(Text(""))
         return (
             made
             + self._close()
@@ -361,11 +361,11 @@ class Stream:
 
     def _part(self, part: Part) -> bytes:
         """The events of a part: a new block begins with it, or the last one goes on."""
-        num, made = len(self._spoken.items), b""
-        self._spoken.add(part)
-        if len(self._spoken.items) > num:
+        num, made = len(self._parts.items), b""
+        self._parts.add(part)
+        if len(self._parts.items) > num:
             made = (self._close(num - 1) if num else b"") + _event(
-                "content_block_start", index=num, content_block=_begun(self._spoken.items[-1])
+                "content_block_start", index=num, content_block=_begun(self._parts.items[-1])
             )
         delta = None
         match part:
@@ -375,11 +375,11 @@ class Stream:
                 delta = {"type": "thinking_delta", "thinking": text}
             case ToolCall():
                 delta = {"type": "input_json_delta", "partial_json": part.arguments}
-        index = len(self._spoken.items) - 1
+        index = len(self._parts.items) - 1
         return made + (_event("content_block_delta", index=index, delta=delta) if delta else b"")
 
     def _close(self, index: int | None = None) -> bytes:
-        return _event("content_block_stop", index=len(self._spoken.items) - 1 if index is None else index)
+        return _event("content_block_stop", index=len(self._parts.items) - 1 if index is None else index)
 
     def fail(self, error: ForerunError) -> bytes:
         """An error behind the first event."""

@@ -55,9 +55,9 @@ from forerun.serve.fields import (
     structure,
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
-from forerun.serve.tools import THINKING, Calls, calls_of, effort_of, listed
+from forerun.serve.tools import THINKING, effort_of, listed, tool_request
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
-from forerun.text.tools import AUTO
+from forerun.text.tools import AUTO, ToolRequest
 from forerun.version import __version__
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         without_template=messages[-1]["content"] if url == GENERATE and messages else None,
         variables=variables(given),
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
-        calls=_calls(given),
+        tools=_tools(given),
         effort=effort,
         thinks=thinks,
         stream=given.get("stream", True),
@@ -254,12 +254,12 @@ def _think(given: Any) -> tuple[str | None, bool | None]:
     return effort_of(given, "think"), None
 
 
-def _calls(given: Mapping[str, Any]) -> Calls | None:
+def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
     functions = [tool.get("function", tool) for tool in listed(given.get("tools", []))]
     for i, function in enumerate(functions):
         if not isinstance(function, Mapping):
             raise Refused(f"tools[{i}].function={shown(function)} is not possible: it must be an object", "tools")
-    return calls_of(functions, AUTO, True)
+    return tool_request(functions, AUTO, True)
 
 
 def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
@@ -458,7 +458,7 @@ def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
     with suppress(NotFound):  # a base model has none
         source = llm.chat_template
         template = source.text
-        capabilities += ["tools"] if source.speech.dialect is not None else []
+        capabilities += ["tools"] if source.answer_marks.dialect is not None else []
         capabilities += ["thinking"] if source.reads & THINKING else []
     named = {ours: theirs for theirs, ours in OPTIONS.items()}
     lines = [f"{named[name]} {json.dumps(value)}" for name, value in llm.usual_fields.items() if name in named]

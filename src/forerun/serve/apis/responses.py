@@ -55,9 +55,9 @@ from forerun.serve.fields import (
 from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import SaidLogprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
-from forerun.serve.tools import Calls, calls_of, effort_of, listed, thinking_limit
-from forerun.text.parts import Part, Reasoning, Span, Spoken, Text, ToolCall
-from forerun.text.tools import AUTO
+from forerun.serve.tools import effort_of, listed, thinking_limit, tool_request
+from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
+from forerun.text.tools import AUTO, ToolRequest
 
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
@@ -134,14 +134,14 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
     held = params_of_format({"response_format": _format(given.get("text", {}))})
     params = params_of({**given, **held}, {"max_tokens": None, **defaults}, names, _num_top_logprobs(given))
-    calls, effort = _calls(given, read.ignored), _effort(given.get("reasoning", {}))
+    tools, effort = _tools(given, read.ignored), _effort(given.get("reasoning", {}))
     read.ignored.extend(_unread(given))
     return Job(
         RESPONSES,
         model,
         params,
         messages=_messages(given.get("instructions"), given.get("input")),
-        calls=calls,
+        tools=tools,
         effort=effort,
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         items=in_slices(_items(given.get("input"))) if given.get("store", True) else None,
@@ -176,7 +176,7 @@ def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
     return num_top if LOGPROBS in include else None
 
 
-def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
+def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
     """The functions that the client runs. Tools that a server would run are left out, and listed in `ignored`."""
     functions: list[Mapping[str, Any]] = []
     for i, tool in enumerate(listed(given.get("tools", []))):
@@ -200,7 +200,7 @@ def _calls(given: Mapping[str, Any], ignored: list[str]) -> Calls | None:
         raise Refused(message, "tool_choice")
     if choice == AUTO and not functions:
         return None
-    return calls_of(functions, choice, given.get("parallel_tool_calls", True))
+    return tool_request(functions, choice, given.get("parallel_tool_calls", True))
 
 
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
@@ -372,8 +372,8 @@ def answer(
     """Return the whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
     output = outputs[0]
     logprobs = said_logprobs(output, tokenizer)
-    spoken = output.spoken or Spoken([Span("text", output.text)] if output.text else [])
-    items = _output_items(spoken, _Items(job, answer_id), logprobs, is_whole=_is_whole(output))
+    answer_parts = output.answer_parts or AnswerParts([Span("text", output.text)] if output.text else [])
+    items = _output_items(answer_parts, _Items(job, answer_id), logprobs, is_whole=_is_whole(output))
     return _ended(job, outputs, answer_id, created_s, items)
 
 
@@ -388,12 +388,12 @@ def _ended(
 
 
 def _output_items(
-    spoken: Spoken, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
+    answer_parts: AnswerParts, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
     """The items of an answer; an empty message where it has none."""
     made = []
-    for n, one in enumerate(spoken.items or [Span("text")]):
-        item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(spoken.items) - 1)}
+    for n, one in enumerate(answer_parts.items or [Span("text")]):
+        item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(answer_parts.items) - 1)}
         if isinstance(one, ToolCall):
             item |= begun.called(one)
         else:
@@ -451,7 +451,10 @@ class Stream:
         self._job, self._id, self._created_s = job, answer_id, created_s
         self._begun = _Items(job, answer_id)
         self._said, self._num_events = SaidLogprobs(prompts[0][-1], tokenizer), 0
-        self._spoken, self._items = Spoken(), list[dict[str, Any]]()  # an item stays open until the next one begins
+        self._parts, self._items = (
+            AnswerParts(),
+            list[dict[str, Any]](),
+        )  # an item stays open until the next one begins
         self._logprobs: list[dict[str, Any]] = []  # of the open item
         self.response: dict[str, Any] | None = None
 
@@ -476,7 +479,7 @@ class Stream:
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """The end of the last item, and the response with its usage."""
-        made = b"" if self._spoken.items else self._part(Text(""), [])
+        made = b"" if self._parts.items else self._part(Text(""), [])
         made += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
         return made + self._event(f"response.{self.response['status']}", response=self.response)
@@ -489,9 +492,9 @@ class Stream:
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
         """The events of a part: a new item begins with it, or the last one goes on."""
-        num, made = len(self._spoken.items), b""
-        self._spoken.add(part)
-        if len(self._spoken.items) > num:
+        num, made = len(self._parts.items), b""
+        self._parts.add(part)
+        if len(self._parts.items) > num:
             made = (self._close() if num else b"") + self._begin(num)
         match part:
             case Text(text) if text or logprobs:
@@ -502,7 +505,7 @@ class Stream:
         return made
 
     def _begin(self, n: int) -> bytes:
-        one = self._spoken.items[n]
+        one = self._parts.items[n]
         made = self._event("response.output_item.added", output_index=n, item=self._begun.item(one, n))
         if isinstance(one, Span):
             part = _part("", []) if one.kind == "text" else _thought("")
@@ -512,7 +515,7 @@ class Stream:
     def _close(self, *, is_whole: bool = True) -> bytes:
         """The end of the item that is open."""
         n = len(self._items)
-        one = self._spoken.items[n]
+        one = self._parts.items[n]
         item = self._begun.item(one, n) | {"status": _status(one, is_whole)}
         if isinstance(one, ToolCall):
             given = self._begun.called(one)
@@ -538,7 +541,7 @@ class Stream:
     def _item_place(self) -> dict[str, Any]:
         """Where the open item is."""
         n = len(self._items)
-        return {"item_id": self._begun.item(self._spoken.items[n], n)["id"], "output_index": n}
+        return {"item_id": self._begun.item(self._parts.items[n], n)["id"], "output_index": n}
 
     def _place(self) -> dict[str, Any]:
         return {**self._item_place(), "content_index": 0}

@@ -44,7 +44,7 @@ def _tokenize(texts: Reader, read: Given) -> Counted:
         if given.get("add_special_tokens"):
             raise Refused("add_special_tokens=True is not possible: the chat template has them; leave it out")
         talk = Job(TOKENIZE, texts.name, SamplingParams(), **chats.conversation(read))
-        ids = texts.encode(texts.spoken(talk))[0]
+        ids = texts.encode(texts.templated(talk))[0]
     else:
         if others := given.keys() & _OF_CHATS.keys():
             raise Refused(f"{min(others)} belongs to messages, and the body has a prompt: drop it", min(others))

@@ -1,4 +1,8 @@
-"""How a model speaks: which marks its answers have, found in its chat template, and how they are read."""
+"""The form of an answer: which marks a model's answers have, by its chat template, and what a request asks of one.
+
+A tool call goes through four stages: a ToolRequest (what a request says of tools), the AnswerForm (how its answer is
+read and held), the Grammar (what that compiles to) and its GrammarState (how far one text has come in it).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from forerun.text.calls import USUAL, Dialect, dialect, of_template
 from forerun.text.declared import Declared
 from forerun.text.parts import CallBegin, Reasoning, Scanner, Steps, Text
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import AUTO, REQUIRED, Tools, ToolUse
+from forerun.text.tools import AUTO, REQUIRED, ToolRequest, Tools
 from forerun.types import SamplingParams
 
 # What reasoning stands between, of the families that have marks for it.
@@ -33,7 +37,7 @@ _TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
 
 
 @dataclass(frozen=True)
-class Speech:
+class AnswerMarks:
     """The marks of one model's answers. dialect: of its calls. thoughts: what its reasoning stands between.
 
     declared: how the model itself says that its answers are to be read, which goes before both.
@@ -45,7 +49,7 @@ class Speech:
     declared: Declared | None = None
 
     @classmethod
-    def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> Speech:
+    def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> AnswerMarks:
         """As a chat template says, and what the model declares. reads_tools: whether it tells the model of tools."""
         found = of_template(source)
         if found is None and reads_tools:
@@ -57,24 +61,24 @@ class Speech:
         """Whether answers without tools have the dialect's marks, too."""
         return self.dialect is not None and self.dialect.reads_always
 
-    def with_tools(self, use: ToolUse | None, max_thinking_tokens: int | None = None) -> Speaking | None:
+    def with_tools(self, use: ToolRequest | None, max_thinking_tokens: int | None = None) -> AnswerForm | None:
         """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
-        return Speaking(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
+        return AnswerForm(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
 
 
 @dataclass(frozen=True)
-class Speaking:
-    """What reads the answers to one request, and holds them to what it asks. use: of tools; None = it has none.
+class AnswerForm:
+    """What reads the answers to one request, and holds them to what it asks. tool_request: None = it has no tools.
 
     max_thinking_tokens: of the reasoning, which is closed behind them; None = as many as the model likes.
     """
 
-    speech: Speech
-    use: ToolUse | None = None
+    answer_marks: AnswerMarks
+    tool_request: ToolRequest | None = None
     max_thinking_tokens: int | None = None
 
-    def held(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
+    def constrained(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
         """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning is limited.
 
         A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
@@ -82,7 +86,7 @@ class Speaking:
         nothing of it, and any other grammar is refused by BadOption.
         """
         special = {tokenizer.token_of(i) or "": i for i in tokenizer.special_ids}
-        rules = Rules(special, self.speech.template, {"start": ""})
+        rules = Rules(special, self.answer_marks.template, {"start": ""})
         try:
             rest = self._rest(rules, params)
         except BadOption:
@@ -119,11 +123,11 @@ class Speaking:
             return self.dialect.thought
         if begun is not None:
             return Thought((), begun)
-        return next((Thought((opening,), closing) for opening, closing in self.speech.thoughts), None)
+        return next((Thought((opening,), closing) for opening, closing in self.answer_marks.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
         """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
-        use, one, limit = self.use, self.dialect, self.max_thinking_tokens
+        use, one, limit = self.tool_request, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
         if use is not None and use.is_forced:
             if params.regex is not None or params.choice or params.grammar is not None:
@@ -133,7 +137,7 @@ class Speaking:
                 raise BadOption(f"max_thinking_tokens={limit} and a grammar for the answer: drop one of them")
             # Calls without a mark cannot be told from the answer: then there is the answer alone.
             may_call = use is not None and one is not None and (says is not None or one.is_marked(rules))
-            if params.grammar is not None or not (self.speech.thoughts or says or may_call):
+            if params.grammar is not None or not (self.answer_marks.thoughts or says or may_call):
                 return None
             answer = _answer(rules, params)
             if may_call:
@@ -145,7 +149,7 @@ class Speaking:
 
     def _calls(self, rules: Rules, answer: str = "") -> str:
         """The calls that the answer must be or may have. answer: what it is else; '' = any text."""
-        use, one = self.use, self.dialect
+        use, one = self.tool_request, self.dialect
         assert use is not None
         assert one is not None
         tools = use.tools if use.choice in (AUTO, REQUIRED) else use.tools.only(use.choice)
@@ -160,7 +164,7 @@ class Speaking:
         None where it has not; '' where it has closed it, too, so that none follows.
         """
         end = prompt.rstrip()
-        for opening, closing in self.speech.thoughts:
+        for opening, closing in self.answer_marks.thoughts:
             if end.endswith((opening.strip(), closing)):
                 return "" if end.endswith(closing) else closing
         return None
@@ -168,23 +172,23 @@ class Speaking:
     @property
     def tools(self) -> Tools:
         """Those that an answer may call."""
-        return Tools({}) if self.use is None else self.use.tools
+        return Tools({}) if self.tool_request is None else self.tool_request.tools
 
     @property
     def dialect(self) -> Dialect | None:
         """That of the calls which are looked for."""
-        found = self.speech.dialect
-        return found if found is not None and (self.use is not None or found.reads_always) else None
+        found = self.answer_marks.dialect
+        return found if found is not None and (self.tool_request is not None or found.reads_always) else None
 
     @cached_property
     def marks(self) -> frozenset[str]:
         """The texts that are looked for."""
         own = () if self.dialect is None else self.dialect.marks
-        return frozenset((*own, *(mark.strip() for pair in self.speech.thoughts for mark in pair)))
+        return frozenset((*own, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
         """The parts of an answer. prompt: the end of its prompt."""
-        if (declared := self.speech.declared) is not None:
+        if (declared := self.answer_marks.declared) is not None:
             yield from declared.read(scan, self.tools, prompt)
             return
         yield from self._thought(scan, prompt)
@@ -194,14 +198,14 @@ class Speaking:
 
     def scanner(self) -> Scanner:
         """What the steps read from. No text shows the marks of calls."""
-        return Scanner(self.dialect.marks if self.dialect is not None and self.speech.declared is None else ())
+        return Scanner(self.dialect.marks if self.dialect is not None and self.answer_marks.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
         """The reasoning that an answer begins with, or that its prompt has begun.
 
         In some dialects a call ends it, too, where no grammar asks for its mark.
         """
-        thoughts = dict(self.speech.thoughts)
+        thoughts = dict(self.answer_marks.thoughts)
         if not thoughts:
             return
         closing = self.begun(prompt)
@@ -216,7 +220,9 @@ class Speaking:
                 return
             closing = thoughts[mark]
         opening = self.dialect.opening if self.dialect is not None and self.dialect.ends_thought else ()
-        if self.max_thinking_tokens is not None or (self.use is not None and (self.use.is_forced or self.use.strict)):
+        if self.max_thinking_tokens is not None or (
+            self.tool_request is not None and (self.tool_request.is_forced or self.tool_request.strict)
+        ):
             opening = ()  # a grammar asks for the mark
         while (mark := (yield from scan.until((closing, *opening), Reasoning))) not in (None, closing):
             if (yield from self._is_call(scan, mark)):
