@@ -9,7 +9,7 @@ from typing import get_args
 
 from forerun.blocks import Spec
 from forerun.errors import BadOption
-from forerun.models import t5
+from forerun.models.families import t5
 from forerun.registry import REQUIRED, check_fields, inherited, option
 from forerun.train.config import LoopConfig, LossName, check_teacher
 

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from forerun import LLM, drafters
-from forerun.models import llama
+from forerun.models.families import llama
 from forerun.text import tokenizer
 from models.gguf_files import random_weights, split, write_model
 from openings import counted

@@ -170,7 +170,7 @@ def test_no_text_asks_for_a_package_that_is_on_no_index() -> None:
 def test_models_never_learn_the_word_draft() -> None:
     """No name in models/ contains it: a model runs rows and knows nothing of why."""
     found = []
-    for path in sorted((SOURCE / "models").glob("*.py")):
+    for path in sorted((SOURCE / "models").rglob("*.py")):
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
         found += [
             f"{relative(path)}:{t.start[0]} {t.string}"

@@ -12,9 +12,8 @@ import pytest
 
 from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
-from forerun.models import gpt_oss, t5gemma
 from forerun.models.configs import SHARED_KEYS
-from forerun.models.families import family, model_types, run_by
+from forerun.models.families import family, gpt_oss, model_types, run_by, t5gemma
 from forerun.models.opened import read_config
 from forerun.models.saving import config_to_dict
 from forerun.ops.rotary import Rotations, rotations

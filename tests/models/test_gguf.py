@@ -18,8 +18,8 @@ from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.config import Quantization
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.host_tensor import HostTensor
-from forerun.models import qwen3_next
-from forerun.models.llama import GGUF
+from forerun.models.families import qwen3_next
+from forerun.models.families.llama import GGUF
 from forerun.models.loading import load_checkpoint
 from forerun.models.naming import part_of, places
 from forerun.models.opened import OpenedCheckpoint, read_config

@@ -31,8 +31,7 @@ from forerun.host_tensor import Floats, HostTensor
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.kv.lent import LentCache
-from forerun.models import gemma4_assistant
-from forerun.models.families import run_by
+from forerun.models.families import gemma4_assistant, run_by
 from forerun.models.loading import check_shapes, packed_schemes, stored_shapes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import NO_NUMBERS, float_type

@@ -10,9 +10,9 @@ from forerun.blocks import Experts, Mlp, Plain, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag, plain_config, plain_spec, size
+from forerun.models.families.qwen2 import WINDOW_KEYS, window_of
+from forerun.models.families.qwen3 import NORMED
 from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Names, Own
-from forerun.models.qwen2 import WINDOW_KEYS, window_of
-from forerun.models.qwen3 import NORMED
 
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
 NUM_TOO = "num_local_experts"  # what transformers 5 calls num_experts

@@ -7,8 +7,8 @@ from typing import Any
 
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require
+from forerun.models.families.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
 from forerun.models.naming import Gguf, Own, has_bias
-from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:

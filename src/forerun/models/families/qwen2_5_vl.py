@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forerun.blocks import Spec
-from forerun.models import qwen2_vl
 from forerun.models.configs import Raw
+from forerun.models.families import qwen2_vl
 
 NAMES = qwen2_vl.NAMES  # its GGUF files are of the architecture of Qwen 2 VL
 

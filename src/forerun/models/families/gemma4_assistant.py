@@ -13,8 +13,9 @@ from typing import Any
 
 from forerun.blocks import Block, Features, Spec
 from forerun.errors import UnsupportedModel
-from forerun.models import configs, gemma4_text
+from forerun.models import configs
 from forerun.models.configs import Raw, flag, size
+from forerun.models.families import gemma4_text
 from forerun.models.naming import Names, Own
 
 RUN_BY = "assistant"  # which runs such checkpoints: they are no models by themselves

@@ -29,9 +29,8 @@ class Family(Protocol):
 
 @cache
 def model_types() -> tuple[str, ...]:
-    """Every known `model_type`: the files of this folder that define `read`, found without importing them."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return tuple(f.stem for f in files if "\ndef read(" in f.read_text(encoding="utf-8"))
+    """Return every known `model_type`: the files of this folder, found without importing them."""
+    return tuple(sorted(f.stem for f in Path(__file__).parent.glob("*.py") if not f.name.startswith("_")))
 
 
 def family(model_type: object) -> Family:
@@ -44,7 +43,7 @@ def family(model_type: object) -> Family:
         raise UnsupportedModel(
             f"model_type={shown(model_type)} is not supported: it must be one of {list(model_types())}"
         )
-    return cast(Family, importlib.import_module(f"forerun.models.{model_type}"))
+    return cast(Family, importlib.import_module(f"{__name__}.{model_type}"))
 
 
 def names_of(spec: Spec) -> Names | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.blocks import Spec
-from forerun.models import configs, gemma4_text
+from forerun.models import configs
 from forerun.models.configs import Raw, flag
+from forerun.models.families import gemma4_text
 
 NAMES = gemma4_text.NAMES
 USUAL = {"max_position_embeddings": 262144, "sliding_window": 1024, gemma4_text.INPUT: 0}

@@ -14,8 +14,8 @@ from forerun.blocks import Attention, Block, Mlp, Norm, Recurrence, Rope, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LARGEST, SHARED_KEYS, Filled, Raw, flag, number, size
+from forerun.models.families.qwen3_5_text import heads_of_layers
 from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names, Own
-from forerun.models.qwen3_5_text import heads_of_layers
 
 FULL, CONV = "full_attention", "conv"
 NUMBERS, LENGTH, BIAS = "full_attn_idxs", "conv_L_cache", "conv_bias"

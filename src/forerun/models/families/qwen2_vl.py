@@ -12,8 +12,9 @@ from typing import Any
 
 from forerun.blocks import Spec, difference
 from forerun.errors import UnsupportedModel
-from forerun.models import configs, qwen2
+from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag
+from forerun.models.families import qwen2
 from forerun.models.naming import Gguf, Own, nested
 
 NAMES = nested(beside=("visual",))

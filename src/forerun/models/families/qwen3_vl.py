@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.blocks import Spec
-from forerun.models import configs, qwen2_vl, qwen3
+from forerun.models import configs
 from forerun.models.configs import Raw, flag
+from forerun.models.families import qwen2_vl, qwen3
+from forerun.models.families.qwen2_vl import TIED, sections_of, text_model
 from forerun.models.naming import Gguf
-from forerun.models.qwen2_vl import TIED, sections_of, text_model
 
 NAMES = qwen2_vl.NAMES
 USUAL = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}

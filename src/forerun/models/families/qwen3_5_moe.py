@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from forerun.blocks import Spec
-from forerun.models import qwen3_5_moe_text, qwen3_5_text
 from forerun.models.configs import Raw
-from forerun.models.qwen3_5 import KEYS as KEYS, read_text
+from forerun.models.families import qwen3_5_moe_text, qwen3_5_text
+from forerun.models.families.qwen3_5 import KEYS as KEYS, read_text
 
 NAMES = qwen3_5_text.nested_names(qwen3_5_moe_text.MORE, qwen3_5_moe_text.STACKED)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from forerun.blocks import Experts, Mlp, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require, size
-from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Names, Own
-from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
-from forerun.models.qwen3_moe import (
+from forerun.models.families.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
+from forerun.models.families.qwen3_moe import (
     EXPERT_KEYS,
     EXPERT_SIZES,
     LAYER_KEYS,
@@ -18,6 +17,7 @@ from forerun.models.qwen3_moe import (
     numbers_of,
     without_experts,
 )
+from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Names, Own
 
 SHARED = "shared_expert_intermediate_size"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from forerun.blocks import Spec
-from forerun.models import gemma4_assistant
 from forerun.models.configs import Raw
+from forerun.models.families import gemma4_assistant
 
 NAMES, RUN_BY = gemma4_assistant.NAMES, gemma4_assistant.RUN_BY
 

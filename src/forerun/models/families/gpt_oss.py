@@ -14,8 +14,8 @@ from typing import Any
 from forerun.blocks import Block, Experts, Mlp, Plain, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Filled, Raw, flag, plain_config, plain_spec, size
+from forerun.models.families.qwen3_moe import numbers_of, without_experts
 from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
-from forerun.models.qwen3_moe import numbers_of, without_experts
 
 NUM, PER_TOKEN, LIMIT, ALPHA = "num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"
 OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "initial_context_length",

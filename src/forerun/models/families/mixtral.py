@@ -7,8 +7,8 @@ from typing import Any
 
 from forerun.blocks import Experts, Mlp, Spec
 from forerun.models.configs import Filled, Raw, full_attention_only, plain_config, plain_spec, size
+from forerun.models.families.qwen3_moe import numbers_of, without_experts
 from forerun.models.naming import Names
-from forerun.models.qwen3_moe import numbers_of, without_experts
 
 NUM, PER_TOKEN = "num_local_experts", "num_experts_per_tok"
 TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from forerun.blocks import Spec
-from forerun.models import configs, gemma3_text
+from forerun.models import configs
 from forerun.models.configs import Raw
+from forerun.models.families import gemma3_text
 from forerun.models.naming import nested
 
 NAMES = nested(gemma3_text.NORMS.values(), beside=("vision_tower", "multi_modal_projector"))

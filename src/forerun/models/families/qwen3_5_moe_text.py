@@ -13,9 +13,8 @@ from typing import Any
 from forerun.blocks import Block, Experts, Mlp, Spec
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, size
-from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
-from forerun.models.qwen2_moe import SHARED
-from forerun.models.qwen3_5_text import (
+from forerun.models.families.qwen2_moe import SHARED
+from forerun.models.families.qwen3_5_text import (
     BY_MORE,
     GGUF_BARE,
     GGUF_INNER,
@@ -28,7 +27,8 @@ from forerun.models.qwen3_5_text import (
     names_at,
     understood,
 )
-from forerun.models.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
+from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
+from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | {SHARED, "decoder_sparse_step"}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,

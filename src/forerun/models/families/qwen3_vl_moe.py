@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.blocks import Spec
-from forerun.models import configs, qwen3_moe
+from forerun.models import configs
 from forerun.models.configs import Raw, flag
+from forerun.models.families import qwen3_moe
+from forerun.models.families.qwen2_vl import TIED, sections_of, text_model
+from forerun.models.families.qwen3_moe import NUM_TOO
+from forerun.models.families.qwen3_vl import IMAGES, THETA, refuse_windows
 from forerun.models.naming import EXPERTS, Fused, Names, nested
-from forerun.models.qwen2_vl import TIED, sections_of, text_model
-from forerun.models.qwen3_moe import NUM_TOO
-from forerun.models.qwen3_vl import IMAGES, THETA, refuse_windows
 
 USUAL = {"num_key_value_heads": 16, "intermediate_size": 5632, "max_position_embeddings": 128000,
          "num_experts_per_tok": 4, "moe_intermediate_size": 1408}  # fmt: skip

@@ -10,10 +10,9 @@ from typing import Any
 
 from forerun.blocks import Block, Mlp, Spec
 from forerun.models.configs import Raw, size
-from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
-from forerun.models.qwen2_moe import SHARED
-from forerun.models.qwen3_5_moe_text import GATE_UP, GGUF_SIZES, MORE, STACKED, experts_of
-from forerun.models.qwen3_5_text import (
+from forerun.models.families.qwen2_moe import SHARED
+from forerun.models.families.qwen3_5_moe_text import GATE_UP, GGUF_SIZES, MORE, STACKED, experts_of
+from forerun.models.families.qwen3_5_text import (
     AT,
     BY_MORE,
     GGUF_BARE,
@@ -26,7 +25,8 @@ from forerun.models.qwen3_5_text import (
     names_at,
     understood,
 )
-from forerun.models.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
+from forerun.models.families.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
+from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,

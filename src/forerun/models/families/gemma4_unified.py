@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.blocks import Spec
-from forerun.models import configs, gemma4, gemma4_unified_text
+from forerun.models import configs
 from forerun.models.configs import Raw
+from forerun.models.families import gemma4, gemma4_unified_text
 
 PARTS = ("vision_embedder", "embed_vision", "embed_audio")
 NAMES = replace(gemma4.NAMES, beside=tuple(f"{start}{part}." for part in PARTS for start in ("", "model.")))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forerun.blocks import Spec
-from forerun.models import configs, qwen3_5_text
+from forerun.models import configs
 from forerun.models.configs import Raw
+from forerun.models.families import qwen3_5_text
 
 NAMES = qwen3_5_text.nested_names()
 TOKENS = {f"{token}_token_id" for token in ("image", "video", "vision_start", "vision_end")}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.blocks import Spec
-from forerun.models import configs, gemma4_text
+from forerun.models import configs
 from forerun.models.configs import Raw
+from forerun.models.families import gemma4_text
 
 NAMES = replace(
     gemma4_text.names_at("language_model.model."),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from forerun.blocks import Positions, Spec
-from forerun.models import bart, configs
+from forerun.models import configs
 from forerun.models.configs import Raw, size
+from forerun.models.families import bart
 
 NAMES = bart.names_of_layers({"lm_head": "lm_head"})
 SHARES = "share_encoder_decoder_embeddings"

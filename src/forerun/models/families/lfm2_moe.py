@@ -12,7 +12,7 @@ from typing import Any
 from forerun.blocks import Block, Experts, Mlp, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import Filled, Raw, flag, number, size
-from forerun.models.lfm2 import (
+from forerun.models.families.lfm2 import (
     CONV_DEFAULTS,
     CONV_KEYS,
     GGUF_INNER,
@@ -26,8 +26,8 @@ from forerun.models.lfm2 import (
     convolved_config,
     understood,
 )
+from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
 from forerun.models.naming import EXPERTS, Fused, Gguf, Names, Own
-from forerun.models.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
 
 NUM_DENSE, USES_BIAS, SCALE = "num_dense_layers", "use_expert_bias", "routed_scaling_factor"
 OWN_KEYS = CONV_KEYS | EXPERT_KEYS | {NUM_DENSE, USES_BIAS, SCALE}
