@@ -26,7 +26,7 @@ from benchmarks.paper_tasks import Task
 from benchmarks.peers import say
 from forerun.bench import latency
 from forerun.bench.widen import num_parameters
-from forerun.drafters import artifacts, tables
+from forerun.drafters.shared import artifacts, tables
 from forerun.engine.llm import LLM
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from forerun import LLM
 from forerun.blocks import Plain
-from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
+from forerun.drafters import Target, hydra
+from forerun.drafters.shared import artifacts, dflash_model, eagle_model, head_files
 from forerun.host_tensor import HostTensor
 from forerun.models import safetensors_file
 from forerun.models.named import DATA

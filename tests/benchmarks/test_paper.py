@@ -294,7 +294,7 @@ def test_tables_of_speeds(capsys):
 
 def test_tables_as_guessers(tmp_path):
     from benchmarks.paper_alpha import Text, _table_logits
-    from forerun.drafters.tables import FittedTable
+    from forerun.drafters.shared.tables import FittedTable
 
     arrays = {
         "counts": np.array([1, 3, 0]),

@@ -23,7 +23,7 @@ from forerun.bench import exhibits
 from forerun.bench.latency import PLAIN
 from forerun.bench.results import Tally, Variant
 from forerun.config import EngineConfig
-from forerun.drafters.tables import FittedTable
+from forerun.drafters.shared.tables import FittedTable
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, NotFound
 from forerun.text.terminal import make_console

@@ -28,8 +28,8 @@ from transformers import (
 import processes
 from forerun import LLM, BadOption, SamplingParams, drafters, native
 from forerun.config import EngineConfig, Quantization
-from forerun.drafters import model_files, short_vocab
 from forerun.drafters.assistant import AssistantDrafter
+from forerun.drafters.shared import model_files, short_vocab
 from forerun.engine.opened import Opened
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint

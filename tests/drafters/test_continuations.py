@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from forerun.drafters.continuations import END_OF_TEXT, NUM_FOLLOWED, NUM_MASKS, grow, levels
+from forerun.drafters.shared.continuations import END_OF_TEXT, NUM_FOLLOWED, NUM_MASKS, grow, levels
 from forerun.types import Budget, SamplingParams, Sequence
 
 

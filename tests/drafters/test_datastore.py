@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from drafters.requests import drafted, request
-from forerun.drafters import Target, artifacts, datastore
+from forerun.drafters import Target, datastore
 from forerun.drafters.datastore import DatastoreDrafter, Options
-from forerun.drafters.stores import Datastore
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.stores import Datastore
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel
 from forerun.testing.engines import target_for
 from forerun.train.datastore import joined, save, suffix_array

@@ -16,7 +16,7 @@ from drafters import published as they
 from drafters.published import DRAFT_IDS, EAGLE_3, EPS, FFN, HEAD_DIM, HEADS, KV_HEADS, WIDTH
 from drafters.test_published_blocks import DFLASH, dflash_weights, published
 from forerun import LLM, BadOption, SamplingParams
-from forerun.drafters import head_gguf
+from forerun.drafters.shared import head_gguf
 from forerun.errors import UnsupportedModel, UserError
 from models.gguf_files import byte_vocabulary, random_weights, write_model, write_tensors
 from tiny import tiny_config, write_tiny

@@ -18,7 +18,8 @@ from transformers.modeling_layers import MtpModel
 
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import weight_shapes
-from forerun.drafters import model_files, mtp, short_vocab
+from forerun.drafters import mtp
+from forerun.drafters.shared import model_files, short_vocab
 from forerun.errors import UserError
 from forerun.models import next_tokens
 from forerun.models.opened import OpenedCheckpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import load_checkpoint
 from forerun.testing.engines import target_for

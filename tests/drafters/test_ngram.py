@@ -7,8 +7,9 @@ import random
 import pytest
 
 from engine.load import MODEL, run, runner_with
-from forerun.drafters import chains, ngram
+from forerun.drafters import ngram
 from forerun.drafters.ngram import NgramDrafter, Options, Recent, Store
+from forerun.drafters.shared import chains
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption

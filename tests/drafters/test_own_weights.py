@@ -14,10 +14,11 @@ from forerun import LLM, native
 from forerun.blocks import resized, weight_shapes
 from forerun.cli.main import main
 from forerun.config import Quantization
-from forerun.drafters import Target, artifacts
+from forerun.drafters import Target
 from forerun.drafters.early_exit import KIND, Options, build, chosen
 from forerun.drafters.model import ModelDrafter
-from forerun.drafters.short_vocab import SIZES, ShortVocabulary
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.short_vocab import SIZES, ShortVocabulary
 from forerun.engine.engine import philox_coins
 from forerun.errors import BadOption, UnsupportedModel, UserError
 from forerun.models.loading import load_checkpoint

@@ -21,7 +21,7 @@ from drafters.published import EAGLE_3, NUM_VOCAB, WIDTH, speculators
 from forerun import LLM, SamplingParams, native
 from forerun.cli.main import main
 from forerun.drafters import Drafter, eagle
-from forerun.drafters.converting import convert_head
+from forerun.drafters.shared.converting import convert_head
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.host_tensor import Floats
 from forerun.types import Budget, Coins, Draft, Sequence

@@ -12,8 +12,9 @@ import pytest
 
 from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Plain
-from forerun.drafters import Target, eagle_model, head_files
-from forerun.drafters.head_matrices import dense_of
+from forerun.drafters import Target
+from forerun.drafters.shared import eagle_model, head_files
+from forerun.drafters.shared.head_matrices import dense_of
 from forerun.host_tensor import Floats
 from methods import NEEDS, _random, _saved
 from models.test_quantising import command

@@ -7,7 +7,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.blocks import Plain
 from forerun.config import EngineConfig
-from forerun.drafters import head_files, wanted
+from forerun.drafters import wanted
+from forerun.drafters.shared import head_files
 from forerun.engine.opened import Opened
 from forerun.models.named import find, named_models
 from forerun.models.opened import OpenedCheckpoint

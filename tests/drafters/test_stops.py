@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from forerun import LLM, BadOption, SamplingParams, StepReport, native
-from forerun.drafters.continuations import Guess
+from forerun.drafters.shared.continuations import Guess
 from forerun.engine.engine import philox_coins
 from forerun.sampling.grammar import vocabulary
 from forerun.testing.engines import letters

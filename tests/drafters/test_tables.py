@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from forerun.drafters import Target, artifacts, tables
+from forerun.drafters import Target
+from forerun.drafters.shared import artifacts, tables
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import enumerate_outcomes

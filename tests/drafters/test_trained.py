@@ -15,7 +15,8 @@ from forerun import LLM, SamplingParams
 from forerun.blocks import Plain, weight_shapes
 from forerun.cli.train import app
 from forerun.config import EngineConfig
-from forerun.drafters import WITHOUT_MODEL, trained
+from forerun.drafters import WITHOUT_MODEL
+from forerun.drafters.shared import trained
 from forerun.engine.opened import Opened
 from forerun.errors import CapacityError
 from forerun.models.opened import OpenedCheckpoint

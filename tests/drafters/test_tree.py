@@ -13,8 +13,8 @@ import torch
 import support
 from forerun import pacing
 from forerun.config import EngineConfig
-from forerun.drafters.artifacts import fingerprint, save
-from forerun.drafters.siblings import children_of
+from forerun.drafters.shared.artifacts import fingerprint, save
+from forerun.drafters.shared.siblings import children_of
 from forerun.drafters.tree import Options
 from forerun.engine import fitting
 from forerun.engine.engine import Engine, philox_coins

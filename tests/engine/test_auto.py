@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.drafters import BY_MODEL, WITHOUT_MODEL, artifacts, head_files
+from forerun.drafters import BY_MODEL, WITHOUT_MODEL
+from forerun.drafters.shared import artifacts, head_files
 from forerun.engine.opened import SHIPPED_TARGET, auto_draft
 from forerun.errors import BadOption
 from forerun.models import named

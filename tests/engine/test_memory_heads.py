@@ -19,7 +19,8 @@ from engine.memory_cases import SMALL, bytes_by_name, needs_native, write_random
 from forerun import LLM
 from forerun.blocks import resized
 from forerun.config import EngineConfig
-from forerun.drafters import artifacts, dflash_model, eagle_model, head_files, hydra
+from forerun.drafters import hydra
+from forerun.drafters.shared import artifacts, dflash_model, eagle_model, head_files
 from forerun.engine.fitting import Outlines
 from forerun.engine.opened import Opened
 from forerun.host_tensor import HostTensor

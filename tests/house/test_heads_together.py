@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import LLM, SamplingParams, native
-from forerun.drafters import Seen, head_files
+from forerun.drafters import Seen
 from forerun.drafters.hydra import HydraHeads
+from forerun.drafters.shared import head_files
 from forerun.models.loading import load_checkpoint
 from forerun.registry import load
 from forerun.testing.engines import target_for

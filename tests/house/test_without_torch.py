@@ -30,7 +30,7 @@ NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without 
 MAY_NEED_TORCH = (
     "train.",
     "functional",
-    "drafters.converting",
+    "drafters.shared.converting",
     "ops.torch",
     "ops.cuda",
     "ops.reference",

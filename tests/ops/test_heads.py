@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Block, Features, Mlp, Norm, Plain, Spec, weights
-from forerun.drafters.head_matrices import quantised
+from forerun.drafters.shared.head_matrices import quantised
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, pack

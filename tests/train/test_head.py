@@ -19,7 +19,7 @@ from forerun import LLM, SamplingParams, registry
 from forerun.blocks import resized
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.host_tensor import HostTensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import artifacts, head_files
+from forerun.drafters.shared import artifacts, head_files
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch_tensors import HostWeights

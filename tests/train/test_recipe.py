@@ -15,7 +15,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig
-from forerun.drafters import trained
+from forerun.drafters.shared import trained
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, InternalError
 from forerun.models.loading import Checkpoint

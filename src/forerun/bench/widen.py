@@ -21,9 +21,9 @@ from rich.console import Console
 from forerun import drafters
 from forerun.blocks import Spec, weight_shapes
 from forerun.config import EngineConfig, Quantization
-from forerun.drafters import head_files
-from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
-from forerun.drafters.head_matrices import dense_of
+from forerun.drafters.shared import head_files
+from forerun.drafters.shared.eagle_model import EagleConfig, input_shapes, layer_shapes
+from forerun.drafters.shared.head_matrices import dense_of
 from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor

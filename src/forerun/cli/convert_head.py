@@ -13,7 +13,7 @@ def convert_head(
     out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
 ) -> None:
     """Write a head that was published as a pickle (pytorch_model.bin) as safetensors, without running its code."""
-    from forerun.drafters import converting
+    from forerun.drafters.shared import converting
     from forerun.text.terminal import visible
 
     num = converting.convert_head(folder, out)

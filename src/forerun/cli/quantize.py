@@ -24,7 +24,7 @@ def quantize(
     A head that `forerun train head` has written is written as a head.
     """
     from forerun.config import EngineConfig, Quantization
-    from forerun.drafters.head_files import is_head, quantise_head
+    from forerun.drafters.shared.head_files import is_head, quantise_head
     from forerun.models.saving_quantised import quantise_checkpoint
     from forerun.text.terminal import visible
 

@@ -67,7 +67,7 @@ def head(
 ) -> None:
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
-    from forerun.drafters import trained
+    from forerun.drafters.shared import trained
     from forerun.engine.opened import Opened
     from forerun.train import head as training, heads as methods, loop
 
@@ -92,7 +92,7 @@ def drafter(
     quiet: Quiet = False,
 ) -> None:
     """Make a drafter for a target in so many hours: samples, hidden states, a head that draft=auto finds."""
-    from forerun.drafters import trained
+    from forerun.drafters.shared import trained
     from forerun.train import recipe
 
     config = DrafterConfig(**run)

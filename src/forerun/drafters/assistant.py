@@ -21,11 +21,11 @@ from forerun import blocks
 from forerun.blocks import CacheShape, Spec, weight_shapes
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
-from forerun.drafters.head_matrices import beside_of
 from forerun.drafters.model import VOCAB, Chain, Row, head_rows, next_of, rounding
-from forerun.drafters.model_files import AS_TARGET, rounded, short_vocabulary, spread
-from forerun.drafters.searching import SEARCH, SearchingDrafter
-from forerun.drafters.short_vocab import ShortVocabulary
+from forerun.drafters.shared.head_matrices import beside_of
+from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
+from forerun.drafters.shared.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.host_tensor import Floats, HostTensor
 from forerun.kv import KVCache

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
-from forerun.drafters.head_matrices import Weight, dense_of
+from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.medusa import Following, MedusaDrafter
+from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.head_matrices import Weight, dense_of
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
 from forerun.ops.model import Model

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.drafters import Drafter, Known, Needs, Target, artifacts, stores
-from forerun.drafters.continuations import SHAPE_HELP, SHAPES, Guess, check_shape, grow
-from forerun.drafters.stores import Datastore
+from forerun.drafters import Drafter, Known, Needs, Target
+from forerun.drafters.shared import artifacts, stores
+from forerun.drafters.shared.continuations import SHAPE_HELP, SHAPES, Guess, check_shape, grow
+from forerun.drafters.shared.stores import Datastore
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Sequence
 

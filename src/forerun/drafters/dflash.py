@@ -27,13 +27,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files
-from forerun.drafters.chains import draw_chains
-from forerun.drafters.continuations import SHAPES, check_shape
-from forerun.drafters.dflash_model import ContextModel, DFlashConfig, make, shapes
-from forerun.drafters.head_matrices import is_packed, quantization_of
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target
 from forerun.drafters.model import Space, cache_for, next_of
-from forerun.drafters.siblings import children_of, distribution, kind_of, likeliest
+from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.chains import draw_chains
+from forerun.drafters.shared.continuations import SHAPES, check_shape
+from forerun.drafters.shared.dflash_model import ContextModel, DFlashConfig, make, shapes
+from forerun.drafters.shared.head_matrices import is_packed, quantization_of
+from forerun.drafters.shared.siblings import children_of, distribution, kind_of, likeliest
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner, float_type, pack

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target, artifacts, head_files, head_layouts
-from forerun.drafters.eagle_model import EagleConfig, HeadModel, input_shapes, layer_shapes, make
-from forerun.drafters.head_matrices import is_packed, quantization_of
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
-from forerun.drafters.searching import SEARCH, SearchingDrafter
+from forerun.drafters.shared import artifacts, head_files, head_layouts
+from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel, input_shapes, layer_shapes, make
+from forerun.drafters.shared.head_matrices import is_packed, quantization_of
+from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
 from forerun.models.runner import Run, Runner, Scores, float_type

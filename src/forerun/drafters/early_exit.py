@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from forerun.blocks import Spec, missing_keys
 from forerun.config import AUTO
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, artifacts
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
+from forerun.drafters.shared import artifacts
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
 

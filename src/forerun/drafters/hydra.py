@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.blocks import HEAD, Features
-from forerun.drafters import Drafter, Known, Needs, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.medusa import Following, MedusaDrafter, widths
-from forerun.drafters.residual_heads import ResidualHead
+from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.residual_heads import ResidualHead
 from forerun.errors import UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import TextDrafter, Tokens
-from forerun.drafters.continuations import Guess, Level, grow, levels
 from forerun.drafters.recycle import Matrix
+from forerun.drafters.shared.chains import TextDrafter, Tokens
+from forerun.drafters.shared.continuations import Guess, Level, grow, levels
 from forerun.types import Budget, Coins, Draft, Sequence
 
 # Of a search in the text, as suffix decoding has them by default.

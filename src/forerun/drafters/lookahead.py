@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import READ_TOKENS
+from forerun.drafters.shared.chains import READ_TOKENS
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import TextDrafter, Tokens
-from forerun.drafters.continuations import END_OF_TEXT
+from forerun.drafters.shared.chains import TextDrafter, Tokens
+from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 

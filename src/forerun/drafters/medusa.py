@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from forerun.blocks import HEAD, Features
-from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files, head_layouts
-from forerun.drafters.head_matrices import Weight
-from forerun.drafters.residual_heads import ResidualHead
+from forerun.drafters import Drafter, Known, Needs, Seen, Target
+from forerun.drafters.shared import artifacts, head_files, head_layouts
+from forerun.drafters.shared.head_matrices import Weight
+from forerun.drafters.shared.residual_heads import ResidualHead
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size

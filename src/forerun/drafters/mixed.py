@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Known, Needs, Target
-from forerun.drafters.compound import Compound, made, specs
+from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.types import Budget, Coins, Draft, Sequence
 
 

@@ -24,8 +24,8 @@ from forerun import ops
 from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target, needs_a_model
-from forerun.drafters.searching import SEARCH, SearchingDrafter
-from forerun.drafters.short_vocab import LARGE, SIZES, ShortVocabulary
+from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
+from forerun.drafters.shared.short_vocab import LARGE, SIZES, ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache

@@ -17,14 +17,15 @@ import numpy as np
 
 from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Target, head_files
+from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.eagle import EagleDrafter, cache_of
-from forerun.drafters.eagle_model import EagleConfig, HeadModel
-from forerun.drafters.head_matrices import beside_of
 from forerun.drafters.model import VOCAB, head_rows, rounding
-from forerun.drafters.model_files import AS_TARGET, rounded, short_vocabulary, spread
-from forerun.drafters.searching import SEARCH
-from forerun.drafters.short_vocab import ShortVocabulary
+from forerun.drafters.shared import head_files
+from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel
+from forerun.drafters.shared.head_matrices import beside_of
+from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.searching import SEARCH
+from forerun.drafters.shared.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import next_tokens

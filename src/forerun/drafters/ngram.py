@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import READ_TOKENS, TextDrafter
+from forerun.drafters.shared.chains import READ_TOKENS, TextDrafter
 from forerun.errors import BadOption
 from forerun.types import Probs, Sequence
 

@@ -20,8 +20,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts, head_files
+from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.model import Chain, Row, next_of
+from forerun.drafters.shared import artifacts, head_files
 from forerun.models.configs import size
 from forerun.types import Budget, Coins, Draft, Extra, Rows, Sequence
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import TextDrafter
+from forerun.drafters.shared.chains import TextDrafter
 from forerun.types import Probs, Sequence
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import draw_chains
+from forerun.drafters.shared.chains import draw_chains
 from forerun.sampling.arithmetic import mass
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 

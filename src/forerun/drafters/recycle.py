@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.by_salt import BySalt
-from forerun.drafters.chains import READ_TOKENS
-from forerun.drafters.continuations import check_shape
+from forerun.drafters.shared.by_salt import BySalt
+from forerun.drafters.shared.chains import READ_TOKENS
+from forerun.drafters.shared.continuations import check_shape
 from forerun.theory.trees import best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Known, Needs, Target
-from forerun.drafters.compound import Compound, made, specs
+from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Sequence
 

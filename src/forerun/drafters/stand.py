@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.by_salt import BySalt
-from forerun.drafters.chains import READ_TOKENS
-from forerun.drafters.continuations import check_shape
-from forerun.drafters.siblings import children_of, kind_of
+from forerun.drafters.shared.by_salt import BySalt
+from forerun.drafters.shared.chains import READ_TOKENS
+from forerun.drafters.shared.continuations import check_shape
+from forerun.drafters.shared.siblings import children_of, kind_of
 from forerun.errors import BadOption
 from forerun.models.runner import float_type
 from forerun.sampling import History, only_filters, probs

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import TextDrafter, Tokens
-from forerun.drafters.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
+from forerun.drafters.shared.chains import TextDrafter, Tokens
+from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
 from forerun.types import Budget, Coins, Draft, Sequence
 
 NUM_OCCURRENCES = 64  # of a suffix that are counted: more change no draft by much, and cost time

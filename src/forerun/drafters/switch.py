@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
-from forerun.drafters.compound import Compound, made, specs
+from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.types import Budget, Coins, Draft, Sequence
 
 MOST_NODES = 16  # of a guess that is scored

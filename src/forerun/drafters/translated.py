@@ -18,7 +18,6 @@ import numpy as np
 
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target
-from forerun.drafters.chains import draw_chains
 from forerun.drafters.model import (
     PATH,
     QUANTIZATION,
@@ -33,6 +32,7 @@ from forerun.drafters.model import (
     loaded,
     rounding,
 )
+from forerun.drafters.shared.chains import draw_chains
 from forerun.errors import BadOption, shown
 from forerun.models.runner import Runner
 from forerun.sampling import History, probs

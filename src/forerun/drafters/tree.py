@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.drafters import Drafter, Known, Needs, Seen, Target, artifacts
-from forerun.drafters.compound import Compound, made, of_model
+from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.model import Feeds, ModelDrafter
-from forerun.drafters.siblings import children_of, distribution, kind_of
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.compound import Compound, made, of_model
+from forerun.drafters.shared.siblings import children_of, distribution, kind_of
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
 from forerun.sampling import History

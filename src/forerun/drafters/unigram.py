@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.drafters import Drafter, Target, tables
-from forerun.drafters.tables import TableOptions, needs as needs
+from forerun.drafters import Drafter, Target
+from forerun.drafters.shared import tables
+from forerun.drafters.shared.tables import TableOptions, needs as needs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from forerun import drafters, ops, pacing
 from forerun.blocks import Spec, reaching
 from forerun.config import EngineConfig
-from forerun.drafters import companions, trained
+from forerun.drafters.shared import companions, trained
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel, UserError
 from forerun.kv.disk import Limit
 from forerun.memory.plan import Room, room_of

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.config import EngineConfig
-from forerun.drafters import artifacts
-from forerun.drafters.continuations import END_OF_TEXT
-from forerun.drafters.stores import KIND
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.continuations import END_OF_TEXT
+from forerun.drafters.shared.stores import KIND
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
 from forerun.train.texts import read_texts

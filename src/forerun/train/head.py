@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun import registry
-from forerun.drafters import artifacts, head_files
-from forerun.drafters.head_matrices import dense_of
+from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.head_matrices import dense_of
 from forerun.errors import BadOption, shown
 from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.config import EngineConfig
-from forerun.drafters import artifacts, tables
+from forerun.drafters.shared import artifacts, tables
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
 from forerun.train.texts import read_texts

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.drafters import artifacts
+from forerun.drafters.shared import artifacts
 from forerun.engine.opened import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.blocks import weight_shapes
-from forerun.drafters import artifacts
+from forerun.drafters.shared import artifacts
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint

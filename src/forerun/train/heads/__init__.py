@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun import registry
 from forerun.blocks import Spec, weight_shapes
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.errors import BadOption
 from forerun.ops.model import LoadedModel
 from forerun.ops.reference import ReferenceOps

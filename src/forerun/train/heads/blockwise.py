@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Spec
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.train.heads import Batch, Teacher, medusa, shifted
 
 RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations

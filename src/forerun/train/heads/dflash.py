@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Norm, Spec
-from forerun.drafters import head_files
-from forerun.drafters.dflash_model import DFlashConfig, shapes
+from forerun.drafters.shared import head_files
+from forerun.drafters.shared.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
 from forerun.registry import parse_list
 from forerun.train import losses

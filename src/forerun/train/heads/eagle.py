@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import SIDES, Norm, Spec
-from forerun.drafters import head_files
-from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
+from forerun.drafters.shared import head_files
+from forerun.drafters.shared.eagle_model import EagleConfig, input_shapes, layer_shapes
 from forerun.errors import BadOption
 from forerun.registry import parse_list
 from forerun.train import losses

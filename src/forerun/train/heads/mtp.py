@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import EMBEDDING, SIDES, Spec, weight_shapes
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.models import next_tokens
 from forerun.models.families import names_of, published_names
 from forerun.models.loading import Checkpoint

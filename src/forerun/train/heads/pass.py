@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Spec
-from forerun.drafters import head_files
+from forerun.drafters.shared import head_files
 from forerun.errors import BadOption
 from forerun.ops.torch import TorchModel
 from forerun.train import losses

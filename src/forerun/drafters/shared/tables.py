@@ -14,8 +14,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from forerun.drafters import Drafter, Known, Needs, Target, artifacts
-from forerun.drafters.chains import READ_TOKENS, TextDrafter, draw_chains
+from forerun.drafters import Drafter, Known, Needs, Target
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.chains import READ_TOKENS, TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import float_type
 from forerun.types import Budget, Coins, Draft, Probs, Sequence

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from forerun.blocks import SIDES, Spec
-from forerun.drafters import Target, head_files
-from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, EagleConfig, layer_shapes
+from forerun.drafters import Target
+from forerun.drafters.shared import head_files
+from forerun.drafters.shared.eagle_model import OWN_EMBEDDING, OWN_HEAD, EagleConfig, layer_shapes
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import flag, refuse_unknown, size

@@ -22,8 +22,9 @@ import numpy as np
 
 from forerun.blocks import MATRIX_BITS, TABLE_BITS, Features
 from forerun.config import Quantization
-from forerun.drafters import Known, head_gguf
-from forerun.drafters.head_matrices import quantised
+from forerun.drafters import Known
+from forerun.drafters.shared import head_gguf
+from forerun.drafters.shared.head_matrices import quantised
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.host_tensor import Floats, HostTensor
 from forerun.models import hub, named, safetensors_file

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Known
-from forerun.drafters.short_vocab import LARGE, ShortVocabulary
+from forerun.drafters.shared.short_vocab import LARGE, ShortVocabulary
 from forerun.models.quantising import QuantisingSource
 from forerun.models.source import Source
 from forerun.ops.model import Model

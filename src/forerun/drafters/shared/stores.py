@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from forerun.drafters import artifacts
-from forerun.drafters.continuations import END_OF_TEXT, Tokens
+from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.continuations import END_OF_TEXT, Tokens
 from forerun.errors import UnsupportedModel, shown
 
 KIND = "datastore"  # of the fitted file

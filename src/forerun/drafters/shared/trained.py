@@ -10,7 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from forerun.drafters import WITHOUT_MODEL, head_files
+from forerun.drafters import WITHOUT_MODEL
+from forerun.drafters.shared import head_files
 from forerun.errors import CapacityError, UserError
 from forerun.models.opened import OpenedCheckpoint
 from forerun.native import cache_folder

@@ -10,7 +10,7 @@ import itertools
 import re
 from pathlib import Path
 
-from forerun.drafters import head_gguf
+from forerun.drafters.shared import head_gguf
 from forerun.errors import UserError
 from forerun.models.families import run_by
 from forerun.models.gguf.header import read_model

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from forerun.blocks import EMBEDDING, HEAD, SIDES, Features, Spec, weight_shapes
 from forerun.config import Quantization
-from forerun.drafters.head_matrices import Weight, loadable
+from forerun.drafters.shared.head_matrices import Weight, loadable
 from forerun.errors import UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.opened import read_config

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.drafters.head_files import CONFIG, PICKLES, WEIGHTS
+from forerun.drafters.shared.head_files import CONFIG, PICKLES, WEIGHTS
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.text.files import unreadable
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
 from forerun.drafters import Drafter, Seen
-from forerun.drafters.continuations import END_OF_TEXT
+from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.sampling.arithmetic import Row
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 

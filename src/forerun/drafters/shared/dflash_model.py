@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 from forerun.blocks import HEAD, Features, Spec, weight_shapes
 from forerun.config import Quantization
-from forerun.drafters.head_matrices import Weight, loadable
+from forerun.drafters.shared.head_matrices import Weight, loadable
 from forerun.errors import UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.kv.cache import BlockCache, CacheShape

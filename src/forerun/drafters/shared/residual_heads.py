@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from forerun.blocks import HEAD, Block, Features, Mlp, Spec
-from forerun.drafters.eagle_model import HeadModel
-from forerun.drafters.head_matrices import Weight, loadable
+from forerun.drafters.shared.eagle_model import HeadModel
+from forerun.drafters.shared.head_matrices import Weight, loadable
 from forerun.ops import load_model
 from forerun.ops.model import Model
 from forerun.ops.passes import Lent
