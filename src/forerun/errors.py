@@ -65,7 +65,14 @@ class UserError(ForerunError):
 
 
 class BadOption(UserError, ValueError):
-    """An option, parameter or value that cannot be honoured; a ValueError, as other libraries raise for one."""
+    """An option, parameter or value that cannot be honoured; a ValueError, as other libraries raise for one.
+
+    option: its name, where the sentence begins with that and its value.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class PromptTooLong(UserError):

@@ -484,16 +484,18 @@ class SamplingParams:
         if not self.searches:
             for name, field in _FIELDS.items():
                 if field.metadata.get("of_beams") and (value := getattr(self, name)) != field.default:
-                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it")
+                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it", name)
             return
         width = f"num_beams={self.num_beams}"
-        search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
+        asked = "num_beams" if self.num_beams > 1 else "draft_beams"
+        search = f"{asked}={getattr(self, asked)}"
         if self.max_tokens == 0:
-            raise BadOption(f"{search} is not possible with max_tokens=0: there is nothing to search for")
+            raise BadOption(f"{search} is not possible with max_tokens=0: there is nothing to search for", asked)
         if not self.greedy:
             raise BadOption(
                 f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "
-                "temperature=0"
+                "temperature=0",
+                asked,
             )
         _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")
         draft_beams = self.draft_beams or self.num_beams
@@ -501,7 +503,7 @@ class SamplingParams:
         for name, field in _FIELDS.items():
             if "beams" in field.metadata and (value := getattr(self, name)) is not None:
                 why = field.metadata["beams"]
-                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them")
+                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them", name)
 
     def _accept(self, field: Field[Any], value: Any) -> None:
         """Convert one field and check its range."""
@@ -519,7 +521,7 @@ class SamplingParams:
             if isinstance(one, str) and kind is TEXTS:
                 _require(one != "", field.name, value, "texts that are not empty")
             elif not isinstance(one, str):
-                check_range(one, about, f"{field.name}={shown(value)}")
+                check_range(one, about, f"{field.name}={shown(value)}", field.name)
 
     @property
     def greedy(self) -> bool:
@@ -589,4 +591,4 @@ def no_field(name: str) -> str:
 
 def _require(ok: bool, name: str, value: object, what: str) -> None:
     if not ok:
-        raise BadOption(f"{name}={shown(value)} is not possible: it must be {what}")
+        raise BadOption(f"{name}={shown(value)} is not possible: it must be {what}", name)

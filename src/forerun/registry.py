@@ -262,14 +262,18 @@ def check_fields(options: Any) -> None:
                 )
 
 
-def check_range(value: Any, about: Mapping[str, Any], said: str) -> None:
-    """Raise BadOption for a value outside of its field's range. about: the field's metadata. said: as it was given."""
+def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | None = None) -> None:
+    """Raise BadOption for a value outside of its field's range.
+
+    about: the field's metadata. said: as it was given. option: see BadOption.
+    """
     low, above, high = about.get("min"), about.get("above"), about.get("max")
     if value is None or (low is None and above is None and high is None) or value in about.get("also", ()):
         return
     if (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high):
         return
-    raise BadOption(f"{said} is not possible: it must be {about.get('range') or _range(value, low, above, high)}")
+    must = about.get("range") or _range(value, low, above, high)
+    raise BadOption(f"{said} is not possible: it must be {must}", option)
 
 
 def _range(value: Any, low: Any, above: Any, high: Any) -> str:

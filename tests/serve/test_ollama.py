@@ -232,7 +232,7 @@ def test_options_are_sampling_parameters() -> None:
     assert read(options={"num_predict": -2, "seed": None}).params.max_tokens is None
     assert read(options={"repeat_last_n": 0, "repeat_penalty": 1.3}).params.repetition_penalty == 1
     assert read(options={"repeat_last_n": 64}).params.repetition_penalty == 1
-    assert read(options={"num_ctx": 9}).context == 9
+    assert read(options={"num_ctx": 9}).context == ("options.num_ctx", 9)
     assert read().stream
     assert not read(stream=False).stream
 

@@ -135,22 +135,22 @@ def test_minus_one_is_off_as_in_other_servers() -> None:
 
 def test_tools_and_how_they_are_chosen() -> None:
     now = {"type": "function", "function": {"name": "now", "description": "Tells the time.", "strict": True}}
-    calls = read(CHAT, tools=[TOOL, now], parallel_tool_calls=False).calls
-    assert calls is not None
-    assert (calls.choice, calls.parallel, calls.strict) == ("auto", False, {"now"})
-    assert calls.tools[1]["function"] == {"name": "now", "description": "Tells the time."}
-    one = read(CHAT, tools=[TOOL, now], tool_choice={"type": "function", "function": {"name": "now"}}).calls
+    tools = read(CHAT, tools=[TOOL, now], parallel_tool_calls=False).tools
+    assert tools is not None
+    assert (tools.choice, tools.parallel, tools.strict) == ("auto", False, {"now"})
+    assert tools.given[1]["function"] == {"name": "now", "description": "Tells the time."}
+    one = read(CHAT, tools=[TOOL, now], tool_choice={"type": "function", "function": {"name": "now"}}).tools
     assert one is not None
-    assert (one.choice, len(one.tools)) == ("now", 2)
+    assert (one.choice, len(one.given)) == ("now", 2)
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}
-    some = read(CHAT, tools=[TOOL, now], tool_choice=allowed).calls
+    some = read(CHAT, tools=[TOOL, now], tool_choice=allowed).tools
     assert some is not None
-    assert (some.choice, [tool["function"]["name"] for tool in some.tools]) == ("required", ["weather"])
-    assert read(CHAT, tools=[TOOL], tool_choice="none").calls is None
-    assert read(CHAT, tools=[]).calls is None
+    assert (some.choice, [tool["function"]["name"] for tool in some.given]) == ("required", ["weather"])
+    assert read(CHAT, tools=[TOOL], tool_choice="none").tools is None
+    assert read(CHAT, tools=[]).tools is None
     others = read(CHAT, tools=[{"type": "web_search"}, TOOL, {"type": "custom", "custom": {"name": "patch"}}])
-    assert others.calls is not None
-    assert (len(others.calls.tools), others.ignored) == (1, ("tools[0]", "tools[2]"))
+    assert others.tools is not None
+    assert (len(others.tools.given), others.ignored) == (1, ("tools[0]", "tools[2]"))
 
 
 def test_histories_of_other_services_are_read() -> None:

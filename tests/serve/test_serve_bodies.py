@@ -157,7 +157,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (respond, {"background": True}, "background", "when it is asked for"),
     (respond, {"include": ["message.output_text.bytes"]}, "include", "must be a list of"),
     (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
-    (respond, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 is not possible"),
+    (respond, {"max_output_tokens": -7}, "max_output_tokens", "max_output_tokens=-7 is not possible"),
     (respond, {"n": 2}, "n", "gives one answer"),
     (message, {"max_tokens": None}, "max_tokens", "this API wants it"),
     (message, {"messages": []}, "messages", "a list such as"),
@@ -194,12 +194,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, A
 def test_agents_are_served_without_what_is_not_built() -> None:
     job = written()[responses.RESPONSES].job(CODEX, "shipped")
     assert (job.ignored, job.effort) == (("tools[1]", "reasoning.summary"), "medium")
-    assert [tool["function"]["name"] for tool in job.calls.tools] == ["shell"] if job.calls else False
+    assert [tool["function"]["name"] for tool in job.tools.given] == ["shell"] if job.tools else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream
     job = written()[messages.MESSAGES].job(CLAUDE_CODE, "shipped")
     assert (job.ignored, job.effort, job.thinks) == (("context_management",), "medium", None)
-    assert [tool["function"]["name"] for tool in job.calls.tools] == ["Bash"] if job.calls else False
+    assert [tool["function"]["name"] for tool in job.tools.given] == ["Bash"] if job.tools else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user"]
     chat = {"messages": HELLO, "tools": [{"type": "web_search"}], "best_of": 2, "verbosity": "low"}
     job = written()[openai.CHAT].job(chat, "small", ignore_unsupported=True)
@@ -256,10 +256,10 @@ def test_results_of_tools_are_messages_of_their_own() -> None:
         {"role": "tool", "tool_call_id": "toolu_1", "name": "f", "content": "one"},
         {"role": "user", "content": "And?"},
     ]
-    assert job.calls is not None
+    assert job.tools is not None
     function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
-    assert job.calls.tools == ({"type": "function", "function": function},)
-    assert (job.calls.parallel, job.thinks, job.ignored) == (False, True, ("tools[1]",))
+    assert job.tools.given == ({"type": "function", "function": function},)
+    assert (job.tools.parallel, job.thinks, job.ignored) == (False, True, ("tools[1]",))
     with pytest.raises(Refused, match="tool_choice='g' is not possible: the tools are f"):
         message(tools=[{"name": "f"}], tool_choice={"type": "tool", "name": "g"})
 

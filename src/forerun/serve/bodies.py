@@ -9,7 +9,6 @@ Plain data in and out: no web framework, no file, no clock.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -255,7 +254,7 @@ def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str]
         _check_sizes(fields)
         return SamplingParams(**fields)
     except BadOption as error:
-        raise _named_as_given(str(error), given, names) from None
+        raise _named_as_given(error, given, names) from None
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
@@ -264,7 +263,7 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
     def refuse(name: str, has: int, most: int, what: str) -> None:
         if has > most:
             message = f"{name}={shown(fields[name])} is not possible: it must have at most {most:,} {what}, not {has:,}"
-            raise BadOption(message)
+            raise BadOption(message, name)
 
     for name, most in MOST_ENTRIES.items():
         if isinstance(value := fields.get(name), list | tuple | dict):
@@ -321,13 +320,11 @@ def _prediction(given: Mapping[str, Any]) -> str:
     return "".join(map(str, texts))
 
 
-def _named_as_given(message: str, given: Body, names: Mapping[str, str]) -> Refused:
+def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
     """What SamplingParams refuses, with the field called as the body calls it."""
-    message = message.replace(", or None", ", or null")  # as a body says it
-    found = re.match(r"(\w+)=", message)
-    if found is None:
+    message, name = str(error).replace(", or None", ", or null"), error.option
+    if name is None:
         return Refused(message)
-    name = found[1]
     for other, ours in {**names, "top_logprobs": "logprobs"}.items():
         if name == ours and other in given:
             return Refused(other + message.removeprefix(name), other)

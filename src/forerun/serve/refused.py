@@ -20,5 +20,5 @@ class Refused(BadOption):
         status: int = 400,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, param)
         self.param, self.code, self.status, self.retry_after_s = param, code, status, retry_after_s
