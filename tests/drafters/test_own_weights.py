@@ -16,8 +16,8 @@ from forerun.cli.main import main
 from forerun.config import Quantization
 from forerun.drafters import Target
 from forerun.drafters.early_exit import KIND, Options, build, chosen
-from forerun.drafters.model import ModelDrafter
 from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.drafters.shared.short_vocab import SIZES, ShortVocabulary
 from forerun.engine.engine import philox_coins
 from forerun.errors import BadOption, UnsupportedModel, UserError

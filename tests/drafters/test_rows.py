@@ -10,7 +10,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.drafters import Seen
-from forerun.drafters.model import next_of
+from forerun.drafters.shared.chain import next_of
 from forerun.models.runner import NO_NUMBERS, Scores
 from forerun.types import Probs
 from tiny import write_tiny

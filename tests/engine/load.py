@@ -8,7 +8,8 @@ from typing import Any
 from forerun import blocks, pacing
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
-from forerun.drafters.model import ModelDrafter, Options
+from forerun.drafters.model import Options
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Router

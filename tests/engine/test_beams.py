@@ -14,7 +14,8 @@ from engine.load import check, run
 from forerun import BadOption, SamplingParams
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
-from forerun.drafters.model import ModelDrafter, Options as Draws
+from forerun.drafters.model import Options as Draws
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.beams import BeamSearch, SearchRequest
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request

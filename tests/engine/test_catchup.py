@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.load import DRAFT, MODEL, alone, engine_with, run, runner_with
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.catchup import FIRST_TOKENS, LEAST_TOKENS, SHARE, CatchUp
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from forerun import pacing
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import CapacityError, InternalError
 from forerun.host_tensor import dtype_name

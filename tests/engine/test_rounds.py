@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.router import Router

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from forerun import sampling
-from forerun.drafters import model as model_drafter
+from forerun.drafters.shared import model_drafter
 from forerun.errors import BadOption, InternalError
 from forerun.testing import Branching
 from forerun.testing.coins import Reused

@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from forerun import drafters, native, registry
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.params import Thinking
 from forerun.types import SamplingParams

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import SamplingParams
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.kv.cache import BlockCache

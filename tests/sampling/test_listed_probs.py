@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.model import ModelDrafter, Options
+from forerun.drafters.model import Options
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner

@@ -21,9 +21,10 @@ from forerun import blocks
 from forerun.blocks import CacheShape, Spec, weight_shapes
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
-from forerun.drafters.model import VOCAB, Chain, Row, head_rows, next_of, rounding
+from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.drafters.shared.head_matrices import beside_of
 from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.model_options import VOCAB, head_rows, rounding
 from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
 from forerun.drafters.shared.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, UnsupportedModel, shown

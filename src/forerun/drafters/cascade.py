@@ -18,8 +18,10 @@ import numpy as np
 
 from forerun import drafters, verify
 from forerun.drafters import Drafter, Known, Needs, Target
-from forerun.drafters.model import Chain, Feeds, ModelDrafter, Row
+from forerun.drafters.shared.chain import Chain, Row
 from forerun.drafters.shared.compound import Compound, made, of_model
+from forerun.drafters.shared.feeding import Feeds
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 

@@ -28,11 +28,13 @@ import numpy as np
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target
-from forerun.drafters.model import Space, cache_for, next_of
 from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.chain import next_of
 from forerun.drafters.shared.chains import draw_chains
 from forerun.drafters.shared.continuations import SHAPES, check_shape
 from forerun.drafters.shared.dflash_model import ContextModel, DFlashConfig, make, shapes
+from forerun.drafters.shared.draft_models import cache_for
+from forerun.drafters.shared.feeding import Space
 from forerun.drafters.shared.head_matrices import is_packed, quantization_of
 from forerun.drafters.shared.siblings import children_of, distribution, kind_of, likeliest
 from forerun.errors import BadOption, InternalError, shown

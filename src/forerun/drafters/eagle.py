@@ -22,9 +22,11 @@ import numpy as np
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target
-from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.drafters.shared import artifacts, head_files, head_layouts
+from forerun.drafters.shared.chain import Chain, Row, next_of
+from forerun.drafters.shared.draft_models import cache_for
 from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel, input_shapes, layer_shapes, make
+from forerun.drafters.shared.feeding import Space
 from forerun.drafters.shared.head_matrices import is_packed, quantization_of
 from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
 from forerun.errors import BadOption, InternalError, shown

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from forerun.blocks import Spec, missing_keys
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
-from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
 from forerun.drafters.shared import artifacts
+from forerun.drafters.shared.draft_models import over
+from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
 

@@ -19,11 +19,11 @@ from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.eagle import EagleDrafter, cache_of
-from forerun.drafters.model import VOCAB, head_rows, rounding
 from forerun.drafters.shared import head_files
 from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel
 from forerun.drafters.shared.head_matrices import beside_of
 from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.model_options import VOCAB, head_rows, rounding
 from forerun.drafters.shared.searching import SEARCH
 from forerun.drafters.shared.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, shown

@@ -21,8 +21,8 @@ from operator import mul
 from typing import Any
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
-from forerun.drafters.model import Chain, Row, next_of
 from forerun.drafters.shared import artifacts, head_files
+from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.models.configs import size
 from forerun.types import Budget, Coins, Draft, Extra, Rows, Sequence
 

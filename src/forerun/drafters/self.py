@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
-from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows, over
+from forerun.drafters.shared.draft_models import over
+from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,12 @@ import numpy as np
 
 from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Seen, Target
-from forerun.drafters.model import (
-    PATH,
-    QUANTIZATION,
-    TEMPERATURE,
-    TOP_K,
-    ModelDrafter,
-    Options as Draws,
-    Row,
-    cache_for,
-    check_temperature,
-    has_encoder,
-    loaded,
-    rounding,
-)
+from forerun.drafters.model import Options as Draws
+from forerun.drafters.shared.chain import Row
 from forerun.drafters.shared.chains import draw_chains
+from forerun.drafters.shared.draft_models import cache_for, has_encoder, loaded
+from forerun.drafters.shared.model_drafter import ModelDrafter
+from forerun.drafters.shared.model_options import PATH, QUANTIZATION, TEMPERATURE, TOP_K, check_temperature, rounding
 from forerun.errors import BadOption, shown
 from forerun.models.runner import Runner
 from forerun.sampling import History, probs

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
-from forerun.drafters.model import Feeds, ModelDrafter
 from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.compound import Compound, made, of_model
+from forerun.drafters.shared.feeding import Feeds
+from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.drafters.shared.siblings import children_of, distribution, kind_of
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from forerun import sampling
-from forerun.drafters import model as model_drafter
+from forerun.drafters.shared import feeding, model_drafter
 from forerun.engine import request as engine_request
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
@@ -143,7 +143,7 @@ def _soft_greedy() -> AbstractContextManager[None]:
     return replaced(
         (sampling, "probs", probs),
         (model_drafter, "probs", probs),
-        (model_drafter, "takes_the_best", never),
+        (feeding, "takes_the_best", never),
         (engine_request, "takes_the_best", never),
         (ratio, "rule", _on_chains(rule, right_rule)),
     )
@@ -173,9 +173,9 @@ def _frozen_penalties() -> AbstractContextManager[None]:
 
 def _stale_draft_cache() -> AbstractContextManager[None]:
     """Count the last drafted token as fed, which it was not; an old row of the cache is read in its place."""
-    right = model_drafter.ModelDrafter._forget_rejected
+    right = feeding.FedModel._forget_rejected
 
-    def extend_upward(self: model_drafter.ModelDrafter, seq: Sequence) -> None:
+    def extend_upward(self: feeding.FedModel, seq: Sequence) -> None:
         fed, cache = self._fed[seq.id], self.runner.cache
         if fed.tokens and len(fed.tokens) == len(seq.tokens) - 2:
             cache.reserve(seq.id, 1)
@@ -183,7 +183,7 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
             fed.tokens.append(seq.tokens[-2])
         right(self, seq)
 
-    return replaced((model_drafter.ModelDrafter, "_forget_rejected", extend_upward))
+    return replaced((feeding.FedModel, "_forget_rejected", extend_upward))
 
 
 def cache_errors(case: Case) -> int:

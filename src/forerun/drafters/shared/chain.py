@@ -1,0 +1,84 @@
+"""The draft of one sequence while a model makes it, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.errors import BadOption
+from forerun.models.runner import NO_NUMBERS
+from forerun.sampling import History, arithmetic, probs
+from forerun.sampling.arithmetic import Row as Logits
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+Row = Logits | int  # logits [V] of a sequence's next token, or the id of the largest one
+
+
+@dataclass(slots=True)
+class Chain:
+    """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from.
+
+    forced: places of tokens that a grammar leaves no choice about.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Probs] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)
+
+    def force(self, run: Seq[int]) -> None:
+        """Add tokens that the grammar forces behind those that were drawn."""
+        self.forced += range(len(self.tokens), len(self.tokens) + len(run))
+        self.tokens += run
+        self.probs += map(Probs.of_point, run)
+
+    def draft(self) -> Draft:
+        """Return it as a draft of one sequence."""
+        return dataclasses.replace(Draft.chains([self.tokens], [self.probs]), forced=frozenset(self.forced))
+
+    def grow(
+        self, draft_probs: Probs, logits: Logits | None, seq: Sequence, b: int, budget: Budget, coins: Coins
+    ) -> bool:
+        """Draw one more token, unless the pacing policy stops here. Returns whether another may follow."""
+        depth = len(self.tokens)
+        if not budget.go_on(b, depth, draft_probs, logits):
+            return False
+        # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
+        token = (coins.pick if seq.acceptance == "match" else coins.draft)(draft_probs, depth)
+        self.tokens.append(token)
+        self.probs.append(draft_probs)
+        if (stop := budget.stops.get(b)) is not None and not stop.goes_on(_confidence(token, draft_probs, logits)):
+            return False
+        return budget.go_behind(b, depth, token, draft_probs, logits)
+
+
+def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
+    """The probability of a drawn token: of a point mass, which says nothing, by softmax(logits) [V]."""
+    if draft_probs.point is None or logits is None:
+        return draft_probs.at(token)
+    return arithmetic.chance(logits, token)
+
+
+def next_of(
+    row: Row,
+    seq: Sequence,
+    drafted: Seq[int],
+    ids: Seq[int] | None = None,
+    spread: Callable[[Logits], Logits] | None = None,
+) -> tuple[Probs, Logits | None] | None:
+    """What a request's sampling makes of a head's row behind the drafted tokens: the distribution, and its logits [V].
+
+    None where the row has no numbers or masks leave no token: the target raises where none is left there either. A row
+    that is a token has no logits. ids: the target's ids of a head's own; spread: its logits as logits of the target's.
+    """
+    if isinstance(row, int):
+        return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)
+    if not np.isfinite(row.max()):
+        return None
+    logits = row if spread is None else spread(row)
+    try:
+        return probs(logits, dataclasses.replace(seq.params, logprobs=None), History.of(seq, drafted)), logits
+    except BadOption:
+        return None

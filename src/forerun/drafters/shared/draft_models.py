@@ -1,0 +1,122 @@
+"""How a draft model comes beside its target: which one is loaded, with what cache, and which ids it never drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
+
+from forerun import ops
+from forerun.blocks import Spec
+from forerun.config import AUTO
+from forerun.drafters import OwnCheckpoint, Target, needs_a_model
+from forerun.drafters.shared.model_drafter import ModelDrafter
+from forerun.drafters.shared.model_options import Draws, Loads, head_rows, rounding
+from forerun.drafters.shared.short_vocab import LARGE, ShortVocabulary
+from forerun.errors import BadOption, shown
+from forerun.kv import KVCache
+from forerun.kv.cache import BlockCache
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.runner import Runner
+from forerun.ops.model import KeepsCache, Model, ModelConfig
+from forerun.text.tokenizer import compare
+
+
+def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
+    """Make a drafter that runs this model beside the target, with a cache as large as the target's.
+
+    holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
+    """
+    cache = cache_for(model, target, layers)
+    rows = head_rows("model", options.draft_vocab)
+    drafter = ModelDrafter(Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=rows), options)
+    if options.draft_vocab == AUTO and drafter.width > LARGE and layers is None:
+        drafter.shorten(_short_vocabulary(model.config, target.model.config, drafter.width))
+    return drafter
+
+
+def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> ShortVocabulary | None:
+    """What chooses how many ids a draft model drafts. Weights stand for bytes, and bytes for time."""
+    if not isinstance(own, Spec) or not isinstance(others, Spec):
+        return None
+    head, tables = num_ids * own.hidden_size, 0 if own.tied else own.vocab_size * own.hidden_size
+    return ShortVocabulary(num_ids, head / (own.num_weights - tables), own.num_weights / others.num_weights)
+
+
+def cache_for(
+    model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False, **options: Any
+) -> KVCache:
+    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
+
+    keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. options: of the
+    engine, that are others for this cache.
+    """
+    if isinstance(model, KeepsCache):
+        return model.own_cache()
+    opened, config = target.opened, dataclasses.replace(target.opened.config, **options)
+    shape = dataclasses.replace(model.config.cache_shape, windows=None) if keeps_all else model.config.cache_shape
+    return BlockCache.of(
+        model,
+        config.kv_cache_backend,  # type: ignore[arg-type]
+        shape=shape if layers is None else shape.only(layers),
+        max_batch_size=config.max_batch_size * model.config.num_slots,
+        max_seq_len=opened.max_seq_len,
+        num_tokens=opened.kv_cache_tokens,
+        dtype=ops.kv_dtype(config.kv_cache_dtype, model, must=False),
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
+    """Return the ids that the target or the draft's tokenizer lacks: their rows of the LM head are untrained."""
+    holes = set(target.holes)
+    if checkpoint.tokenizer is not None:
+        known = checkpoint.tokenizer.id_to_token
+        holes |= {i for i in range(min(target.num_ids, checkpoint.model.config.vocab_size)) if i not in known}
+    return sorted(holes)
+
+
+def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
+    """Return the draft model that a method's options name: loaded now, by the caller, or the shipped one.
+
+    Drafters of one engine that name the same one get the same. Raises BadOption where there is none.
+    """
+    quantization = rounding(options.quantization)
+    if options.path is None and target.loaded_draft is not None:
+        if quantization not in (None, AUTO, target.loaded_draft.quantization):
+            raise BadOption(
+                f"{method}:quantization={shown(quantization)} contradicts the loaded draft model "
+                f"({target.loaded_draft.quantization}): load it that way instead"
+            )
+        return target.loaded_draft
+    name, model = options.path or target.opened.shipped_draft, target.model
+    if name is None:
+        raise BadOption(needs_a_model(method))
+    load = partial(
+        load_checkpoint,
+        target.opened.open(name),
+        dtype=model.weight_dtype,
+        device=model.device,
+        ops=target.operators,
+        with_tokenizer=target.tokenizer is not None,
+        quantization=quantization,
+        max_seq_len=target.max_seq_len,
+    )
+    return target.shared(OwnCheckpoint(name, quantization).weights(None), load)
+
+
+def has_encoder(model: Model) -> bool:
+    """Return whether a model is an encoder-decoder."""
+    return model.config.encoder is not None
+
+
+def check_pair(checkpoint: Checkpoint, target: Target) -> None:
+    """Raise BadOption for a draft model that cannot read what the target does, VocabularyMismatch for other tokens."""
+    if has_encoder(checkpoint.model) and not has_encoder(target.model):
+        raise BadOption(
+            f"{checkpoint.name} is an encoder-decoder and the target is none, so it has no source to read: name a "
+            "draft model without an encoder"
+        )
+    if target.tokenizer is not None:
+        compare(target.tokenizer, checkpoint.tokenizer or checkpoint.opened.text_tokenizer, checkpoint.name)

@@ -1,0 +1,129 @@
+"""A draft model runs ahead of the target: token by token, or all tokens of a round in one call of its runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from forerun.drafters.shared.branching import BranchingModel
+from forerun.drafters.shared.chain import Chain, Row
+from forerun.drafters.shared.feeding import SHORT_TOKENS, Feeds
+from forerun.drafters.shared.model_options import USUAL, Draws
+from forerun.errors import BadOption
+from forerun.models.runner import Run, Runner
+from forerun.sampling import History, filters_of, probs
+from forerun.sampling.random import PhiloxCoins
+from forerun.types import Budget, Coins, Draft, Draw, Probs, Sequence, Stop
+
+
+class ModelDrafter(BranchingModel):
+    """A drafter that runs the model of `runner` ahead of the target."""
+
+    def __init__(self, runner: Runner, options: Draws = USUAL) -> None:
+        super().__init__(runner, options)
+        self.tells_confidence = runner.tells_confidence
+        self.draws_ahead = runner.draws_ahead
+
+    def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        limits, feeds = self.ready(seqs, budget)
+        return self._proposed(seqs, budget, coins, limits, feeds)
+
+    def _proposed(
+        self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
+    ) -> Draft:
+        """Return what the model drafts within these limits, once the missing tokens are fed."""
+        if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
+            return self._run_ahead(feeds, limits, budget, draws)
+        reads_logits = budget.reads_logits or bool(budget.stops)
+        chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=reads_logits), 0
+        for seq, tokens in feeds.values():
+            self.commit(seq, tokens)
+        while rows:
+            grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, budget, coins[b])]
+            depth += 1
+            # The last token of a full chain is not fed: no draw needs the logits after it.
+            feeds = {b: (seqs[b], self._to_run(chains[b], seqs[b], b, budget)) for b in grown if depth < limits[b]}
+            feeds = {b: (seq, tokens) for b, (seq, tokens) in feeds.items() if tokens}
+            rows = self._feed(feeds, reads_logits=reads_logits)
+            for seq, tokens in feeds.values():
+                self.guess(seq, tokens)
+        return Draft.joined([chain.draft() for chain in chains])
+
+    def _to_run(self, chain: Chain, seq: Sequence, b: int, budget: Budget) -> list[int]:
+        """Return the tokens to run before the next draw, in the model's ids; none where no other draw has room.
+
+        They are the last one, and what the grammar forces behind it, which needs no pass of its own.
+        """
+        last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
+        if most:
+            run = self.forced(seq, chain.tokens)
+            num_own, num_nodes = len(chain.tokens) - len(chain.forced), len(chain.tokens) + len(run)
+            if num_nodes >= most or len(run) > SHORT_TOKENS or not budget.carries(b, num_own, len(run)):
+                return []
+            chain.force(run)
+            return [last, *run]
+        return [self.own_id(last)]
+
+    def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
+        """Return what the grammar of a sequence forces behind drafted tokens, as far as the model reads its ids."""
+        run = seq.grammar.forced(seq.tokens, drafted) if seq.grammar is not None else []
+        return run if max(run, default=0) < self.runner.model.config.vocab_size else []
+
+    def own_id(self, token: int) -> int:
+        """Return the model's own id of a drafted token."""
+        return token
+
+    def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
+        """Return the distribution that a token behind the committed ones and `drafted` is drawn from.
+
+        Raises BadOption where masks and filters leave no token.
+        """
+        if isinstance(row, int):
+            return Probs.of_point(row)
+        return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
+
+    def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
+        """How the runner is to draw the tokens of these sequences in one call: [] = the likeliest; None = it cannot."""
+        fed = [self._fed[seq.id] for seq, _ in feeds.values()]
+        if all(own.best_only for own in fed):
+            return []
+        draws = list[Draw]()
+        for (b, (seq, _)), own in zip(feeds.items(), fed, strict=True):
+            thrown = coins[b]
+            is_plain = own.only_filters and seq.grammar is None
+            if not (self.draws_ahead and is_plain and isinstance(thrown, PhiloxCoins)):
+                return None
+            # The same choice between two kinds of draws as in Chain.grow.
+            draws.append(thrown.ahead(filters_of(own.params, self.runner.width), seq.acceptance == "match"))
+        return draws
+
+    def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget, draws: Seq[Draw]) -> Draft:
+        """Draft the tokens of all sequences in one call of the runner.
+
+        The result is that of the loop in `_proposed` where pacing stops no draw early.
+        """
+        runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
+        stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
+        ahead = self.runner.run_ahead(runs, [limits[b] for b in feeds], stops, draws=draws)
+        for stop, confidences in zip(stops, ahead.confidences, strict=False):
+            stop.confidences += confidences
+        chains: list[list[int]] = [[] for _ in limits]
+        drawn: list[list[Probs]] = [[] for _ in limits]
+        fed = zip(feeds.values(), ahead.ids, strict=True)
+        self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
+        for i, ((b, (seq, tokens)), chain) in enumerate(zip(feeds.items(), ahead.ids, strict=True)):
+            self.commit(seq, tokens)
+            self.guess(seq, chain[:-1])
+            chains[b] = chain
+            drawn[b] = list(ahead.probs[i]) if draws else [Probs.of_point(token) for token in chain]
+        return Draft.chains(chains, drawn)
+
+    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
+        """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token.
+
+        Returns whether another one may follow.
+        """
+        try:
+            draft_probs = self.distribution(row, seq, chain.tokens)
+        except BadOption:
+            return False  # no token is left here; the target raises where none is left there either
+        return chain.grow(draft_probs, None if isinstance(row, int) else row, seq, b, budget, coins)
