@@ -231,7 +231,7 @@ def pair_tables(results: dict[str, Any]) -> dict[str, dict[str, str]]:
     ]
     return {
         "README.md": {"pair": _table(["work", *heads], rows)},
-        "docs/numbers.md": {"pair": _numbers(runs)},
+        "docs/development/numbers.md": {"pair": _numbers(runs)},
     }
 
 
@@ -297,4 +297,5 @@ def demo() -> str:
 if __name__ == "__main__":
     picture = sys.argv[1]
     drawn = {"architecture": architecture, "pair": pair, "demo": demo}[picture]()
-    (ROOT / "docs" / f"{picture}.svg").write_text(drawn, encoding="utf-8")
+    folder = ROOT / "docs" / ("development" if picture == "architecture" else "")
+    (folder / f"{picture}.svg").write_text(drawn, encoding="utf-8")

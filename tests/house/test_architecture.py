@@ -15,7 +15,7 @@ spec.loader.exec_module(pictures)
 
 
 def test_the_picture_is_that_of_the_code() -> None:
-    drawn = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    drawn = (ROOT / "docs" / "development" / "architecture.svg").read_text(encoding="utf-8")
     assert drawn == pictures.architecture(), "draw it again: python docs/pictures.py architecture"
 
 
@@ -34,7 +34,7 @@ def test_the_pair_has_one_set_of_numbers() -> None:
 
 
 def test_every_room_is_described() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path.name for path in (ROOT / "src" / "forerun").iterdir() if (path / "__init__.py").exists()]
     assert not [room for room in rooms if f"**{room}**" not in page]
 

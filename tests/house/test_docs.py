@@ -33,10 +33,10 @@ import typer.main
 from forerun.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("", "api", "methods", "tutorials")
+FOLDERS = ("", "api", "development", "methods", "tutorials")
 PAGES = [page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md")]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(PAGES)]
-HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
+HISTORY = sorted((ROOT / "docs/development/history").glob("*.md"))  # read, not run: its commands are of their time
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )

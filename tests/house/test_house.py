@@ -287,7 +287,8 @@ def test_the_public_names_exist_and_are_documented() -> None:
     forerun = importlib.import_module("forerun")
     errors = importlib.import_module("forerun.errors")
     assert {"LLM", "SamplingParams", "ForerunError"} <= set(forerun.__all__)
-    docs = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "development").glob("*.md")]
+    docs = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for name in forerun.__all__:
         if name.startswith("__"):
             continue

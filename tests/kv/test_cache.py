@@ -1,4 +1,4 @@
-"""The cache against a plain Python model of its contents, and the lengths of docs/journey.md."""
+"""The cache against a plain Python model of its contents, and the lengths of docs/development/journey.md."""
 
 from __future__ import annotations
 
