@@ -85,7 +85,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-light test-isas check lint native parity clients bench docs clean torch-index
+.PHONY: help demo test test-fast test-light test-isas check lint native parity clients bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +106,13 @@ test: lint  ## check, all tests except the long comparison, and without ARGS tes
 		wait $$types || { cat $(VENV)/types.txt; exit 1; }; exit $$tests
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
+
+# What a change breaks most often: rules, sampling, grammars, texts, caches, pacing, and the house's own words.
+FAST_TESTS := tests/verify tests/sampling tests/pacing tests/text tests/kv \
+	tests/house/test_house.py tests/house/test_wrong_changes.py tests/house/test_site.py
+
+test-fast: lint  ## lint and the tests that need no server and no training, in a minute or two
+	$(PYTEST) $(IN_PARALLEL) $(FAST_TESTS) $(ARGS)
 
 test-light: $(LIGHT) $(NATIVE)  ## what works without torch: a text, commands, a served request
 	PYTHONPATH=src $(LIGHT)/bin/python tests/light/check.py

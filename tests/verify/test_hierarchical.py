@@ -1,8 +1,9 @@
 """Hierarchical verification of chains (Zhou et al. 2026, arXiv 2601.05724): capped it is block, else it has a state.
 
 forerun has no rule of this name: the one that is exact is `block` (docs/development/log.md). With r_i, the product of
-p / q along a prefix, the target has more mass than the draft on some children of that prefix, and less on others. The prefix is
-accepted with the ratio of the two masses, the longest prefix first, and the next token is drawn from the excess.
+p / q along a prefix, the target has more mass than the draft on some children of that prefix, and less on others. The
+prefix is accepted with the ratio of the two masses, the longest prefix first, and the next token is drawn from the
+excess.
 """
 
 from __future__ import annotations

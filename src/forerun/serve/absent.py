@@ -1,4 +1,4 @@
-"""Sentences for what is asked of servers like this one and is not built here, where several APIs have it."""
+"""Reasons why several APIs of other servers are absent here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The way of one request through a server: body, Job, engine, answer, whole or as a stream of events.
 
-Every API goes this way; what differs between them is in a Generate. It runs in the event loop, which waits, makes short
-pieces and sends, and hands what takes longer to the threads of the Service.
+Every API goes this way; a Generate holds the differences. It runs in the event loop, which waits, makes short pieces
+and sends, and hands longer work to the threads of the Service.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-RECORD = "forerun.record"  # in the scope of a request: what the log says of it
+RECORD = "forerun.record"  # in the scope of a request: its entry in the log
 IGNORED = "x-forerun-ignored"  # header: fields without which a request was served
-MOST_DRAINED_BYTES = 64 << 20  # of a body that is too large: read and thrown away, so that the client reads the answer
+MOST_DRAINED_BYTES = 64 << 20  # read and thrown away of a body that is too large, so that the client reads the answer
 MOST_HEADER_CHARS = 1000
 MOST_IN_LOOP_TOKENS = 16  # of a piece that the event loop makes itself: microseconds, where a thread costs 50 or more
 
@@ -49,7 +49,7 @@ class Answer(Response):
         self._services, self._route, self._error = services, route, error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read, generate and send. Nothing is raised but what ends the connection."""
+        """Read, generate and send. Raises nothing except errors that end the connection."""
         exchange = Exchange(self._services, self._route, self._error, scope, receive, send)
         try:
             await exchange.run()
@@ -80,10 +80,10 @@ class Exchange:
         self._ends_s = time.monotonic() + services.limits.request_timeout_s
         self._patience = Patience()
         self._wrote_s = time.monotonic()  # when something was last sent
-        self._is_sent = False  # the last byte is on its way: that the client goes then is as it should be
+        self._is_sent = False  # the last byte is on its way: the client may go now
 
     async def run(self) -> None:
-        """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
+        """Answer the request. Raises ForerunError before the first byte of the answer was sent, and ClientGone."""
         services = self._services
         body = await read_body(self._headers, self._receive, services)
         if self._route.is_kept and names_kept(body):
@@ -95,11 +95,11 @@ class Exchange:
                 job, prompts = await self._read(body)
                 del body
                 self._service, self._record["model"] = services.of(job.model), job.model
-                with self._service.gate.enter() as own_place:
-                    await self._answer(job, prompts, place, own_place)
+                with self._service.gate.enter() as model_place:
+                    await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate and send, in these places at the server's gate and the model's."""
+        """Generate and send, holding places at the server's gate and the model's."""
         service = self._service
         with self._guarding():
             await self._services.compile(service, job.params)
@@ -115,7 +115,7 @@ class Exchange:
             service.end(generation)
 
     def close(self) -> None:
-        """Forget its timer."""
+        """Stop the timer."""
         self._patience.close()
 
     async def refuse(self, error: ForerunError) -> None:
@@ -133,19 +133,19 @@ class Exchange:
     def _body(self, job: Job, generation: Generation) -> bytes:
         outputs = self._outputs(generation)
         tokenizer = self._service.llm.tokenizer
-        made = self._route.answer(job, outputs, tokenizer, secrets.token_hex(12), int(time.time()))
+        answer = self._route.answer(job, outputs, tokenizer, secrets.token_hex(12), int(time.time()))
         if job.items is not None:
-            self._services.kept.put(self._key, made, job.items)
-        return in_slices(made)
+            self._services.kept.put(self._key, answer, job.items)
+        return in_slices(answer)
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
         events = self._route.stream(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
         headers = {"content-type": self._route.media_type, "cache-control": "no-cache"}
         await self._start(200, headers, job)
         try:
-            # What is repeated of the body may be long.
+            # The fields that the answer repeats may be long.
             await self._write(await self._guarded(events.begin, in_loop=not job.given))
-            is_over = not generation.requests  # one that has ended already still has all to tell
+            is_over = not generation.requests  # a generation that has ended already still has all its text to send
             while not is_over:
                 try:
                     silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
@@ -167,11 +167,11 @@ class Exchange:
         return b"".join(events.piece(index, chunk) for index, chunk in generation.chunks())
 
     def _end(self, job: Job, events: Events, generation: Generation) -> bytes:
-        made = events.end(self._outputs(generation))
+        last = events.end(self._outputs(generation))
         response = getattr(events, "response", None)
         if job.items is not None and response is not None:
             self._services.kept.put(self._key, response, job.items)
-        return made
+        return last
 
     def _outputs(self, generation: Generation) -> list[RequestOutput]:
         outputs = generation.outputs()
@@ -181,7 +181,7 @@ class Exchange:
         return outputs
 
     async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
-        """Until there is something new. Raises TimeoutError behind at_most_s, and Refused behind the request's time."""
+        """Wait for news. Raises TimeoutError after at_most_s, and Refused after the time of the request."""
         left_s = self._ends_s - time.monotonic()
         try:
             await self._patience.wait(generation.is_told.wait(), min(left_s, at_most_s))
@@ -194,15 +194,15 @@ class Exchange:
         generation.is_told.clear()
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
-        """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
+        """Do work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
         with self._guarding():
             return work(*given) if in_loop else await self._services.in_thread(work, *given)
 
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
-        """The job of a body, and its prompts as ids. Raises ForerunError."""
+        """Return the job of a body, and its prompts as ids. Raises ForerunError."""
         with self._guarding():
-            made: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
-            return made
+            read: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
+            return read
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
@@ -210,13 +210,13 @@ class Exchange:
             yield
         except (ForerunError, asyncio.CancelledError):
             raise
-        except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
+        except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
             LOG.exception("request %s: its text could not be made", self._record["request_id"])
             raise InternalError(f"the text of the request or its answer could not be made: {error!r:.200}") from error
 
     @asynccontextmanager
     async def _until_gone(self) -> AsyncIterator[None]:
-        """What runs in it is cancelled when the client has gone; then ClientGone is raised."""
+        """Cancel the block when the client has gone, and raise ClientGone then."""
         work = asyncio.current_task()
         assert work is not None
         is_gone = False
@@ -266,7 +266,7 @@ class Exchange:
             self._wrote_s = time.monotonic()
 
     async def _within(self, sending: Awaitable[None]) -> None:
-        """Raises ClientGone where the client takes nothing for too long."""
+        """Send. Raises ClientGone where the client takes nothing for too long."""
         try:
             await self._patience.wait(sending, self._services.limits.stall_timeout_s)
         except TimeoutError:
@@ -275,13 +275,13 @@ class Exchange:
 
 
 def key_of(headers: Any) -> str:
-    """Whose a request is: a digest of the API key that it brings, '' where it brings none."""
+    """Return a digest of the API key that a request brings, '' where it brings none."""
     given = headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
     return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
 async def read_body(headers: Any, receive: Receive, services: Services) -> bytes:
-    """The body of a request, for which there was room when it began.
+    """Return the body of a request, if there is room for it when it begins.
 
     Raises Refused where there is none, and for a body that is too large or takes too long; ClientGone where it ends
     early.
@@ -318,6 +318,6 @@ async def read_body(headers: Any, receive: Receive, services: Services) -> bytes
 
 
 def ignored_header(names: Seq[str]) -> str:
-    """The fields as the value of a header, which holds printable ASCII alone."""
+    """Return the fields as the value of a header, which holds printable ASCII alone."""
     safe = (name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return ", ".join(shown_name for shown_name in safe)[:MOST_HEADER_CHARS]

@@ -1,8 +1,8 @@
 """The file of answers of a batch: whole lines, each there once, safe on the disk before it counts as written.
 
-The process may be killed at any moment. What is then in the file is whole lines and at most one torn one at the end,
-which the next run cuts off. A lock keeps a second process out for as long as the first one lives. The id of a line has
-the digest of the request that it answers, so that a later run sees which requests have changed.
+The process may be killed at any moment. The file then holds whole lines and at most one torn one at the end, which the
+next run cuts off. A lock keeps a second process out for as long as the first one lives. The id of a line has the digest
+of the request that it answers, so that a later run sees which requests have changed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from typing import Any
 from forerun.errors import BadOption, CapacityError, shown
 
 ID_PREFIX = "batch_req_"
-_BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: what else a file ends with is not ours to cut off
+_BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: nothing else at the end of a file is cut off
 _OK = 200
 _NUM_SHOWN = 5  # custom_ids that a message names
 
 
 def answer_id(digest: str) -> str:
-    """A new id for the answer to a request with this digest."""
+    """Return a new id for the answer to a request with this digest."""
     return f"{ID_PREFIX}{secrets.token_hex(12)}_{digest}"
 
 
 def _digest_in(own_id: str) -> str:
-    """What `answer_id` was told; nothing where it did not make this id."""
+    """Return the digest in an id of `answer_id`; empty for other ids."""
     return own_id.removeprefix(ID_PREFIX).partition("_")[2] if own_id.startswith(ID_PREFIX) else ""
 
 
 def some_of(custom_ids: Seq[str]) -> str:
-    """How many requests, and the first of them."""
+    """Say how many requests there are, and name the first."""
     shown = ", ".join(f"{custom_id!r:.80}" for custom_id in custom_ids[:_NUM_SHOWN])
     more = f" and {len(custom_ids) - _NUM_SHOWN:,} more" if len(custom_ids) > _NUM_SHOWN else ""
     return f"{len(custom_ids):,} request{'s' if len(custom_ids) > 1 else ''} ({shown}{more})"
 
 
 class AnswerFile:
-    """Opened and locked on entering, made where it is not there. Nothing in it is touched before `recover`.
+    """The file, opened and locked on entering, and created where it is missing. Nothing in it changes before `recover`.
 
     Raises BadOption, on entering, where another process holds it, or where it is no regular file.
     """
@@ -54,12 +54,12 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.finished: set[str] = set()  # custom_ids that have their line
-        self.refused: list[str] = []  # of them, those whose answer is an error, in order
-        self.first_reason = ""  # of the first of those
-        self.num_unmarked = 0  # of them, those whose answer has no digest: an earlier version wrote it
-        self.dropped: list[str] = []  # those whose answer was taken out, to be given anew
+        self.refused: list[str] = []  # finished ones whose answer is an error, in order
+        self.first_reason = ""  # why the first of them was refused
+        self.num_unmarked = 0  # answers without a digest: an earlier version wrote them
+        self.dropped: list[str] = []  # custom_ids whose answer was taken out, to be given anew
         self._fd = -1
-        self._replaced_fd: int | None = None  # of the file that was there before, locked as long as this one
+        self._replaced_fd: int | None = None  # the file that was there before, locked as long as this one
         self._size_bytes = 0  # of the whole lines
 
     def __enter__(self) -> AnswerFile:
@@ -84,9 +84,9 @@ class AnswerFile:
     def recover(self, asked: Mapping[str, str], *, redo_changed: bool = False, retry_refused: bool = False) -> None:
         """Read what earlier runs have written, and cut off a torn line. asked: custom_id -> digest, of the input.
 
-        redo_changed: answers to requests whose digest is another one now are taken out. retry_refused: those that are
-        errors. Raises BadOption, with nothing cut off, where there are changed ones and that is not wanted, and where
-        the file is not the output of that input.
+        redo_changed: take out answers to requests whose digest has changed. retry_refused: take out errors. Raises
+        BadOption, with nothing cut off, where requests have changed without redo_changed, and where the file is not the
+        output of that input.
         """
         changed = self._read(asked)
         refused = self.refused if retry_refused else []
@@ -102,7 +102,7 @@ class AnswerFile:
         os.ftruncate(self._fd, self._size_bytes)
 
     def _read(self, asked: Mapping[str, str]) -> list[str]:
-        """Count what is there. Returns the custom_ids of requests that have changed since they were answered."""
+        """Count the lines. Returns the custom_ids of requests that have changed since they were answered."""
         self.finished, self.refused, self.num_unmarked, self._size_bytes = set(), [], 0, 0
         changed = list[str]()
         for number, line in enumerate(self._lines(), 1):
@@ -123,7 +123,7 @@ class AnswerFile:
             yield from file
 
     def _drop(self, custom_ids: Collection[str]) -> None:
-        """Take these answers out: the file is replaced, so that a process that is killed leaves the old one or the new.
+        """Take these answers out by replacing the file: a killed process leaves either the old file or the new one.
 
         Raises CapacityError, with the old one left, where there is no room for the new one.
         """
@@ -160,7 +160,7 @@ class AnswerFile:
 
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
-        """Raises CapacityError where what is done in it finds no room on the disk."""
+        """Raise CapacityError where the block finds no room on the disk."""
         try:
             yield
         except OSError as error:
@@ -207,7 +207,7 @@ class AnswerFile:
             self.refused.append(answer["custom_id"])
 
     def _check_torn(self, line: bytes) -> None:
-        """A line without an end is cut off only if a run can have left it; after a power cut it may end in zeros."""
+        """Raise BadOption for an unfinished line that no run can have left; after a power cut it may end in zeros."""
         line = line.rstrip(b"\0")
         if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
             raise BadOption(

@@ -1,7 +1,7 @@
 """The routes of a server: a FastAPI application around its Services.
 
-The event loop does HTTP alone. Errors have the form of the API whose route they are met on. Every answer has the
-request's id in the header x-request-id, and in request-id, where the client of Anthropic looks for it.
+The event loop does HTTP alone. Errors have the form of the API whose route raised them. Every answer has the request's
+id in the header x-request-id, and in request-id, where the client of Anthropic looks for it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from forerun.version import __version__
 
 LOG = logging.getLogger("forerun.serve.requests")
 OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
-# Of a body that a page's API gets, at most; more where the context is longer. Pages read theirs in this process, and
-# what parses JSON or cuts words into tokens holds up the step: so it is about what fits, and not --max-body-bytes.
+# The largest body of a page's API; larger where the context is longer. Pages read bodies in this process, and parsing
+# JSON or tokenizing holds up the step: so the limit is about what fits into the context, and not --max-body-bytes.
 MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN = 32 << 10, 8
 HERE = """forerun is running.
 It speaks the APIs of OpenAI and Anthropic below /v1, and Ollama's below /api: /v1/models lists what is served,
@@ -56,10 +56,10 @@ def make_app(
     pages: Mapping[str, ASGIApp] | None = None,
     origins: Origins | None = None,
 ) -> FastAPI:
-    """The application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
+    """Return the application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
 
-    pages: path -> an application of its own; what lies below /api in it needs the key, too. origins: of the web pages
-    that may use it; None = its own alone, by whatever name it is called.
+    pages: path -> a separate application; its paths below /api need the key, too. origins: of the web pages that may
+    use it; None = only its own, by whatever name it is called.
     """
     origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
@@ -119,12 +119,12 @@ def _counting(services: Services, route: Count, error: Errors) -> Callable[[Requ
         try:
             body = await read_body(request.headers, request.receive, services)
             with services.gate.enter():
-                made, ignored = await services.read(route.form.url, body)
+                written, ignored = await services.read(route.form.url, body)
             if route.finish is not None:
-                made = as_json(route.finish(services, json.loads(made)))
+                written = as_json(route.finish(services, json.loads(written)))
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
-            return Response(made, 200, headers, "application/json")
+            return Response(written, 200, headers, "application/json")
         except ClientGone:
             return Response(status_code=400)
         except ForerunError as failure:
@@ -163,7 +163,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What Starlette raises: no such route, no such method."""
+    """Answer an error that Starlette raises: no such route, no such method."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
@@ -185,7 +185,7 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """What gives an application a body that was read already, and then what comes behind it."""
+    """Return a Receive that gives an application a body that was read already, and then what follows it."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
@@ -195,7 +195,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 class Door:
-    """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
+    """Before every route: gives the request an id, checks the API key, and logs the request when it is over."""
 
     def __init__(
         self, app: ASGIApp, services: Services, api_key: str | None, pages: tuple[str, ...], origins: Origins
@@ -204,7 +204,7 @@ class Door:
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Any request."""
+        """Handle any request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -219,9 +219,9 @@ class Door:
             nonlocal status, has_begun
             if message["type"] == "http.response.start":
                 status, has_begun = message["status"], True
-                own = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
-                own += self._origins.answer_headers(headers)
-                message = {**message, "headers": [*message.get("headers", []), *own]}
+                added = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                added += self._origins.answer_headers(headers)
+                message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
         with span(scope["path"], record, headers):
@@ -257,7 +257,7 @@ class Door:
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
 
     def _usual(self, scope: Scope) -> Scope:
-        """A request as routes know it: HEAD is a GET whose body is not sent, and a slash at the end says nothing."""
+        """Return a request as routes know it: HEAD becomes GET without a body, and a slash at the end is dropped."""
         path, method = scope["path"], scope["method"]
         if (absolute := _ABSOLUTE.match(path)) is not None:  # as proxies and some clients write it
             path = path[absolute.end() :] or "/"
@@ -266,20 +266,19 @@ class Door:
         return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
-        """Of the model that answered; what none has answered counts under the first."""
+        """Return the metrics of the model that answered; what none has answered counts under the first."""
         name = record.get("model")
         return self._services.metrics if name is None else self._services.of(name).metrics
 
     def _request_id(self, headers: dict[bytes, bytes]) -> str:
-        """The client's own, if it is one that a log can hold, else a new one."""
+        """Return the client's id if a log can hold it, else a new one."""
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> dict[str, str] | None:
-        """Raise Refused for a request that does not come in. Nothing of its body is read before.
+        """Raise Refused for a request that may not come in, before any of its body is read.
 
-        Returns the headers of the answer to a browser that asks whether a page may send a request, which it does
-        without the key; None for any other request.
+        Returns the headers that answer a browser's preflight, which comes without the key; None for any other request.
         """
         most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
@@ -297,7 +296,7 @@ class Door:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Routes of the server read bodies and take places themselves; pages know neither limits nor gate."""
+        """Refuse a body that is too large for a page: pages know neither limits nor gate, unlike other routes."""
         length, limits = headers.get(b"content-length", b""), self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)
@@ -309,7 +308,7 @@ class Door:
             raise Refused(f"{message}to /v1/completions, or raise {option}", code="body_too_large", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        """Whether the request brings the key, compared in a time that says nothing of it."""
+        """Return whether the request brings the key, compared in a time that reveals nothing about it."""
         if self._api_key is None or path in OPEN_PATHS or self._is_page(path):
             return True
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -318,6 +317,6 @@ class Door:
         return sum(hmac.compare_digest(one, self._api_key) for one in given) > 0
 
     def _is_page(self, path: str) -> bool:
-        """Whether a path is a file of a page, or leads to one."""
+        """Return whether a path is a file of a page, or leads to one."""
         page = next((page for page in self._pages if path == page or path.startswith(f"{page}/")), None)
         return page is not None and not path.startswith(f"{page}/api/")

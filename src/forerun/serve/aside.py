@@ -1,8 +1,8 @@
-"""Long bodies are read in a process of their own, so that no other request and no step waits for them.
+"""A separate process that reads long bodies, so that no other request and no step waits for them.
 
-Python runs one thread at a time, and what parses JSON or cuts words into tokens does not let others in between. The
-process is started for the first long body; the shortest of those that wait is read first. A second process tries
-grammars, which may take any time and memory: it is ended where one takes more than texts.MOST_TRIED_S.
+Python runs one thread at a time, and parsers of JSON and tokenizers do not let others in between. The process is
+started for the first long body; the shortest waiting body is read first. A second process tries grammars, which may
+take any time and memory: it is ended where one takes more than texts.MOST_TRIED_S.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from forerun.errors import BadOption, ForerunError, InternalError
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.texts import MOST_TRIED_BYTES, MOST_TRIED_S, Library, TextOptions, Texts
 
-LONG_BYTES = 8 << 10  # of a body that is read there: shorter ones take a thread less time than the way there
+LONG_BYTES = 8 << 10  # from here on a body is read there: a thread reads shorter ones faster than the way there takes
 MOST_SECONDS = 60.0  # of one body; the process is started anew behind a longer one
 _START_SECONDS = 300.0  # on a busy machine
 _NICE = 5  # it comes behind the engine's threads, where all cores are busy
-# What a process that tries grammars ends of by itself, and what that says.
+# Exit statuses of a process that tries grammars -> the limit that it has exceeded.
 _MUCH = {-signal.SIGPROF: f"{MOST_TRIED_S:g} s to compile", -signal.SIGABRT: f"{MOST_TRIED_BYTES >> 20} MiB of memory"}
 _CODE = "import sys; sys.path[:] = sys.argv[2:]; from forerun.serve.aside import main; main(int(sys.argv[1]))"
 
@@ -40,7 +40,7 @@ _Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and what 
 
 
 class Aside:
-    """The process, and a thread that talks to it. options: of all models, what it makes its Library of."""
+    """The process, and a thread that talks to it. options: of all models, for its Library."""
 
     def __init__(self, options: Seq[TextOptions]) -> None:
         self._options = tuple(options)
@@ -52,15 +52,15 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """What `Library.work` makes of a body, or raises. InternalError where it fails twice, Refused for too long."""
+        """Return what `Library.work` makes of a body. InternalError where it fails twice, Refused for too long."""
         return self._put(("work", (url, body)), len(body))
 
     def attempt(self, name: str, key: tuple[str, str]) -> Future[Any]:
-        """Compile a grammar of the model of this name; the bytes that it held. BadOption where it takes too much."""
+        """Compile a grammar of the named model; the result is its bytes. BadOption where it takes too much."""
         return self._put(("attempt", (name, key)), len(key[1]))
 
     def begin(self) -> None:
-        """Start the process, if none was asked for yet; who waits for it first waits less."""
+        """Start the process, if it was not asked for yet: the earlier it starts, the less a request waits for it."""
         if self._thread is None:
             self._put(("begin", ()), 0)
 
@@ -70,17 +70,17 @@ class Aside:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="forerun-aside", daemon=True)
                 self._thread.start()
-        # Short ones first, but a long one waits for a second per megabyte at most of those that come behind it.
+        # Short ones first, but a long one lets later ones pass for at most a second per megabyte of its length.
         self._jobs.put((time.monotonic() + size / 1e6, next(self._order), job, future))
         return future
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Return the id of the process, while there is one."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End it. What waits is cancelled."""
+        """End the process. Waiting work is cancelled."""
         self._is_closed = True
         self._jobs.put((-1.0, next(self._order), ("", ()), Future()))
         if (process := self._process) is not None:
@@ -103,7 +103,7 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: _Job) -> Any:
-        """The answer of the process. One that has ended, as the system may end it, is started anew, once for a job."""
+        """Return the answer of the process. If the system has ended it, it is started anew once for a job."""
         for is_again in (False, True):
             try:
                 pipe = self._pipe or self._start()
@@ -112,7 +112,7 @@ class Aside:
                     self._end()
                     message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make them shorter"
                     raise Refused(message, code="timeout", status=504)
-                is_made, made = pickle.loads(pipe.recv_bytes())
+                is_made, answer = pickle.loads(pipe.recv_bytes())
                 break
             except (EOFError, OSError) as error:
                 if (much := _MUCH.get(self._end() or 0)) is not None and job[0] == "attempt":
@@ -123,11 +123,11 @@ class Aside:
                     )
                     raise InternalError(message) from error
         if not is_made:
-            raise made
-        return made
+            raise answer
+        return answer
 
     def _start(self) -> Connection:
-        """Start the process. Raises InternalError where it cannot read."""
+        """Start the process. Raises InternalError where it does not start in time."""
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -156,16 +156,16 @@ class Aside:
 
 
 def _packed(made: Any) -> Any:
-    """What is sent back, with ids as arrays: lists of a million numbers are unpacked while no other thread runs."""
+    """Pack ids as arrays: lists of a million numbers would be unpacked while no other thread runs."""
     if not isinstance(made, tuple) or not isinstance(made[0], Job):
         return made
-    with suppress(OverflowError):  # some are no ids, as the engine says
+    with suppress(OverflowError):  # some are too large for ids, and the engine says so
         return made[0], [array("i", ids) for ids in made[1]]
     return made
 
 
 def main(number: int) -> None:
-    """The process: reads jobs until its server has gone. number: of the descriptor of its pipe."""
+    """Run the process: reads jobs until its server has gone. number: the descriptor of its pipe."""
     os.nice(_NICE)
     pipe = Connection(number)
     library = Library([Texts(options) for options in pipe.recv()])
@@ -176,11 +176,11 @@ def main(number: int) -> None:
         except EOFError:
             return
         try:
-            made = pickle.dumps((True, _packed(getattr(library, name)(*given))))
+            answer = pickle.dumps((True, _packed(getattr(library, name)(*given))))
         except ForerunError as error:
-            made = pickle.dumps((False, error))
-        except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
+            answer = pickle.dumps((False, error))
+        except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
             sys.excepthook(type(error), error, error.__traceback__)
             failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
-            made = pickle.dumps((False, failed))
-        pipe.send_bytes(made)
+            answer = pickle.dumps((False, failed))
+        pipe.send_bytes(answer)

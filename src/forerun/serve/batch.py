@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
-# What ends a run and no line of it. Anything else that is raised belongs to its line: what a tokenizer's Rust code
-# calls a panic is no Exception.
+# These end the run. Anything else that is raised belongs to its line: a panic of a tokenizer's Rust code is no
+# Exception.
 _ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 is that of errors which the caller can mend
+ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 means errors that the caller can mend
 WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
-# What answers requests (see `Runner.run`), and where: with the names that bodies may call the model.
+# A Run answers requests (see `Runner.run`); a Place says where, given the names that bodies may call the model.
 Run: TypeAlias = Callable[[Iterator[BatchRequest], AnswerFile, Callable[[], None]], None]
 Place: TypeAlias = "Callable[[EngineConfig, Seq[str], Numbers], AbstractContextManager[Run]]"
-SEED_BITS = 53  # of a seed where the request gives none: an integer that every JSON reader keeps
+SEED_BITS = 53  # of a seed that the request does not give: every JSON reader keeps such an integer exactly
 
 
 def run(
@@ -62,8 +62,8 @@ def run(
     """Answer every request of the input that the output has no answer to. Returns the exit code.
 
     served_names: what requests must call the model, the answers' name first; none = whatever they like. redo_changed:
-    what was answered when it asked something else is answered again. retry_refused: what was refused, too. place:
-    where the engine is; none = in this process.
+    requests that have changed since their answer are answered again. retry_refused: refused ones, too. place: where the
+    engine is; none = in this process.
 
     Raises UserError, with nothing run, for an input that is malformed, an output of another input, requests that have
     changed otherwise, and options that cannot be honoured; KeyboardInterrupt after saying how to go on.
@@ -94,14 +94,14 @@ def run(
 
 
 def seed_of(custom_id: str) -> int:
-    """The seed of a request that gives none: the same in every run, so that a run that is taken up says the same."""
+    """Return the seed of a request that gives none: the same in every run, so that a resumed run says the same."""
     digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
 @dataclass
 class Numbers:
-    """A listener: what this run has generated, and how long it took."""
+    """A listener: the tokens that this run has generated, and how long it took."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -111,11 +111,11 @@ class Numbers:
 
     @property
     def tokens_per_s(self) -> float:
-        """Since the model was loaded."""
+        """Return the rate since the model was loaded."""
         return self.num_tokens / max(time.perf_counter() - self.started_s, 1e-9)
 
     def summary(self, num_lines: int, num_before: int, num_refused: int) -> str:
-        """[100 requests: 98 answered, 2 refused; 40 of them before; 5,120 tokens in 12.3 s, 416.3 tokens/s]."""
+        """Return a line such as [100 requests: 98 answered, 2 refused; 40 of them before; 5,120 tokens ...]."""
         noun = "request" if num_lines == 1 else "requests"
         parts = [f"{num_lines:,} {noun}: {num_lines - num_refused:,} answered, {num_refused:,} refused"]
         parts += [f"{num_before:,} of them before"] if num_before else []
@@ -128,7 +128,7 @@ class Numbers:
 
 @dataclass
 class Running:
-    """A request of the file with those of the engine that make its choices."""
+    """A request of the file, with the engine requests that make its choices."""
 
     asked: BatchRequest
     job: Job
@@ -136,14 +136,14 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """True where every choice has ended, or one of them has failed."""
+        """Return whether every choice has ended, or one of them has failed."""
         return any(c.error is not None for c in self.choices) or all(
             c.seq.finish_reason is not None for c in self.choices
         )
 
 
 class Requests:
-    """Makes requests of an engine from those of a file, and answers from those that have ended.
+    """Makes engine requests from the requests of a file, and answers from the ended ones.
 
     name: of the model in answers. served_names: what bodies may call it, see `Generate.job`. defaults: fields of
     SamplingParams below what the bodies say.
@@ -153,12 +153,12 @@ class Requests:
         self.llm, self._name, self._served_names, self._defaults = llm, name, served_names, defaults
 
     def start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running | dict[str, Any]:
-        """Queue a request, whose choices `hear` tells of. Returns the answer where it cannot be honoured."""
+        """Queue a request; `hear` is told when a choice changes. Returns the answer where it cannot be honoured."""
         try:
             return self._start(request, hear)
         except (UserError, CapacityError) as error:
             return _answer_line(request, *plain_error(error))
-        except RecursionError:  # other requests are not to wait until this one is mended
+        except RecursionError:  # one bad request must not stop the others
             too_deep = Refused("the body is nested too deeply to be read: make it flatter")
             return _answer_line(request, *plain_error(too_deep))
         except _ENDS:
@@ -183,7 +183,7 @@ class Requests:
         )
 
     def answer(self, running: Running) -> dict[str, Any]:
-        """The line of the output for one that is over."""
+        """Return the output line of a request that is over."""
         error = next((choice.error for choice in running.choices if choice.error is not None), None)
         if error is not None:
             self.llm.end(running.choices)
@@ -204,7 +204,7 @@ class Requests:
 
 
 class Runner:
-    """Keeps `window` requests in an engine and turns those that have ended into answers."""
+    """Keeps `window` requests in an engine and turns the ended ones into answers."""
 
     def __init__(self, requests: Requests, window: int) -> None:
         self._requests, self._window = requests, window
@@ -231,7 +231,7 @@ class Runner:
             self._requests.llm.end([choice for running in self._running for choice in running.choices])
 
     def _fill(self, requests: Iterator[BatchRequest]) -> list[dict[str, Any]]:
-        """Start requests until the window is full. Returns the answers to those that cannot be honoured."""
+        """Start requests until the window is full. Returns the answers to the refused ones."""
         refused: list[dict[str, Any]] = []
         num_running = sum(len(running.choices) for running in self._running)
         while num_running < self._window and len(refused) < self._window:
@@ -247,7 +247,7 @@ class Runner:
         return refused
 
     def _land(self) -> list[dict[str, Any]]:
-        """The answers to those that are over. They are forgotten before they are written, so never written twice."""
+        """Return the answers to ended requests. They are forgotten before they are written, so never written twice."""
         over = [running for running in self._running if running.is_over]
         if over:
             self._running = [running for running in self._running if not running.is_over]
@@ -255,7 +255,7 @@ class Runner:
 
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
-    """The model of a configuration, ready for requests."""
+    """Load the model of a configuration, ready for requests."""
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.memory.machine import spare_what_is_loaded
@@ -270,7 +270,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """An engine here."""
+    """Run an engine in this process."""
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)
@@ -320,13 +320,13 @@ def _answer(
 
 
 def _failed_line(asked: BatchRequest, error: BaseException) -> dict[str, Any]:
-    """The line of a request that something went wrong in which nobody foresaw: the others are answered."""
+    """Return the line of a request that failed in an unforeseen way: the others are answered."""
     LOG.error("request %s failed", shown(asked.custom_id), exc_info=error)
     failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
     return _answer_line(asked, *plain_error(failed))
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of the output. It begins with the id: answers.py knows its own lines by it."""
+    """Return one line of the output. It begins with the id, by which answers.py knows its lines."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
     return {"id": answer_id(asked.digest), "custom_id": asked.custom_id, "response": response, "error": None}

@@ -1,8 +1,8 @@
 """What the bodies of all APIs have in common: the check of their fields, and the Job that they become.
 
 Policy, as for checkpoints: a field that would change the answer and is not honoured is refused by name. Each API says
-what becomes of its fields (fields.py); any other field is refused. null is as good as absent. An agent that sends such
-fields whatever happens may be served without them, and is told which they were (`Given.ignored`).
+what becomes of its fields (fields.py); any other field is refused. null is as good as absent. An agent that always
+sends such fields may be served without them, and is told which they were (`Given.ignored`).
 
 Plain data in and out: no web framework, no file, no clock.
 """
@@ -43,10 +43,10 @@ Prompt = str | list[int]
 Message = Mapping[str, Any]
 
 LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
-OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means there, as clients of other servers say it
+OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means for them: clients of other servers send it
 NO_CALLS = "tools are described by `tools`, and chosen by `tool_choice`"
 ONE_ANSWER = "this API gives one answer"
-# What a chat template's variables cannot be called: they have a meaning of their own in LLM.apply_chat_template.
+# Names that a chat template's variables cannot have: they are parameters of LLM.apply_chat_template.
 _NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
 _REPORTED = ("num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted")
 _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
@@ -56,7 +56,7 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 class Form:
     """The fields of the bodies of one route.
 
-    own: beside those of SHARED, which the bodies of an answer have, too. elsewhere: fields of a sister route -> its
+    own: fields beside SHARED, which the body of every answer route has, too. elsewhere: fields of a sister route -> its
     url. other_names: name of a field in some clients -> its name.
     """
 
@@ -68,18 +68,18 @@ class Form:
 
     @property
     def fields(self) -> Fields:
-        """Every field that a body may have."""
+        """Return every field that a body may have."""
         return {**SHARED, **self.own} if self.is_of_an_answer else self.own
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a body with its fields called as they are called here; what has both names has the usual one."""
+        """Return a body with the names used here for its fields; where both names are there, the usual one counts."""
         others = {ours: body[other] for other, ours in self.other_names.items() if other in body}
         return {**others, **{name: value for name, value in body.items() if name not in self.other_names}}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one body asks for. messages: of a conversation; else prompts. params.n choices for each of them."""
+    """What one body asks for: messages of a conversation, else prompts, with params.n choices for each."""
 
     url: str
     model: str  # as the answer names it
@@ -92,7 +92,7 @@ class Job:
     add_generation_prompt: bool | None = None  # None = as the template's own default here
     stream: bool = False
     include_usage: bool = False  # at the end of a stream
-    continuous_usage: bool = False  # and what it is so far, with each chunk
+    continuous_usage: bool = False  # and the usage so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
     token_ids: bool = False  # whether it asks for the ids of prompts and answers
     ignored: tuple[str, ...] = ()  # fields without which it is served
@@ -103,10 +103,12 @@ class Job:
     thinks: bool | None = None  # whether it thinks at all; None = as it usually does
     items: bytes | None = None  # of /v1/responses: the input as a JSON list, where the response is kept
     echo: bool = False  # whether the answer repeats the prompt
-    context: tuple[str, int] | None = None  # the field that says how many tokens the client counts on, and they
+    context: tuple[str, int] | None = (
+        None  # the field that says how large a context the client counts on, and its tokens
+    )
     thinking_wish: str | None = None  # the field of max_thinking_tokens, where it is a wish that need not be kept
     without_template: str | None = None  # the prompt in place of messages, where the model has no chat template
-    answer_form: AnswerForm | None = None  # what tells the parts of the answer apart
+    answer_form: AnswerForm | None = None  # tells the parts of the answer apart
 
     def __post_init__(self) -> None:
         if self.stream and self.params.searches:
@@ -114,15 +116,15 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """How many texts it asks for."""
+        """Return how many texts it asks for."""
         return self.params.n * (len(self.prompts) if self.messages is None else 1)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The fields of a body that are honoured, none of them null. ignored: those without which it is served.
+    """The honoured fields of a body, none of them null. ignored: the fields without which it is served.
 
-    ignores: whether unsupported ones are among these, and not refused. body: all of it.
+    ignores: whether unsupported fields are ignored, and not refused. body: all of it.
     """
 
     fields: dict[str, Any]
@@ -131,7 +133,7 @@ class Given:
     body: Mapping[str, Any]
 
     def ignore(self, refusal: Refused) -> None:
-        """Serve it without the field that is refused. Raises the refusal where that is not wanted."""
+        """Serve the body without the refused field. Raises the refusal where that is not wanted."""
         if not self.ignores or refusal.code not in _MAY_BE_IGNORED:
             raise refusal
         self.ignored.append(str(refusal.param))
@@ -174,7 +176,7 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
 
 
 def _check_value(name: str, value: Any, field: Field) -> None:
-    """Refuse a value that a neutral field cannot have, and one of another type than a flag's or a text's."""
+    """Refuse a value that a neutral field cannot have, and a flag or text of another type."""
     if field.schema is FLAG and not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
     if field.schema is TEXT and not isinstance(value, str):
@@ -201,23 +203,23 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
 
 
 def meant(name: str, served_names: Collection[str]) -> str:
-    """Return the served name that a client means, which may add `:latest` or leave `.gguf` out; else its own."""
+    """Return the served name that a client means, which may add `:latest` or leave `.gguf` out; else `name`."""
     bare = name.removesuffix(LATEST)
-    return next((own for own in (name, bare, f"{name}.gguf", f"{bare}.gguf") if own in served_names), name)
+    return next((known for known in (name, bare, f"{name}.gguf", f"{bare}.gguf") if known in served_names), name)
 
 
 def named(served_names: Seq[str]) -> str:
-    """What a model may be called, for a message."""
+    """Return what a model may be called, for a message."""
     return " or ".join(map(repr, told(served_names)))
 
 
 def told(served_names: Seq[str]) -> Seq[str]:
-    """The names that clients are told: a path of this machine only where there is no other name."""
+    """Return the names that clients are told: a path of this machine only where there is no other name."""
     return [name for name in served_names if not name.startswith(("/", ".", "~"))] or served_names
 
 
 def model_names(target: str) -> tuple[str, ...]:
-    """What requests may call a target: its folder's name or its path; its hub id, with or without the revision."""
+    """Return what requests may call a target: its folder's name or path; its hub id, with or without the revision."""
     path = there(target)
     if path is not None:
         return tuple(dict.fromkeys((path.resolve().name, target)))
@@ -225,7 +227,7 @@ def model_names(target: str) -> tuple[str, ...]:
 
 
 def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str], logprobs: Any) -> SamplingParams:
-    """The sampling parameters of a body. names: of the API's fields -> of SamplingParams, where they differ.
+    """Return the sampling parameters of a body. names: of the API's fields -> of SamplingParams, where they differ.
 
     defaults: fields of SamplingParams below what the body says. logprobs: the field of that name. Raises Refused.
     """
@@ -277,7 +279,7 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
 
 
 def _speculation(given: Body) -> dict[str, Any]:
-    """The object {"draft": ..., "spec_length": ..., "acceptance": ..., "report": true}, of which all may be missing."""
+    """Return the fields of {"draft": ..., "spec_length": ..., "acceptance": ...} that are given. Raises Refused."""
     wanted = given.get("speculation", {})
     known = (*SPECULATION, "report")
     if not isinstance(wanted, dict):
@@ -298,7 +300,7 @@ def _speculation(given: Body) -> dict[str, Any]:
 
 
 def wants_report(given: Body) -> bool:
-    """Whether the body asks how speculation went."""
+    """Return whether the body asks how speculation went."""
     return bool(given.get("speculation", {}).get("report"))
 
 
@@ -310,7 +312,10 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
 
 
 def _prediction(given: Mapping[str, Any]) -> str:
-    """The text of a prediction in the API's form: of type content, whose content is a text, alone or in parts."""
+    """Return the text of a prediction in the API's form.
+
+    It has the type content, and its content is a text or a list of text parts. Raises Refused.
+    """
     content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
@@ -321,7 +326,7 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
-    """What SamplingParams refuses, with the field called as the body calls it."""
+    """Return the refusal of SamplingParams with the field called as the body calls it."""
     message, name = str(error).replace(", or None", ", or null"), error.option
     if name is None:
         return Refused(message)
@@ -332,7 +337,7 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
 
 
 def flag(given: Body, name: str, default: bool = False) -> bool:
-    """A field that is true or false. Raises Refused for anything else."""
+    """Return a field that is true or false. Raises Refused for anything else."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
@@ -340,7 +345,7 @@ def flag(given: Body, name: str, default: bool = False) -> bool:
 
 
 def variables(given: Body) -> Mapping[str, Any]:
-    """What a body passes on to the chat template. Raises Refused."""
+    """Return the variables that a body passes on to the chat template. Raises Refused."""
     kwargs = given.get("chat_template_kwargs", {})
     wrong = kwargs if not isinstance(kwargs, dict) else [name for name in _NO_VARIABLES if name in kwargs]
     if wrong or not isinstance(kwargs, dict):
@@ -350,12 +355,12 @@ def variables(given: Body) -> Mapping[str, Any]:
 
 
 def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
-    """Content as one text, its parts one below the other. kinds: types of parts that hold text. Raises Refused."""
+    """Join the parts of content with newlines. kinds: types of parts that hold text. Raises Refused."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise Refused(f"{where}={shown(content)} is not possible: it must be a text, or a list of parts", where)
-    found = []
+    texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(kind, str) or kind not in kinds:
@@ -363,8 +368,8 @@ def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise Refused(f"{where}[{i}] has no text: give it one", where)
-        found.append(text)
-    return "\n".join(found)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -374,7 +379,7 @@ def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
 class Usage:
     """Tokens of all choices together. accepted, rejected: drafted from the request's prediction; None = nothing was.
 
-    reasoning: of the completion, those of what the model thought.
+    reasoning: the tokens of the completion that the model thought.
     """
 
     prompt: int
@@ -387,12 +392,12 @@ class Usage:
 
     @property
     def prompt_details(self) -> dict[str, int]:
-        """What APIs say of the prompt's tokens; those that came from disk are among the cached ones."""
+        """Return the APIs' details on the prompt's tokens; disk tokens are among the cached ones."""
         return {"cached_tokens": self.cached} | ({"disk_tokens": self.disk} if self.disk else {})
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
-        """outputs: params.n of the first prompt, then of the next."""
+        """Return the usage of these outputs: params.n for the first prompt, then for the next."""
         firsts = outputs[:: params.n]
         predicted = [o.report for o in outputs if params.prediction is not None and o.report.draft == "prediction"]
         num_drafted, num_accepted = (
@@ -410,7 +415,7 @@ class Usage:
 
 
 def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
-    """The HTTP status of an error, its code and the field at fault."""
+    """Return the HTTP status of an error, its code and the field at fault."""
     if isinstance(error, Refused):
         return error.status, error.code, error.param
     if isinstance(error, UserError):
@@ -419,12 +424,12 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 
 
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
-    """The seed that makes the same choices again, and how speculation went for all of them together.
+    """Return the seed that makes the same choices again, and how speculation went for all of them together.
 
     Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport. scores: of
     the texts of a beam search.
     """
-    reports = {id(output.report): output.report for output in outputs}.values()  # those of one beam search share theirs
+    reports = {id(output.report): output.report for output in outputs}.values()  # the texts of a beam search share one
     sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}
 
     def ratio(above: str, below: str) -> float | None:

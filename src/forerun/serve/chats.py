@@ -45,7 +45,7 @@ _CHOICE = either(
     one_of("none", "auto", "required"),
     structure(("type", "function"), type=fixed("function"), function=structure(("name",), name=NAME)),
 )
-# The fields that a chat template is given; the rest of a chat's is about the answer.
+# The fields for the chat template; the other fields of a chat are about the answer.
 FIELDS: Fields = {
     "messages": required(array(_MESSAGE, 1)),
     **honoured(tools=TOOLS, chat_template_kwargs=OBJECT, continue_final_message=FLAG, add_generation_prompt=FLAG),
@@ -69,7 +69,7 @@ def conversation(read: Given) -> dict[str, Any]:
 
 
 def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
-    """The functions of a chat, and which of them must be called. Tools of other types are listed in `ignored`."""
+    """Return the functions of a chat, and the choice among them. Tools of other types are listed in `ignored`."""
     functions = list[Mapping[str, Any]]()
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type", "function") != "function":
@@ -94,13 +94,13 @@ def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
 
 
 def _name(tool: Any) -> Any:
-    """The name in {"type": "function", "function": {"name": "f"}}."""
+    """Return the name in {"type": "function", "function": {"name": "f"}}."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _messages(messages: Any) -> list[Message]:
-    """A conversation, whose contents are texts, alone or in parts."""
+    """Return a conversation whose contents are texts, alone or in parts. Raises Refused."""
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         example = '[{"role": "user", "content": "hello"}]'
@@ -116,10 +116,13 @@ def _messages(messages: Any) -> list[Message]:
 
 
 def _known(message: Message) -> Message:
-    """A message as chat templates know it: developers are the system, and what was refused or called freely is said."""
+    """Return a message as chat templates know it.
+
+    Developers become the system, refusals become texts, and calls of custom tools become calls of functions.
+    """
     made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
     if made["role"] == "developer":
-        made["role"] = "system"  # templates know the older name alone, and would leave it out without a word
+        made["role"] = "system"  # templates know the older name alone, and would drop the message silently
     if parts == []:
         made["content"] = ""
     elif isinstance(parts, list):
@@ -131,7 +134,7 @@ def _known(message: Message) -> Message:
 
 
 def _function(call: Any) -> Any:
-    """A call of a custom tool, which takes a text, as one of a function that takes it by the name input."""
+    """Turn a call of a custom tool, which takes a text, into a call of a function with one argument, input."""
     custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if not isinstance(custom, Mapping):
         return call

@@ -8,12 +8,12 @@ from typing import Any
 
 DONE = b"data: [DONE]\n\n"  # how the API of OpenAI ends a stream
 KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip: it keeps a connection open while nothing is to be said
-_MOST_VALUES = 1000  # that are written in one call: a fraction of a millisecond
+_MOST_VALUES = 1000  # written in one call, which takes a fraction of a millisecond
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One event with JSON data, and a name where the API has them."""
+    """Return one event with JSON data, and a name where the API has them."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + as_json(data) + b"\n\n"
 
@@ -21,7 +21,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 def in_slices(data: Any) -> bytes:
     """Write data as JSON, as `as_json` does, for answers of any length.
 
-    One call that writes a million numbers lets no other thread in before it is done; so it is many calls.
+    One call that writes a million numbers would let no other thread in before it is done; so it is many calls.
     """
     return b"".join(_slices(data))
 
@@ -42,7 +42,7 @@ def _slices(data: Any) -> Iterator[bytes]:
 
 
 def num_values(data: Any, most: int) -> int:
-    """How many values there are in it; if more than `most`, something above that."""
+    """Count the values in it; if there are more than `most`, return some number above it."""
     num = 1
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         if num > most:
@@ -52,7 +52,7 @@ def num_values(data: Any, most: int) -> int:
 
 
 def as_json(data: Any) -> bytes:
-    """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    """Write data as JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
     try:
         return _ENCODER.encode(data).encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""What a field of a body may hold, as JSON Schema, and what becomes of it: each API names its fields by these.
+"""What a field of a body may hold, as JSON Schema, and what becomes of it: every API builds its fields from these.
 
-The checks of a body, the document of the server and its list of harmless fields follow from a Field. Its schema says
-what is honoured; a FLAG and a TEXT are checked by it, and what else it says is checked where the body is read.
+The checks of a body, the server's OpenAPI document and its list of harmless fields follow from a Field. Its schema says
+what is honoured; FLAG and TEXT are checked here, other schemas where the body is read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from forerun.text.tools import MOST_THINKING_TOKENS
 
 Schema: TypeAlias = dict[str, Any]
 
-# What a field may hold, so that no request holds up others: most of it is looked through at every step.
+# Limits that keep a request from holding up others: most of these lists are searched at every step.
 MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "choice": 1024, "logit_bias": 4096}
 SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
-MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
+MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of one text of a field, and of all its texts
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 MOST = 2**31 - 1  # of a whole number, where its field says nothing
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -33,8 +33,9 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 class Field:
     """One field of a body. Without a schema none of its values is honoured.
 
-    neutral: the values that change nothing, or what tells whether one is. inert: no answer depends on it. why: of these
-    two, in a sentence. is_noted: a request is served without it, and its client is told so.
+    neutral: the values that change nothing, or a function that says whether one is. inert: no answer depends on it.
+    why: the reason for neutral or inert, in a sentence. is_noted: a request is served without it, and its client is
+    told so.
     """
 
     schema: Schema | None = None
@@ -46,7 +47,7 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """Its schema in the document of the server, which null is as good as."""
+        """Return its schema in the server's OpenAPI document; null is as good as absent."""
         if self.is_noted:
             return {"description": "served without it; the header x-forerun-ignored of the answer says so"}
         if self.inert:
@@ -67,7 +68,7 @@ def required(schema: Schema) -> Field:
 
 
 def neutral(values: Seq[Any] | Callable[[Any], bool], why: str) -> Field:
-    """Return a field that may have these values alone, which change nothing."""
+    """Return a field with only these permitted values, which change nothing."""
     return Field(neutral=values, why=why)
 
 
@@ -100,12 +101,12 @@ def integer(least: int, most: int = MOST) -> Schema:
 
 
 def array(of: Schema, least: int = 0) -> Schema:
-    """Return the schema of a list with so many entries at least."""
+    """Return the schema of a list with at least `least` entries."""
     return {"type": "array", "items": of, "minItems": least}
 
 
 def either(*schemas: Schema) -> Schema:
-    """Return the schema of what one of these describes."""
+    """Return a schema that any of these may fulfil."""
     return {"anyOf": list(schemas)}
 
 
@@ -125,7 +126,7 @@ def structure(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
 
 
 def or_null(schema: Schema) -> Schema:
-    """Return the schema of what this one describes, or null."""
+    """Return this schema, or null."""
     return either(schema, {"type": "null"})
 
 
@@ -147,7 +148,7 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 NAME: Schema = {"type": "string", "minLength": 1}
-ID = integer(0)  # which ids there are depends on the model: openapi.py says it
+ID = integer(0)  # openapi.py adds the upper end, which depends on the model
 IDS = array(ID, 1)
 STOPS = either(NAME, array(NAME))
 CONTENT = either(TEXT, array(structure(("type", "text"), type=fixed("text"), text=TEXT), 1))
@@ -161,7 +162,7 @@ TOOLS = array(structure(("type", "function"), type=fixed("function"), function=F
 EFFORT = one_of(*EFFORTS)
 THINKING_TOKENS = integer(0, MOST_THINKING_TOKENS)
 
-# Of each kind of value of SamplingParams: its type in JSON. Numbers get the field's range.
+# Kind of a value of SamplingParams -> its JSON type. Numbers get the field's range.
 _TYPES: dict[Kind, Schema] = {
     params.INTEGER: {"type": "integer"},
     params.SEED: {"type": "integer"},
@@ -181,7 +182,7 @@ _TYPES: dict[Kind, Schema] = {
         "propertyNames": {"pattern": "^[0-9]{1,5}$"},
     },
 }
-# What the server allows, or promises, less of than the engine.
+# Narrower ranges that the server allows, or promises, than the engine.
 _LESS: dict[str, Schema] = {
     "max_tokens": {"maximum": MOST},
     "temperature": {"maximum": 2},

@@ -28,7 +28,7 @@ from forerun.serve.fields import (
 )
 from forerun.serve.refused import Refused
 
-# By field of vLLM's: of SamplingParams.
+# Field of vLLM -> field of SamplingParams.
 GUIDED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -59,8 +59,8 @@ _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 
 
 def params_of_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams for the form that a body asks for. Raises Refused, naming the body's field."""
-    made, said = dict[str, Any](), dict[str, str]()  # of SamplingParams' fields, and by which of the body
+    """Return the fields of SamplingParams for the wanted form of the answer. Raises Refused, naming the field."""
+    fields, said = dict[str, Any](), dict[str, str]()  # fields of SamplingParams, and the body's field for each
     parts = {
         "response_format": _of_response_format(given.get("response_format")),
         "structured_outputs": _of_structured_outputs(given.get("structured_outputs")),
@@ -73,8 +73,8 @@ def params_of_format(given: Mapping[str, Any]) -> dict[str, Any]:
                 message = f"{said.get(clash, clash)} and {name} are two grammars for one answer: drop one of them"
                 raise Refused(message, name)
             said[ours] = name
-            made |= {} if name in GUIDED else {ours: value}  # that one is called by its own name in what is refused
-    return made
+            fields |= {} if name in GUIDED else {ours: value}  # the body keeps a guided_ field, and refusals name it
+    return fields
 
 
 def _of_response_format(asked: Any) -> dict[str, Any]:
@@ -100,14 +100,14 @@ def _of_structured_outputs(asked: Any) -> dict[str, Any]:
     if not isinstance(asked, Mapping):
         message = f'structured_outputs={shown(asked)} is not possible: it must be an object such as {{"regex": "a+"}}'
         raise Refused(message, "structured_outputs")
-    made = {}
+    fields = {}
     for name, value in asked.items():
         if value is None or value is False:
             continue
         if name not in _OUTPUTS:
             message = f"structured_outputs.{name} is not possible: it must be {', '.join(_OUTPUTS)}; leave it out"
             raise Refused(message, "structured_outputs", code="unsupported_parameter")
-        made[_OUTPUTS[name]] = "compact" if name == "disable_any_whitespace" else value
-    if sum(name in CONSTRAINTS for name in made) > 1:
+        fields[_OUTPUTS[name]] = "compact" if name == "disable_any_whitespace" else value
+    if sum(name in CONSTRAINTS for name in fields) > 1:
         raise Refused("structured_outputs has two grammars for one answer: drop one of them", "structured_outputs")
-    return made
+    return fields

@@ -1,6 +1,6 @@
 """Responses that are kept for a while, so that others go on from them or name their items: in memory, by API key.
 
-`previous_response_id` goes on from a response; an input item of type `item_reference` stands for one of an output.
+`previous_response_id` goes on from a response; an input item of type `item_reference` stands for an item of its output.
 
 What is kept is bounded in number, bytes and age; the oldest goes first. Nothing is written to a disk, and nothing
 outlives the server.
@@ -23,7 +23,7 @@ from forerun.serve.events import as_json, in_slices
 MOST_AGE_S = 3600.0
 MOST_RESPONSES = 1024
 MOST_BYTES = 64 << 20
-MOST_NAMING_BYTES = 1 << 20  # of a body that names some of them: a thread of the server reads it
+MOST_NAMING_BYTES = 1 << 20  # of a body that names kept responses or items: a thread of the server reads it
 REFERENCE = "item_reference"
 _NAMED = (b'"previous_response_id"', f'"{REFERENCE}"'.encode())
 
@@ -41,12 +41,12 @@ class _Kept:
 
 
 def _joined(items: bytes, more: bytes) -> bytes:
-    """Two lists as one, both as JSON, which is not read."""
+    """Join two JSON lists without reading them."""
     return items[:-1] + (b"," if len(items) > 2 and len(more) > 2 else b"") + more[1:]
 
 
 def names_kept(body: bytes) -> bool:
-    """Whether a body of /v1/responses may name something that is kept."""
+    """Return whether a body of /v1/responses may name something that is kept."""
     return any(name in body for name in _NAMED)
 
 
@@ -63,7 +63,7 @@ class Kept:
         self._num_bytes = 0
 
     def put(self, key: str, response: dict[str, Any], items: bytes) -> None:
-        """Keep a response. items: of its input, those of earlier responses included, as JSON. key: whose it is."""
+        """Keep a response. items: its input with earlier responses included, as JSON. key: whose it is."""
         conversation = _joined(items, in_slices(response["output"]))
         one = _Kept(key, self._clock(), conversation, in_slices(response))
         with self._lock:
@@ -74,9 +74,9 @@ class Kept:
             self._forget_old()
 
     def get(self, key: str, response_id: str) -> dict[str, Any]:
-        """A response. Raises Refused where it is not kept, or another key's."""
-        found: dict[str, Any] = json.loads(self._find(key, response_id, 404).response)
-        return found
+        """Return a response. Raises Refused where it is not kept, or belongs to another key."""
+        response: dict[str, Any] = json.loads(self._find(key, response_id, 404).response)
+        return response
 
     def delete(self, key: str, response_id: str) -> None:
         """Forget a response. Raises Refused as `get`."""
@@ -86,7 +86,7 @@ class Kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """A body whose input begins with the conversation that it goes on from, its references replaced by the items.
+        """Return a body with the conversation that it goes on from and the items that it refers to.
 
         A body that names nothing that is kept, or that cannot be read, is returned as it is. Raises Refused as `get`.
         """
@@ -104,8 +104,8 @@ class Kept:
             return body
         if not isinstance(given, dict):
             return body
-        own, previous = given.get("input"), given.get("previous_response_id")
-        items = [{"role": "user", "content": own}] if isinstance(own, str) else own
+        content, previous = given.get("input"), given.get("previous_response_id")
+        items = [{"role": "user", "content": content}] if isinstance(content, str) else content
         goes_on = isinstance(previous, str)
         if not isinstance(items, list) or not (goes_on or any(map(_is_reference, items))):
             return body
@@ -115,7 +115,7 @@ class Kept:
         return b'{"input":' + conversation + (b"," if given else b"") + as_json(given)[1:]
 
     def _resolved(self, key: str, items: list[Any]) -> list[Any]:
-        """Items, those that are referred to in place of the references. Each response is read once."""
+        """Return the items with references replaced by the referenced items. Each response is read once."""
         outputs, made = dict[str, dict[str, Any]](), list[Any]()
         for i, item in enumerate(items):
             if not _is_reference(item):
@@ -143,14 +143,14 @@ class Kept:
         return found if found is not None and found.key == key else None
 
     def _find(self, key: str, response_id: str, status: int) -> _Kept:
-        found = self._found(key, response_id)
-        if found is None:
+        response = self._found(key, response_id)
+        if response is None:
             message = (
                 f"the response {shown(response_id)} is not kept here, as they are for an hour unless store is false: "
                 "send the whole conversation as input"
             )
             raise Refused(message, "previous_response_id", code="previous_response_not_found", status=status)
-        return found
+        return response
 
     def _forget_old(self) -> None:
         oldest_s = self._clock() - MOST_AGE_S

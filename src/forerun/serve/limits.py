@@ -16,10 +16,10 @@ _HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past whe
 
 
 class Arriving:
-    """The bodies that are not whole yet. One thread, that of the event loop, uses it.
+    """The bodies that are not whole yet. Used by the event loop's thread alone.
 
-    They take no place in the Gate. most: of them at once; most_bytes: that all of them may hold. Beyond either the
-    oldest is given up: whoever sends a body at once is not kept out by those who never end theirs.
+    They take no place in the Gate. most: the number of such bodies; most_bytes: the bytes of all of them. Beyond either
+    the oldest is given up: clients that never end their bodies do not keep out those that send one at once.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -28,12 +28,12 @@ class Arriving:
 
     @property
     def num(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._bytes)
 
     @asynccontextmanager
     async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
-        """Reading of one body; gives what is to be told how many bytes came. Raises Refused (408) where it is late."""
+        """Read one body; yields a function to call with the bytes that came. Raises Refused (408) where it is late."""
         limit = asyncio.timeout(timeout_s)
 
         def came(num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Arriving:
 
 
 class Patience:
-    """asyncio.timeout for a task whose many waits are mostly short: its one timer is not set anew for each of them.
+    """asyncio.timeout for a task with many short waits: one timer serves all of them and is rarely set anew.
 
     It belongs to the task that makes it, which waits for one thing at a time.
     """
@@ -77,7 +77,7 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, awaited: Awaitable[T], at_most_s: float) -> T:
-        """The result of what is awaited. Raises TimeoutError, when that was cancelled."""
+        """Return the result of `awaited`. Raises TimeoutError, having cancelled it."""
         assert self._task is not None
         self._due_s, self._is_over = self._loop.time() + at_most_s, False
         if self._timer is None or self._timer.when() > self._due_s:
@@ -101,7 +101,7 @@ class Patience:
         self._timer = self._loop.call_at(self._due_s, self._look)
 
     def _look(self) -> None:
-        """The timer's time has come, which may be that of a wait long over."""
+        """Handle the timer, which may have been set for a wait that is long over."""
         self._timer = None
         if self._loop.time() < self._due_s < math.inf:
             self._set_timer()
@@ -117,16 +117,16 @@ class Place:
         self._gate, self.num, self.is_generating = gate, 1, False
 
     def grow(self, num: int) -> None:
-        """Take the room of all its choices. Raises Refused where it is not there."""
+        """Take the room of all its choices. Raises Refused where there is too little."""
         self._gate.check(num - self.num)
         self._gate.num_taken += num - self.num
         self.num, self.is_generating = num, True
 
 
 class Gate:
-    """Counts the choices that are asked for and not made yet. One thread, that of the event loop, uses it.
+    """Counts the choices that are asked for and not made yet. Used by the event loop's thread alone.
 
-    capacity: choices at most, those that run and those that wait. batch: how many run at once.
+    capacity: the most choices that run or wait. batch: how many run at once.
     """
 
     def __init__(self, capacity: int, batch: int) -> None:
@@ -135,10 +135,10 @@ class Gate:
         self.is_draining = False
         self.is_empty = asyncio.Event()
         self.is_empty.set()
-        self._mean_s = 1.0  # that a request takes which generates
+        self._mean_s = 1.0  # duration of a request that generates
 
     def look(self) -> None:
-        """Raise Refused where `enter` would now: a client is told so before it sends a body in vain."""
+        """Raise Refused where `enter` would now, so that a client learns it before it sends a body in vain."""
         if self.is_draining:
             raise Refused(
                 "the server is shutting down: send the request to another one, or later",
@@ -150,9 +150,9 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
-        """The room of one request, as long as it lasts. Raises Refused: 429 where all is taken, 503 while draining.
+        """Hold the room of one request. Raises Refused: 429 where all is taken, 503 while draining.
 
-        To be entered when the body is whole: those that only begin a body cost memory (see Arriving) and no place.
+        Enter it when the body is whole: a body that has only begun costs memory (see Arriving) and no place.
         """
         self.look()
         place, started_s = Place(self), asyncio.get_running_loop().time()
@@ -162,14 +162,14 @@ class Gate:
             yield place
         finally:
             self.num_taken -= place.num
-            if place.is_generating:  # what was refused, or only counted tokens, says nothing of how long those take
+            if place.is_generating:  # refused requests and token counts would distort the mean
                 took_s = asyncio.get_running_loop().time() - started_s
                 self._mean_s = _HALF_LIFE * self._mean_s + (1 - _HALF_LIFE) * took_s
             if not self.num_taken:
                 self.is_empty.set()
 
     def check(self, num: int) -> None:
-        """Raise Refused (429) where there is no room for so many more."""
+        """Raise Refused (429) where there is no room for `num` more."""
         if self.num_taken + num > self.capacity:
             raise Refused(
                 f"{self.num_taken} choices run or wait, of {self.capacity} that this server takes: try again later",
@@ -179,6 +179,6 @@ class Gate:
             )
 
     def retry_after_s(self) -> int:
-        """When a place may be free: the mean time of a request, for each batch that waits."""
+        """Return when a place may be free: the mean time of a request, for each batch that waits."""
         batches = max(1.0, self.num_taken / self.batch)
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

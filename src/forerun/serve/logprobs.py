@@ -1,7 +1,7 @@
-"""Log-probabilities in the two forms of the OpenAI API, and the texts that they call tokens by.
+"""Log-probabilities in the two forms of the OpenAI API, and the texts that name tokens there.
 
-A token reads as in the text: with the space before it where it has one. One that is a part of a character alone is
-called by its bytes, as in bytes:\\xe2\\x80; control tokens are called by their names.
+A token reads as in the text: with the space before it where it has one. A token that is only part of a character is
+named by its bytes, as in bytes:\\xe2\\x80; control tokens by their names.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
     from forerun.types import TokenLogprob
 
-LOWEST = -9999.0  # what the API says for probabilities of 0: JSON has no infinity
+LOWEST = -9999.0  # the API's value for probabilities of 0: JSON has no infinity
 
 
 def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return one entry for each token, with the likeliest ones. lefts: the token before each."""
+    """Return one entry for each token, with the likeliest tokens. lefts: the token before each."""
     entries = []
     for position, left in zip(positions, lefts, strict=True):
         top = [_entry(tokenizer, token, logprob, left) for token, logprob in position.top]
@@ -33,7 +33,7 @@ def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Toke
 class SaidLogprobs:
     """The log-probabilities of the tokens that make the text of a chat's answer, piece by piece.
 
-    Those of reasoning, calls, marks and the end are none of them. left: the last token of the prompt.
+    Tokens of reasoning, calls, marks and the end are left out. left: the last token of the prompt.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer) -> None:
@@ -49,7 +49,7 @@ class SaidLogprobs:
 
 
 def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the entries of the tokens that make the text of a whole answer; of all where they are not told apart."""
+    """Return entries for the tokens that make the text of a whole answer; for all where its parts are unknown."""
     if (positions := output.logprobs) is None:
         return []
     said = range(len(positions)) if output.answer_parts is None else output.answer_parts.said
@@ -67,12 +67,12 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
-        """Four lists with one entry per token. text_offset: where it begins in the choice's text, in characters.
+        """Return four lists with one entry per token. text_offset: its first character in the choice's text.
 
-        top_logprobs: of the likeliest tokens and of the token itself, by their texts; of two ids that read the same the
-        likelier one's. num_chars: of the choice's text, if it is known; no offset is behind it.
+        top_logprobs: of the likeliest tokens and of the token itself, by their texts; where two ids read the same, the
+        likelier one counts. num_chars: length of the choice's text, if it is known; offsets stop there.
         """
-        made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         tokenizer = self._tokenizer
         for position in positions:
             token, left = position.token_id, self._left
@@ -80,24 +80,24 @@ class CompletionLogprobs:
             likeliest: dict[str, float] = {}
             for other, logprob in (*position.top, (token, position.logprob)):
                 likeliest.setdefault(_shown(token_bytes(tokenizer, other, left)), max(logprob, LOWEST))
-            made["tokens"].append(_shown(raw))
-            made["token_logprobs"].append(max(position.logprob, LOWEST))
-            made["top_logprobs"].append(likeliest)
-            made["text_offset"].append(self._offset if num_chars is None else min(self._offset, num_chars))
+            lists["tokens"].append(_shown(raw))
+            lists["token_logprobs"].append(max(position.logprob, LOWEST))
+            lists["top_logprobs"].append(likeliest)
+            lists["text_offset"].append(self._offset if num_chars is None else min(self._offset, num_chars))
             self._offset += len(self._decoder.decode(raw))
             self._left = token
-        return made
+        return lists
 
 
 def prompt_logprobs(
     ids: Seq[int], positions: Seq[TokenLogprob | None], num_chars: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Log-probabilities of a prompt in the form of /v1/completions; its first token has none.
+    """Return log-probabilities of a prompt in the form of /v1/completions; its first token has none.
 
-    num_chars: of its text, which has nothing of the tokens that the tokenizer adds at both ends.
+    num_chars: of its text without the tokens that the tokenizer adds at both ends.
     """
     known = [position for position in positions if position is not None]
-    made = CompletionLogprobs(ids[0], tokenizer).piece(known)
+    rest = CompletionLogprobs(ids[0], tokenizer).piece(known)
     reader, offsets, num_read = Detokenizer(tokenizer, (), skip_special_ids=()), list[int](), 0
     inner = tokenizer.inner(ids)
     for place, token in enumerate(ids):
@@ -105,18 +105,18 @@ def prompt_logprobs(
         if place in inner:
             num_read += len(reader.push([token]).text)
     first = {"tokens": tokenizer.own_text(ids[0]), "token_logprobs": None, "top_logprobs": None}
-    return {**{name: [value, *made[name]] for name, value in first.items()}, "text_offset": offsets}
+    return {**{name: [value, *rest[name]] for name, value in first.items()}, "text_offset": offsets}
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:
-    """What a token adds to the text behind the token `left`; of a part of a character, its bytes."""
+    """Return what a token adds to the text behind the token `left`; of a part of a character, its bytes."""
     before, text = tokenizer.own_text(left), tokenizer.decode([left, token])
     alone = tokenizer.own_text(token)
-    own = text[len(before) :] if text.startswith(before) else alone
+    added = text[len(before) :] if text.startswith(before) else alone
     goes_on = REPLACEMENT in before and REPLACEMENT in alone  # both may be parts of one character
-    if REPLACEMENT not in own and not goes_on:
-        return own.encode()
-    name = tokenizer.id_to_token.get(token, own)
+    if REPLACEMENT not in added and not goes_on:
+        return added.encode()
+    name = tokenizer.id_to_token.get(token, added)
     if token in tokenizer.byte_ids:  # as <0xE2>
         return bytes([int(name[1:-1], 16)])
     return bytes(BYTES[char] for char in name) if all(char in BYTES for char in name) else name.encode()

@@ -1,7 +1,7 @@
 """Metrics in the format of Prometheus, with the names that dashboards know: `forerun:` before them, or `vllm:`.
 
-Steps are counted from StepReport, requests from RequestReport when they end. Definitions are those of
-docs/exactness.md; docs/serve.md lists the names.
+Steps are counted from StepReport, requests from RequestReport when they end. docs/exactness.md has the definitions,
+docs/serve.md the names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
 
 
 class Families:
-    """The metrics of a server, each made once: those of several models differ in the label model_name.
+    """The metrics of a server, each created once: several models differ in the label model_name.
 
     prefix: before their names.
     """
@@ -36,21 +36,21 @@ class Families:
         self._prefix, self._registry, self._made = prefix, CollectorRegistry(), dict[str, Any]()
 
     def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
-        """The metric of a name, of one of prometheus_client's classes."""
+        """Return the metric of a name, of one of prometheus_client's classes."""
         if name not in self._made:
             names = ["model_name", *labels]
             self._made[name] = kind(f"{self._prefix}:{name}", text, names, registry=self._registry, **more)
         return self._made[name]
 
     def text(self) -> bytes:
-        """All of them, for a scrape. Not in the event loop."""
+        """Return all of them, for a scrape. Not in the event loop."""
         return generate_latest(self._registry)
 
 
 class Metrics:
     """Hears every step of an LLM and every request that ends. model: the value of the label model_name.
 
-    families: those of the server that the model is one of; None = the model is alone.
+    families: the server's metrics; None = the model is alone.
     """
 
     def __init__(self, llm: LLM, model: str, families: Families | None = None) -> None:
@@ -101,15 +101,15 @@ class Metrics:
         self._end = llm.listen(self._hear)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop hearing."""
         self._end()
 
     def text(self) -> bytes:
-        """Those of all models, for a scrape. Not in the event loop."""
+        """Return the metrics of all models, for a scrape. Not in the event loop."""
         return self._families.text()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer. path: of a route, not what a client made up."""
+        """Count an answer. path: of a route, never the path that a client sent."""
         self._of(self._answers, path, str(status)).inc()
 
     def delayed(self, seconds: float) -> None:
@@ -141,15 +141,13 @@ class Metrics:
                 self._of(self._each).observe(behind)
 
     def _hear(self, report: StepReport) -> None:
-        """The engine's thread, inside of a step."""
+        """Count a step. Called by the engine's thread inside the step."""
         now_s = time.monotonic()
         self._of(self._generated).inc(report.num_committed)
         self._of(self._steps).observe(report.seconds)
         if self._experts is not None and report.num_experts:
             self._of(self._experts).observe(report.num_experts)
-        if (
-            len(self._last_s) > _MOST_REMEMBERED
-        ):  # of those that ended while a step ran; the event loop removes some, too
+        if len(self._last_s) > _MOST_REMEMBERED:  # some ended while a step ran; the event loop removes some, too
             for oldest in tuple(self._last_s)[:-_MOST_REMEMBERED]:
                 self._last_s.pop(oldest, None)
         for step in report.sequences:
@@ -161,7 +159,7 @@ class Metrics:
                 self._hear_part(part)
 
     def _hear_part(self, part: SequenceStep) -> None:
-        """What one drafter did for one request."""
+        """Count what one drafter did for one request."""
         self._of(self._granted, part.draft).observe(part.num_drafted)
         if part.num_drafted:
             self._of(self._num_drafts, part.draft).inc()
@@ -187,7 +185,7 @@ class Metrics:
             gauge.labels(self._model).set_function(read)
 
     def _of(self, metric: Any, *labels: str) -> Any:
-        """The child of a metric with these labels, remembered: looking one up costs more than counting."""
+        """Return the child of a metric with these labels, remembered: looking one up costs more than counting."""
         key = (id(metric), labels)
         child = self._children.get(key)
         if child is None:

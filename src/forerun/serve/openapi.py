@@ -27,8 +27,8 @@ def body_of(route: Generate | Count) -> Schema:
 
 
 def bodies(services: Services) -> dict[str, Schema]:
-    """The schemas of all bodies, with what this server's models, drafters and rules are."""
-    engines = [own.llm.engine for own in services.all]
+    """Return the schemas of all bodies, with this server's models, drafters and rules filled in."""
+    engines = [service.llm.engine for service in services.all]
     here: dict[str, Schema] = {
         "model": {"enum": list(services.names)},
         "draft": {"enum": sorted({name for engine in engines for name in engine.drafter.members})},
@@ -43,10 +43,10 @@ def bodies(services: Services) -> dict[str, Schema]:
             return schema
         if schema == ID:
             return integer(0, num_ids - 1)
-        made = {key: told(value) for key, value in schema.items()}
-        if isinstance(fields := made.get("properties"), dict):
-            fields |= {name: or_null(own) for name, own in here.items() if name in fields}
-        return made
+        filled = {key: told(value) for key, value in schema.items()}
+        if isinstance(fields := filled.get("properties"), dict):
+            fields |= {name: or_null(known) for name, known in here.items() if name in fields}
+        return filled
 
     return {url: told(body_of(route)) for url, route in routes().items()}
 
@@ -68,12 +68,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def as_body(schema: Schema) -> dict[str, Any]:
-    """What FastAPI is told of a route's body."""
+    """Return a route's body in the form that FastAPI takes."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def answers_of(route: Generate | Count) -> dict[int | str, dict[str, Any]]:
-    """Return what a route answers with, by its status: JSON, or a stream of what its API calls pieces."""
+    """Return a route's answers by status: JSON, or a stream in the media type of its API."""
     kinds = ["application/json"]
     if isinstance(route, Generate):
         kinds.append(route.media_type.partition(";")[0])

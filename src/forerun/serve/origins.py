@@ -1,13 +1,13 @@
-"""Which web pages may use a server: its own, and those of --allow-origin.
+"""Which web pages may use a server: its own, and the origins of --allow-origin.
 
-A browser sends what any page asks it to, also to a server that nobody but its own machine reaches. It says of which
-page a request is (Origin), and asks first before it sends JSON elsewhere; but a page may point a name of its own at
-this machine's address (DNS rebinding), and then everything here is the page's own. An API key keeps it out. Without
-one the server looks at the name that it is called by (Host): nobody can point an address elsewhere, nor localhost, nor
-a name that this machine has.
+A browser sends what any page asks it to, also to a server that nobody but its own machine reaches. It says which page
+sends a request (Origin), and asks first before it sends JSON elsewhere; but a page may point a name that it controls at
+this machine's address (DNS rebinding), and then everything here belongs to the page. An API key keeps it out. Without
+one the server checks the name that it is called by (Host): nobody can point an address elsewhere, nor localhost, nor a
+name that this machine has.
 
-Bodies must be said to be JSON. Those of Ollama's routes need not, as its clients often do not, where a request has no
-header by which browsers tell of a page: with a POST they always send Origin.
+Bodies must be said to be JSON. Ollama's clients often omit that, so its routes do not ask for it where a request has no
+header that browsers send: with a POST they always send Origin.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from forerun.errors import BadOption, shown
 from forerun.serve.bodies import Refused
 
 ANY = "*"
-PROBES = ("/health", "/ready")  # they say one word, to whoever asks by whatever name: load balancers call them
+PROBES = ("/health", "/ready")  # they answer one word under any name: load balancers call them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+|null|\*", re.IGNORECASE)
 _HOST = re.compile(r"[\w.-]+|\*")
 _SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127.1 is 127.0.0.1
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-_SAFE = ("GET", "HEAD", "OPTIONS")  # they make nothing here, and another page cannot read what they are answered
+_SAFE = ("GET", "HEAD", "OPTIONS")  # they change nothing, and another page cannot read their answers
 _LAX = "/api/"  # Ollama's routes
 _OF_BROWSERS = frozenset((b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"))  # no page leaves all out
 _PORTS = {"http": 80, "https": 443}  # what a browser leaves out
-# Of requests by pages, where a browser does not say which it will send; and of answers, which they may read.
+# Headers that pages may send, where a browser does not say which; and headers of answers that they may read.
 SENT = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-request-id"
 EXPOSED = b"x-request-id, request-id, x-forerun-ignored, retry-after"
 _LOCAL = "localhost"
@@ -42,8 +42,8 @@ _LOCAL = "localhost"
 class Origins:
     """What may call a server, and how.
 
-    allowed: origins beside the server's own; "*" = any. hosts: names that it is called by, beside this machine's own
-    and addresses; "*" = any. only_local: of addresses, those of this machine alone.
+    allowed: origins beside the server's own; "*" = any. hosts: names that it is called by, beside this machine's names
+    and addresses; "*" = any. only_local: of the addresses, only loopback ones count.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -52,9 +52,9 @@ class Origins:
 
     @classmethod
     def parse(cls, origins: Iterable[str], hosts: Iterable[str] = (), *, only_local: bool = False) -> Origins:
-        """Raises BadOption for what is no origin, or no name of a host."""
-        found, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
-        for origin in found:
+        """Return the origins of some options. Raises BadOption for what is no origin, or no name of a host."""
+        allowed, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
+        for origin in allowed:
             if not _ORIGIN.fullmatch(origin):
                 raise BadOption(
                     f"--allow-origin={shown(origin)} is not possible: write SCHEME://HOST[:PORT], as in "
@@ -66,10 +66,10 @@ class Origins:
                     f"--allow-host={shown(name)} is not possible: write a name without scheme and port, as in "
                     "llm.example.org, or * for any"
                 )
-        return cls(frozenset(found), frozenset(map(_canonical, names)), only_local)
+        return cls(frozenset(allowed), frozenset(map(_canonical, names)), only_local)
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise Refused for a request of a page that may not use this server, or one that a page need not ask for."""
+        """Raise Refused for a foreign host name or page, a compressed body, or one that is not said to be JSON."""
         is_safe = method in _SAFE
         if not (self.knows(headers) or (is_safe and path in PROBES)):
             raise Refused(
@@ -100,10 +100,10 @@ class Origins:
             )
 
     def answer_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """What lets a browser show the answer to a page of another origin (CORS); nothing where that may not see it."""
+        """Return the headers that let a page of another origin see the answer (CORS), if it may see it."""
         origin = headers.get(b"origin", b"")
         if not origin or not self._is_friend(_header(headers, b"origin")):
-            return [(b"vary", b"Origin")]  # what keeps answers must not give this one to a page that may see it
+            return [(b"vary", b"Origin")]  # a cache must not give this answer to a page that may see it
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", EXPOSED),
@@ -111,26 +111,26 @@ class Origins:
         ]
 
     def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
-        """The headers that answer a browser which asks whether a page may send a request; None for any other request.
+        """Return the headers that answer a browser's preflight of a page's request; None for any other request.
 
-        It asks without the API key. A page that may not is told by a refusal.
+        The preflight comes without the API key. Raises Refused for a page that may not send requests.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in headers or b"origin" not in headers:
             return None
         if not self._is_friend(origin := _header(headers, b"origin")):
             raise _foreign(origin)
         asked = headers.get(b"access-control-request-headers", b"")
-        found = [
+        answer = [
             (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE, OPTIONS"),
             (b"access-control-allow-headers", asked or SENT),
             (b"access-control-max-age", b"600"),
         ]
         if _header(headers, b"access-control-request-private-network") == "true":
-            found.append((b"access-control-allow-private-network", b"true"))
-        return found
+            answer.append((b"access-control-allow-private-network", b"true"))
+        return answer
 
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a request calls the server by a name that no page can have given it; HTTP/1.0 may name none."""
+        """Return whether a request calls the server by a name that no page can have given it, or by none."""
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:
             return True
@@ -144,23 +144,23 @@ class Origins:
         return name in self.hosts | _own_names() or name in {friend[0] for friend in friends if friend is not None}
 
     def _allows(self, origin: str, host: str) -> bool:
-        """Whether a page's origin is among those that are allowed, or where the request itself goes."""
+        """Return whether a page's origin is allowed, or is the server that the request goes to."""
         if self._is_friend(origin):
             return True
         scheme, _, where = origin.partition("://")
-        found = _place(where, _PORTS.get(scheme, 0))
-        return scheme in _PORTS and found is not None and found == _place(host, _PORTS[scheme])
+        place = _place(where, _PORTS.get(scheme, 0))
+        return scheme in _PORTS and place is not None and place == _place(host, _PORTS[scheme])
 
     def _is_friend(self, origin: str) -> bool:
-        """Whether a page's origin is among those that are allowed."""
+        """Return whether a page's origin is allowed."""
         if ANY in self.allowed:
             return True
         scheme, _, where = origin.partition("://")
-        found = _place(where, _PORTS.get(scheme, 0))
-        if scheme not in _PORTS or found is None:
+        place = _place(where, _PORTS.get(scheme, 0))
+        if scheme not in _PORTS or place is None:
             return origin in self.allowed
-        friends = (one.partition("://") for one in self.allowed)
-        return any(found == _place(friend, _PORTS[scheme]) for kind, _, friend in friends if kind == scheme)
+        friends = (allowed.partition("://") for allowed in self.allowed)
+        return any(place == _place(friend, _PORTS[scheme]) for kind, _, friend in friends if kind == scheme)
 
 
 def _foreign(origin: str) -> Refused:
@@ -173,7 +173,7 @@ def _foreign(origin: str) -> Refused:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host's name or address leads to this machine alone."""
+    """Return whether a host's name or address leads to this machine alone."""
     return _canonical(name) == _LOCAL
 
 
@@ -182,7 +182,7 @@ def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
 
 
 def _place(where: str, usual: int) -> tuple[str, int] | None:
-    """The host and the port of HOST[:PORT]; None where it is none. usual: the port that is left out."""
+    """Return the host and port of HOST[:PORT]; None where it is none. usual: the port that is left out."""
     try:
         parts = urlsplit(f"//{where}")
         port = usual if parts.port is None else parts.port
@@ -192,7 +192,7 @@ def _place(where: str, usual: int) -> tuple[str, int] | None:
 
 
 def _canonical(name: str) -> str:
-    """A host's name or address, by which it can be compared: whatever leads to this machine alone is localhost."""
+    """Return a host's name or address in comparable form: whatever leads to this machine alone is localhost."""
     name = name.lower().rstrip(".")
     address = _address(_bare(name))
     if address is not None:
@@ -205,7 +205,7 @@ def _bare(name: str) -> str:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a text is, also one of IPv4 in the form of IPv6 or with fewer numbers; None for a name."""
+    """Return a text's address, also an IPv4 one in IPv6 form or with fewer numbers; None for a name."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -218,7 +218,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _own_names() -> frozenset[str]:
-    """What this machine calls itself, alone and in its own network (mDNS)."""
+    """Return what this machine calls itself, alone and in the local network (mDNS)."""
     name = socket.gethostname().lower().rstrip(".")
     first = name.partition(".")[0]
     return frozenset((name, first, f"{first}.local"))

@@ -13,7 +13,7 @@ INTERVAL_S = 0.1  # between two drawings
 
 
 class Progress:
-    """num_before: of num_lines, those that an earlier run has done; they count as done and not for the time left."""
+    """The bar. num_before: how many of num_lines an earlier run has done; they count as done, not for the time left."""
 
     def __init__(self, num_lines: int, num_before: int) -> None:
         console = make_console(stderr=True)

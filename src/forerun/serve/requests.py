@@ -30,9 +30,9 @@ class BatchRequest:
 class RequestFile:
     """The requests of a file, read line by line as often as they are iterated over.
 
-    line_of, digest_of: custom_id -> number of its line, digest of what it asks. models: what the bodies call the model.
-    Raises NotFound for a file that is not
-    there; BadOption naming the first malformed lines, one without any request, and what is no file.
+    line_of, digest_of: custom_id -> number of its line, digest of its url and body. models: what the bodies call the
+    model. Raises NotFound for a missing file; BadOption naming the first malformed lines, for a file without any
+    request, and for what is no file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class RequestFile:
         self._check()
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        """Raises BadOption where the file is not what it was when it was checked."""
+        """Yield the requests. Raises BadOption where the file has changed since it was checked."""
         for number, line in self._lines():
             try:
                 request = _read(line)
@@ -63,7 +63,7 @@ class RequestFile:
             yield request
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are not empty, with their numbers from 1 on."""
+        """Yield the lines that are not empty, with their numbers from 1 on."""
         with self.path.open("rb") as file:  # as bytes, a line ends at a line feed and nowhere else
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -92,7 +92,7 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 
 def _read(line: bytes) -> BatchRequest:
-    """One line. Raises BadOption, whose message goes on behind the line's number."""
+    """Parse one line. Raises BadOption with a message that continues the line's number."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -117,7 +117,7 @@ def _read(line: bytes) -> BatchRequest:
 
 
 def _digest(line: bytes, url: str, body: dict[str, Any]) -> str:
-    """The first 128 bits of SHA-256 as hexadecimal digits."""
+    """Return the first 128 bits of SHA-256 as hexadecimal digits."""
     try:
         data = json.dumps([url, body], sort_keys=True, separators=(",", ":")).encode()
     except RecursionError:  # a line that could just be read, and will be refused

@@ -34,17 +34,17 @@ class Events(Protocol):
         """Return what comes before the first token."""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return what a chunk of a choice adds; nothing where its text is held back."""
+        """Return what a chunk adds to a choice; nothing where its text is held back."""
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return what comes behind the last token."""
+        """Return what follows the last token."""
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return what says that nothing more comes."""
+        """Return an event that ends the stream with an error."""
 
 
 class Reader(Protocol):
-    """What a model's texts are read with; see `texts.Texts`."""
+    """Reads texts for a model; see `texts.Texts`."""
 
     @property
     def name(self) -> str: ...
@@ -83,9 +83,9 @@ class Generate:
 
     read: makes a Job of (the fields of a body, the model's name in the answer, defaults of SamplingParams). answer:
     makes the whole answer of (job, outputs, tokenizer, its id in hex digits, the second of its creation). stream: makes
-    the Events of (job, prompts, tokenizer, id, second). media_type: of a stream. sign_of_life: what a stream says that
+    the Events of (job, prompts, tokenizer, id, second). media_type: of a stream. sign_of_life: sent in a stream that
     has nothing to say. is_kept: answers are kept, and others may go on from them. in_batches: `forerun batch` asks it.
-    also: other paths of it.
+    also: its other paths.
     """
 
     form: Form
@@ -110,7 +110,8 @@ class Generate:
         """Return what a body asks for.
 
         model: as the answer names it. served_names: what bodies may call it; none = whatever they like. defaults:
-        fields of SamplingParams over those of the API, below what the body says. Raises Refused, naming the field.
+        fields of SamplingParams that override the API's defaults and are overridden by the body. Raises Refused, naming
+        the field.
         """
         given = check(self.form, body, served_names, ignore_unsupported=ignore_unsupported)
         return self.read(given, model, defaults or {})
@@ -121,7 +122,7 @@ class Count:
     """A route whose answers follow from texts: ids of a text, a text of ids, their number.
 
     work: makes the answer of (the model's texts, the fields of a body). finish: adds what the server alone knows.
-    alternatives: fields of which a body must have one.
+    alternatives: a body must have one of these fields.
     """
 
     form: Form
@@ -135,7 +136,7 @@ class Count:
 class Look:
     """A route whose answers say what the server knows; its path may have parts in braces.
 
-    answer: makes it of (the models, whose request it is, the parts of the path by name). Raises Refused.
+    answer: makes it of (the models, the owner of the request, the parts of the path by name). Raises Refused.
     """
 
     url: str
@@ -147,8 +148,8 @@ class Look:
 class Api:
     """One API. error: how its errors look.
 
-    below: beginnings of paths whose errors look so where no route met them; "/" is that of all paths. absent: paths, or
-    their beginnings with a slash at the end, that servers of this API have and this one has not, with the reason.
+    below: path prefixes where this API shapes the errors that no route raised; "/" matches all paths. absent: paths, or
+    prefixes with a slash at the end, that other servers of this API have and this one lacks -> the reason.
     """
 
     routes: tuple[Generate | Count | Look, ...]

@@ -1,4 +1,4 @@
-"""What the lists of models of every API read of one that is served."""
+"""What the model lists of every API read of a served model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Served(Protocol):
 
 
 def template_of(service: Served) -> str:
-    """Return a model's chat templates as text; "" where it has none, or none that can be read: who chats is told."""
+    """Return a model's chat templates as text; "" where it has none that can be read, which chats then report."""
     try:
         return service.llm.chat_template.text
     except UserError:

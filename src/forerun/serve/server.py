@@ -45,9 +45,9 @@ from forerun.text.terminal import note, visible
 
 LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
-SWITCH_S = 0.0005  # that the engine's thread waits for another one of Python; ten times as long is usual
+SWITCH_S = 0.0005  # that the engine's thread waits for another Python thread; Python's default is ten times as long
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
-STALL_MARGIN_S = 1.0  # a route that has a limit of its own says first why it ends
+STALL_MARGIN_S = 1.0  # a route with its own limit says first why it ends
 BACKLOG = 2048  # connections that the system keeps until they are taken
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
@@ -81,22 +81,22 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
 
 
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
-    """Each model with what requests may call it, the answers' name first. Raises BadOption where two have one name."""
+    """Return each model with its names, the answers' name first. Raises BadOption where two share one."""
     if options.served_names and len(configs) > 1:
         raise BadOption(
             f"--served-model-name {shown(options.served_names[0])} is not possible with {len(configs)} models: "
             f"{_IN_A_FILE}"
         )
-    made = list[tuple[tuple[str, ...], EngineConfig]]()
+    models = list[tuple[tuple[str, ...], EngineConfig]]()
     for given in configs:
         name, config = given if isinstance(given, tuple) else (None, given)
         names = options.served_names or (model_names(config.target or default()) if name is None else (name,))
-        made.append((names, config))
-    count = Counter(names[0] for names, _ in made)
+        models.append((names, config))
+    count = Counter(names[0] for names, _ in models)
     for name, times in count.items():
         if times > 1:
             raise BadOption(f"{times} models are called {shown(name)}: {_IN_A_FILE}")
-    return made
+    return models
 
 
 def check(options: ServerOptions) -> None:
@@ -105,16 +105,16 @@ def check(options: ServerOptions) -> None:
 
 
 def origins_of(options: ServerOptions) -> Origins:
-    """The web pages that may use the server, and the names by which it is called; with a key it has any name."""
-    found = Origins.parse(options.allow_origins, options.allow_hosts, only_local=is_local(options.host))
+    """Return the web pages that may use the server, and the names it is called by; with a key it has any name."""
+    origins = Origins.parse(options.allow_origins, options.allow_hosts, only_local=is_local(options.host))
     if options.api_key is not None:
-        return dataclasses.replace(found, hosts=frozenset((ANY,)))
-    return dataclasses.replace(found, hosts=found.hosts | {options.host.lower()})
+        return dataclasses.replace(origins, hosts=frozenset((ANY,)))
+    return dataclasses.replace(origins, hosts=origins.hosts | {options.host.lower()})
 
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that holds the address before the model is loaded; nothing is accepted yet. Raises BadOption."""
+    """Yield a socket that holds the address before the model is loaded; nothing is accepted yet. Raises BadOption."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -133,13 +133,13 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def loaded(opened: Opened) -> LLM:
-    """The model, warm: what is measured or compiled at the first step is done before the first request."""
+    """Load the model and warm it up: measuring and compiling are over before the first request."""
     from forerun.types import SamplingParams
 
     tokenizer = opened.text_tokenizer()  # the APIs answer with texts
     llm = LLM.from_opened(opened)
-    with suppress(BadOption):  # one that cannot be held to grammars
-        vocabulary(tokenizer)  # a second of one thread, for which no stream has to wait then
+    with suppress(BadOption):  # a tokenizer that grammars cannot use
+        vocabulary(tokenizer)  # takes a second, for which no stream has to wait later
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
     llm.measure_passes()
@@ -147,7 +147,7 @@ def loaded(opened: Opened) -> LLM:
 
 
 def make_services(llms: Seq[tuple[Seq[str], LLM]], options: ServerOptions) -> Services:
-    """The service of each model with its names, in the event loop that runs."""
+    """Return the services of the models, in the running event loop."""
     families = Families(options.metrics_prefix)
     services = [
         Service(
@@ -176,7 +176,7 @@ async def _serve(
             await asyncio.sleep(0.005)
         if server.started:
             listening.listen(BACKLOG)
-            spare_what_is_loaded()  # the routes and what they read bodies with, too
+            spare_what_is_loaded()  # the routes and their readers of bodies, too
             _say_where(services, listening, pages)
         await serving
     finally:
@@ -189,12 +189,12 @@ async def _serve(
 def _say_where(services: Services, listening: socket.socket, pages: Pages) -> None:
     host, port = listening.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    for own in services.all:
-        config = own.llm.config
+    for service in services.all:
+        config = service.llm.config
         note(
-            f"{visible(own.name)} ({own.llm.checkpoint.model.precision}, draft {config.draft}, up to "
-            f"{config.max_batch_size} requests at once, of up to {own.llm.engine.max_seq_len:,} tokens) is served on "
-            f"http://{where}"
+            f"{visible(service.name)} ({service.llm.checkpoint.model.precision}, draft {config.draft}, up to "
+            f"{config.max_batch_size} requests at once, of up to {service.llm.engine.max_seq_len:,} tokens) is served "
+            f"on http://{where}"
         )
     whose = f" of {visible(services.first.name)}" if len(services.all) > 1 else ""
     for path in pages:
@@ -223,10 +223,10 @@ def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[s
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, which would wait forever for headers that do not end, and for a reader that takes nothing.
+    """uvicorn's protocol with time limits for headers that do not end, and for a reader that takes nothing.
 
     headers_s: from the first byte of a request's headers, or from the connection, to their end. stall_s: without a byte
-    taken; then the connection is cut, because closing it would wait for what is not sent yet.
+    taken; then the connection is cut, because closing it would wait for the unsent bytes.
     """
 
     headers_s: float
@@ -240,12 +240,12 @@ class PatientProtocol(H11Protocol):
         self._late = self.loop.call_later(self.headers_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request."""
+        """Watch the headers when bytes of a request come."""
         super().data_received(data)
         self._watch_headers()
 
     def on_response_complete(self) -> None:
-        """The next request may have begun while this one was answered."""
+        """Watch the headers of the next request, which may have begun while this one was answered."""
         super().on_response_complete()
         self._watch_headers()
 
@@ -258,12 +258,12 @@ class PatientProtocol(H11Protocol):
             self._late = None
 
     def pause_writing(self) -> None:
-        """More waits to be sent than is good."""
+        """Watch the reader, because too much waits to be sent."""
         super().pause_writing()
         self._watch_reader()
 
     def _watch_reader(self, before: float = math.inf) -> None:
-        """before: bytes that waited when it last looked. Nobody adds to them while writing is paused."""
+        """Abort if none of the waiting bytes was taken since the last look; `before` waited then."""
         waiting = self.transport.get_write_buffer_size()
         if waiting < before:
             self._stalled = self.loop.call_later(self.stall_s, self._watch_reader, waiting)
@@ -271,13 +271,13 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
 
     def resume_writing(self) -> None:
-        """The reader has taken nearly all of it."""
+        """Stop watching the reader, which has taken nearly all."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Stop the timers."""
         super().connection_lost(exc)
         for timer in (self._late, self._stalled):
             if timer is not None:
@@ -285,16 +285,16 @@ class PatientProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with signals of ours."""
+    """uvicorn's server without its signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
+        """Leave the signals alone."""
         yield
 
 
 async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
-    """The first one: 503 for new requests, and the end when the last accepted one is answered. The second: the end."""
+    """Drain on the first signal: new requests get 503, accepted ones are answered. End at once on the second."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
@@ -317,7 +317,7 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
 
 @contextmanager
 def _logging(options: ServerOptions) -> Iterator[None]:
-    """Logs go to standard error by a thread of their own: a reader that is slow stops no request."""
+    """Log to standard error by a separate thread: a slow reader stops no request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
     records: Queue[Any] = Queue(MOST_LOG_LINES)
@@ -330,7 +330,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     root.setLevel(level)
     for noisy in loggers[1:3]:
         noisy.setLevel(max(level, logging.WARNING))
-    for inner in loggers[3:]:  # a request has one line, the server's own
+    for inner in loggers[3:]:  # a request has one line, written by the server
         inner.setLevel(logging.WARNING if level == logging.INFO else level)
     listener.start()
     try:
@@ -338,13 +338,13 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     finally:
         listener.stop()
         root.removeHandler(sending)
-        for logger, own in zip(loggers, before, strict=True):
-            logger.setLevel(own)
+        for logger, usual in zip(loggers, before, strict=True):
+            logger.setLevel(usual)
 
 
 class _Queue(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Drop it where nobody has read so many before it: neither wait nor grow."""
+        """Drop the record where the queue is full: neither wait nor grow."""
         with suppress(Full):
             self.queue.put_nowait(record)
 
@@ -355,24 +355,24 @@ class _Queue(QueueHandler):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object in one line."""
-        made: dict[str, Any] = {
+        """Return one JSON object in one line."""
+        entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
         if isinstance(record.args, dict):
-            made |= {"event": "request", **record.args}
+            entry |= {"event": "request", **record.args}
         else:
-            made["message"] = record.getMessage()
+            entry["message"] = record.getMessage()
         if record.exc_info:
-            made["exception"] = self.formatException(record.exc_info)
-        return json.dumps(made, default=str)
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """One line for a person; the traceback of an exception below it."""
+        """Return one line for a person; the traceback of an exception below it."""
         if isinstance(record.args, dict):
             said = " ".join(f"{name}={value}" for name, value in record.args.items())
         else:

@@ -1,5 +1,7 @@
-"""What routes share: of each model its engine, who is let in to it and what failed, and for all of them together the
-bodies that arrive and the threads that make ids of texts and texts of ids.
+"""What routes share.
+
+Each model has its engine, its gate and its failure; all together have the bodies that arrive, and the threads that
+convert between texts and ids.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
 MOST_ARRIVING = 1024  # bodies that are not whole, or as many as there are places
-MOST_LONG = 16  # of them, if they are as long as may be
-NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
+MOST_LONG = 16  # of them at the largest permitted size
+NUM_THREADS = 4  # that convert texts; they share one interpreter with the engine's thread
 
 
 class Service:
@@ -63,7 +65,7 @@ class Service:
         self._going: set[Generation] = set()
 
     def text_options(self, others: Seq[str] = ()) -> TextOptions:
-        """What reads bodies needs to know of the model. others: names of the other models."""
+        """Return the options of a reader of bodies. others: names of the other models."""
         return TextOptions(
             self.llm.tokenizer.folder,
             self.names,
@@ -76,15 +78,16 @@ class Service:
         )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
-        """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
+        """Return the requests of a job, not queued yet, and the job as it is served. Not in the event loop.
 
         A limit of tokens beyond the context is lowered to it, as agents send large ones; min_tokens goes with it.
+        Raises UserError.
         """
         try:
-            made = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
-            for request in made:
+            requests = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
+            for request in requests:
                 request.answer_form = job.answer_form
-            return job, made
+            return job, requests
         except PromptTooLong:
             if job.params.max_tokens is None:
                 raise
@@ -105,18 +108,18 @@ class Service:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Forget requests; those that are not over are ended, and what they hold is freed."""
+        """Forget requests; the running ones are ended, and their memory is freed."""
         self._going.discard(generation)
         self.llm.end(generation.requests)
         self.metrics.ended(generation.requests, is_failed=generation.error is not None)
 
     def close(self) -> None:
-        """Hear no more of the engine."""
+        """Stop hearing the engine."""
         self.metrics.close()
         self._end_news()
 
     def look_for_failure(self) -> None:
-        """An engine whose step has failed as a whole is not trusted any more: all that live fail, none are taken."""
+        """Fail all live requests, and take no more, once a step of the engine has failed as a whole."""
         if self.failure is None and (cause := self.llm.failure) is not None:
             self.failure = InternalError(
                 f"the engine has failed and takes no more requests: restart it ({cause!r:.200})"
@@ -127,63 +130,67 @@ class Service:
 
 
 class Services:
-    """The models of one server, by the names that requests give them; the first serves those that name none.
+    """The models of one server, by the names that requests give them; the first serves requests that name none.
 
-    No two of them have one name. logs_texts: whether the log has what requests and answers say.
+    No two of them share a name. logs_texts: whether the log has the texts of requests and answers.
     """
 
     def __init__(self, services: Seq[Service], *, limits: Limits | None = None, logs_texts: bool = False) -> None:
         self.all, self.first, self.names = (
             tuple(services),
             services[0],
-            [name for own in services for name in own.names],
+            [name for service in services for name in service.names],
         )
-        self._by_name = {name: own for own in services for name in own.names}
+        self._by_name = {name: service for service in services for name in service.names}
         self.limits, self.logs_texts = limits or Limits(), logs_texts
         self.started_s, self.kept = int(time.time()), Kept()
-        # A request enters here before its model is known, and then at its model's gate: one that is busy keeps nobody
-        # out of the others.
-        self.gate = Gate(sum(own.gate.capacity for own in services), sum(own.gate.batch for own in services))
+        # A request enters here before its model is known, and then at its model's gate: a busy model keeps nobody out
+        # of the others.
+        self.gate = Gate(
+            sum(service.gate.capacity for service in services), sum(service.gate.batch for service in services)
+        )
         most = max(MOST_ARRIVING, self.gate.capacity)
         self.arriving = Arriving(most, MOST_LONG * self.limits.max_body_bytes)
-        options = [own.text_options([name for name in self.names if name not in own.names]) for own in services]
-        self._library = Library([_texts(own.llm, one) for own, one in zip(services, options, strict=True)])
+        options = [
+            service.text_options([name for name in self.names if name not in service.names]) for service in services
+        ]
+        self._library = Library([_texts(service.llm, one) for service, one in zip(services, options, strict=True)])
         self.aside, self.trial = Aside(options), Aside(options)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
-        # One grammar at a time takes a core: those that are short, and those that were tried.
+        # One grammar at a time takes a core: one queue for short grammars, one for tried ones.
         self._short, self._tried = (ThreadPoolExecutor(1, f"forerun-{kind}-grammar") for kind in ("short", "tried"))
 
     def of(self, name: str) -> Service:
-        """The model of a name that `names` has."""
+        """Return the model of a name that `names` has."""
         return self._by_name[name]
 
     @property
     def metrics(self) -> Metrics:
-        """Those of all models are one text; what no model has done counts under the first."""
+        """Return the metrics of all models; what belongs to no model counts under the first."""
         return self.first.metrics
 
     @property
     def failure(self) -> ForerunError | None:
-        """Of the first engine that has failed; it may have failed on what came through a page."""
-        for own in self.all:
-            own.look_for_failure()
-        return next((own.failure for own in self.all if own.failure is not None), None)
+        """Return the failure of the first failed engine, also one that a page caused; None without any."""
+        for service in self.all:
+            service.look_for_failure()
+        return next((service.failure for service in self.all if service.failure is not None), None)
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
         """Do work on texts outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
     async def read(self, url: str, body: bytes) -> Any:
-        """What `Library.work` makes of a body, or raises: in a thread, or a process where it is long or must be."""
+        """Return what `Library.work` makes of a body: in a thread, or in a process where it is long or must be."""
         if len(body) <= LONG_BYTES:
             with suppress(OnlyAside):
                 return await self.in_thread(self._library.work, url, body)
         return await asyncio.wrap_future(self.aside.work(url, body))
 
     async def compile(self, service: Service, params: SamplingParams) -> None:
-        """Compile the grammar of a request, beside all threads that others need, so that `Service.make` finds it.
+        """Compile the grammar of a request outside the threads that others need, so that `Service.make` finds it.
 
-        One that might take long is tried in a process that ends where it does. Raises BadOption.
+        A grammar that might take long is tried in a process that can be ended. Raises BadOption.
         """
         if (key := params.constraint) is None or service.llm.tokenizer is None:
             return
@@ -211,8 +218,8 @@ class Services:
 
     def close(self) -> None:
         """Let the threads end."""
-        for own in self.all:
-            own.close()
+        for service in self.all:
+            service.close()
         for process in (self.aside, self.trial):
             process.close()
         for pool in (self._pool, self._short, self._tried):

@@ -44,7 +44,7 @@ Written = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields tha
 class TextOptions:
     """What is known of a model without its engine. folder: of the tokenizer. capacity: choices that it takes at once.
 
-    names, defaults, ignore_unsupported: as Service has them. others: the names of the other models of the server.
+    names, defaults, ignore_unsupported: as Service has them. others: the names of the server's other models.
     chat_template: file; None = the checkpoint's own.
     """
 
@@ -59,7 +59,7 @@ class TextOptions:
 
 
 def _pages(column: int) -> int:
-    """Of this process: of its address space (0), or resident (1); none where the system does not say it."""
+    """Return pages of this process: of its address space (0), or resident (1); 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[column])
     except OSError:
@@ -68,7 +68,7 @@ def _pages(column: int) -> int:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """What runs in it ends this process beyond MOST_TRIED_S, by SIGPROF, and beyond MOST_TRIED_BYTES, by SIGABRT."""
+    """End this process if the block takes more than MOST_TRIED_S (SIGPROF) or MOST_TRIED_BYTES (SIGABRT)."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     if (size := _pages(0)) > 0:
         most = size * resource.getpagesize() + MOST_TRIED_BYTES
@@ -82,13 +82,13 @@ def _limited() -> Iterator[None]:
 
 
 class Library:
-    """Reads the bodies of a server, each with the Texts of the model that it names; the first where it names none."""
+    """Reads the bodies of a server, each with the Texts of the model that it names, else the first."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
-        self._first, self._by_name = texts[0], {name: own for own in texts for name in own.options.names}
+        self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
 
     def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Written:
-        """What the route of a body makes of it. Raises UserError."""
+        """Return what the route of a body makes of it. Raises UserError."""
         try:
             given, route = parse(body), routes()[url]
             return self._of(route, given).work(route, given)
@@ -96,7 +96,7 @@ class Library:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
 
     def begin(self) -> None:
-        """Make what grammars of the first model need, and do nothing."""
+        """Prepare what grammars of the first model need."""
         vocabulary(self._first.tokenizer)
 
     def attempt(self, name: str, key: tuple[str, str]) -> int:
@@ -104,28 +104,28 @@ class Library:
 
         key: of `SamplingParams.constraint`. Raises BadOption, or ends this process where it takes too much.
         """
-        own = vocabulary(self._by_name[name].tokenizer)
+        known = vocabulary(self._by_name[name].tokenizer)
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)  # what the last one held counts for the next otherwise
+            libc.malloc_trim(0)  # memory freed by the last grammar would hide what this one takes
         before = _pages(1)
         with _limited():
-            made = Grammar(key, own)
+            grammar = Grammar(key, known)
         held = (_pages(1) - before) * resource.getpagesize()
-        del made
+        del grammar
         return held
 
     def _of(self, route: Generate | Count, given: Any) -> Texts:
-        """A name that no model has is refused by the first."""
+        """Return the reader of the named model; the first refuses unknown names."""
         name = route.form.named(given).get("model") if isinstance(given, dict) else None
         return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
 
 class OnlyAside(Exception):
-    """What a body asks for would change a tokenizer that other threads use: a process of its own reads it."""
+    """A body that would change a tokenizer which other threads use: a separate process reads it."""
 
 
 class Texts:
-    """Reads bodies for one model. tokenizer, template: those of the model, where they are loaded already."""
+    """Reads bodies for one model. tokenizer, template: of the model, where they are loaded already."""
 
     def __init__(
         self,
@@ -141,16 +141,16 @@ class Texts:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the context."""
+        """Return the tokens of the context."""
         return self.options.max_seq_len
 
     def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | Written:
-        """Return what a route makes of a body, as JSON: `read`, or an answer that follows from texts."""
+        """Return what a route makes of a body: `read`, or an answer that follows from texts, as JSON."""
         if isinstance(route, Generate):
             return self.read(route, body)
         given = check(route.form, body, self._served, ignore_unsupported=self.options.ignore_unsupported)
-        made, ignored = route.work(self, given)
-        return in_slices(made), ignored
+        answer, ignored = route.work(self, given)
+        return in_slices(answer), ignored
 
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
         """Return the job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
@@ -176,7 +176,7 @@ class Texts:
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, route: Generate, body: Any) -> Job:
-        """The job of a body. A refusal of what may be ignored says how."""
+        """Return the job of a body. A refusal of an unsupported field says how to have it ignored."""
         options, ignore = self.options, self.options.ignore_unsupported
         try:
             return route.job(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
@@ -191,7 +191,7 @@ class Texts:
         return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
-        """A job that names its wishes which are not kept: a larger context, reasoning that cannot be closed in time."""
+        """Return a job that names its unkept wishes: a larger context, reasoning that cannot be closed in time."""
         form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:
             unkept.append(job.context[0])
@@ -202,7 +202,7 @@ class Texts:
         return dataclasses.replace(job, answer_form=form, ignored=(*job.ignored, *unkept)) if unkept else job
 
     def encode(self, job: Job) -> list[list[int]]:
-        """The prompts of a job as ids. Raises UserError."""
+        """Return the prompts of a job as ids. Raises UserError."""
         self._check_size(job)
         if job.messages is not None and not job.messages:
             return []
@@ -221,7 +221,7 @@ class Texts:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnsupportedModel) -> Refused:
-        """What a chat template fails with, without the places of files and what only they can do who serve it."""
+        """Return a chat template's failure without paths of files and advice for whoever runs the server."""
         LOG.warning("%s", error)  # its words are for whoever has the files
         message = str(error)
         for folder in filter(None, (self.options.folder, self.options.chat_template)):
@@ -241,7 +241,7 @@ class Texts:
 
     @property
     def template(self) -> ChatTemplate:
-        """The model's chat template. Raises Refused where it has none."""
+        """Return the model's chat template. Raises Refused where it has none."""
         if self._template_if_there is None:
             raise Refused(
                 f"the model {shown(self.name)} has no chat template, as is usual for a base model, and cannot read a "
@@ -276,7 +276,7 @@ class Texts:
         )
 
     def _check_size(self, job: Job) -> None:
-        """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes.
+        """Refuse what cannot fit, however it is cut into tokens: cutting megabytes of text takes seconds.
 
         Every message, and every part of one, takes at least a token.
         """
@@ -301,7 +301,7 @@ class Texts:
                 )
 
     def _with_prediction(self, params: SamplingParams) -> SamplingParams:
-        """With the prediction as ids. No output is longer than the context, and no prediction need be."""
+        """Return params with the prediction as ids. Raises Refused for one longer than the context."""
         given, most = params.prediction, self.options.max_seq_len
         if given is None:
             return params
@@ -322,7 +322,7 @@ class Texts:
 
 
 def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
-    """A job as the chat template takes it: its tools, how long it thinks, and what reads its answer.
+    """Return a job as the chat template takes it: its tools, how long it thinks, and what reads its answer.
 
     Raises Refused for tools where the template knows none.
     """
@@ -338,10 +338,10 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
             raise Refused(NO_TOOLS, "tools", code="unsupported_parameter")
         tools, ignored = None, [*ignored, "tools"]
     if job.effort is not None or job.thinks is not None:
-        found = thinking_variables(reads, job.effort, job.thinks)
-        if found is None and (job.thinks or job.effort not in (None, "none")):
+        thinking = thinking_variables(reads, job.effort, job.thinks)
+        if thinking is None and (job.thinks or job.effort not in (None, "none")):
             ignored.append("reasoning_effort")
-        variables = {**(found or {}), **variables}
+        variables = {**(thinking or {}), **variables}
     answer_form = answer_marks.with_tools(tools, job.max_thinking_tokens)
     if answer_form is None and job.params.logprobs is not None:
         answer_form = AnswerForm(answer_marks)  # it tells the tokens of the text from the end
@@ -349,7 +349,7 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
 
 
 def form_of(job: Job) -> dict[str, Any]:
-    """What the chat template is given beside the messages."""
+    """Return what the chat template is given beside the messages."""
     form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
     if job.add_generation_prompt is False:
         form["add_generation_prompt"] = False
@@ -359,7 +359,7 @@ def form_of(job: Job) -> dict[str, Any]:
 
 
 def _num_chars(content: Any) -> int:
-    """Of a text, alone or in parts; 0 for ids."""
+    """Return the characters of a text, alone or in parts; 0 for ids."""
     if isinstance(content, str):
         return len(content)
     parts = content if isinstance(content, list) else []
@@ -371,7 +371,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse(body: bytes) -> Any:
-    """A body as JSON. Raises Refused."""
+    """Return a body as JSON. Raises Refused."""
     try:
         return json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """What bodies say of tools and of thinking, brought from each API's form into one.
 
 A tool that the server would have to run itself (a search on the web, a shell) is left out, and the answer's header says
-so: the model is told of functions alone, which the client runs.
+so: the model only learns of functions, which the client runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from forerun.serve.refused import Refused
 from forerun.text.tools import AUTO, NONE, REQUIRED, ToolRequest, Tools, limit_of
 
 MOST_TOOLS = 1024
-THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # variables of templates that say so
+THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # template variables that control thinking
 
 
 def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> ToolRequest | None:
-    """Return what a body says of tools; None where there is nothing to be called.
+    """Return the tools that a body offers; None where there is nothing to be called.
 
     functions: with name, description, parameters and strict. Raises Refused.
     """
@@ -46,7 +46,7 @@ def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool)
 
 
 def listed(tools: Any) -> list[Mapping[str, Any]]:
-    """The field `tools`. Raises Refused where it is no list of objects, or too long."""
+    """Return the field `tools`. Raises Refused where it is no list of objects, or too long."""
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Refused(f"tools={shown(tools)} is not possible: it must be a list of objects", "tools")
     if len(tools) > MOST_TOOLS:
@@ -55,7 +55,7 @@ def listed(tools: Any) -> list[Mapping[str, Any]]:
 
 
 def effort_of(value: Any, name: str) -> str | None:
-    """How long the model is to think, as a word. Raises Refused for another."""
+    """Return how long the model is to think, as a word. Raises Refused for another."""
     if value is None:
         return None
     if value not in EFFORTS:
@@ -64,7 +64,7 @@ def effort_of(value: Any, name: str) -> str | None:
 
 
 def thinking_limit(value: Any, name: str) -> int | None:
-    """How many tokens the model may think. Raises Refused for anything but a number."""
+    """Return how many tokens the model may think. Raises Refused for anything but a number."""
     try:
         return limit_of(value, name)
     except BadOption as error:
@@ -72,15 +72,15 @@ def thinking_limit(value: Any, name: str) -> int | None:
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
-    """The variables of a chat template that say how long the model thinks; None where it reads none of them.
+    """Return the chat template variables that say how long the model thinks; None where it reads none of them.
 
     reads: variables of the template. effort: a word. thinks: whether it thinks at all.
     """
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if effort is not None and effort != "none" and "reasoning_effort" in reads:
-        made["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
+        values["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
     wanted = thinks if effort is None else effort != "none"
     for name in ("enable_thinking", "thinking"):
         if name in reads and wanted is not None:
-            made[name] = wanted
-    return made or None
+            values[name] = wanted
+    return values or None

@@ -1,7 +1,7 @@
 """Traces in the form of OpenTelemetry, where its package is there and set up; else nothing.
 
-One span for each request, below the client's own (header traceparent). The package's environment variables (OTEL_...)
-and its own start-up say where they go.
+One span for each request, below the client's span (header traceparent). The package's environment variables (OTEL_...)
+and its start-up code say where they go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ except ImportError:
 
 @contextmanager
 def span(path: str, record: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[None]:
-    """A span as long as a request; what the log says of it becomes its attributes."""
+    """Trace the block as one span; the log entry of the request becomes its attributes."""
     if trace is None or propagate is None:
         yield
         return

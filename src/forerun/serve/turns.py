@@ -1,8 +1,8 @@
 """The event loop of a server, in which connections take turns.
 
-asyncio handles every socket that is ready before it hears what other threads have told it. So 900 connections that
-begin at once would hold up each stream for more than a second. Here it handles a few, hears of the next tokens, and
-goes on with those whose turn it is.
+asyncio handles every ready socket before it hears news from other threads. So 900 connections that begin at once would
+hold up each stream for more than a second. Here it handles a few, hears of the next tokens, and goes on with the next
+sockets in turn.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-MOST_AT_ONCE = (
-    2  # sockets between two looks at what threads have told: a request takes a millisecond or two of the loop
-)
+MOST_AT_ONCE = 2  # sockets between two looks at news of threads: a request takes a millisecond or two of the loop
 
 
 class Turns(selectors.DefaultSelector):
-    """Tells of a few sockets at a time. The others are still ready when it is asked again, and come first then."""
+    """A selector that returns a few ready sockets at a time. The others stay ready and come first next time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._next = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As any selector, but for the number."""
+        """Return at most MOST_AT_ONCE ready sockets."""
         ready = super().select(timeout)
         if len(ready) <= MOST_AT_ONCE:
             return ready
@@ -33,5 +31,5 @@ class Turns(selectors.DefaultSelector):
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop of this kind."""
+    """Return an event loop of this kind."""
     return asyncio.SelectorEventLoop(Turns())

@@ -1,4 +1,4 @@
-"""The APIs of the server, a file each: the server finds what has an `API` (see routes.py), and knows none by name."""
+"""The APIs of the server, a file each: the server finds files with an `API` (see routes.py), and knows none by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batched() -> dict[str, Generate]:
 
 
 def of_path(path: str) -> Api:
-    """Return the API in whose form an error on this path is told: the one with the longest beginning of it."""
+    """Return the API that shapes errors on this path: the one with the longest matching prefix."""
     beginnings = [(below, api) for api in apis().values() for below in api.below]
     _, api = max(((below, api) for below, api in beginnings if _is_below(path, below)), key=lambda one: len(one[0]))
     return api
@@ -53,7 +53,7 @@ def _is_below(path: str, beginning: str) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """Return the sentence for a path that is known and not built; None for any other."""
+    """Return the reason why a known path is absent; None for any other path."""
     absent = {known: why for api in apis().values() for known, why in api.absent.items()}
     beginnings = (f"{path[:end]}/" for end in range(len(path)) if path[end] == "/")
     return next((absent[one] for one in (path, *beginnings) if one in absent), None)

@@ -1,6 +1,6 @@
 """Routes of llama-server, as far as its web page, editors and older clients need them.
 
-Follows tools/server/README.md of llama.cpp. What it has beside these is in OpenAI's API, which it speaks, too.
+Follows tools/server/README.md of llama.cpp. Its other features are in OpenAI's API, which it speaks, too.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def answer(
 
 
 def _paths(given: Any) -> list[list[str]]:
-    """Names of fields, those within others behind a slash, as keys. Raises Refused."""
+    """Return field names as lists of keys; a slash separates nested names. Raises Refused."""
     if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
         message = f'response_fields={shown(given)} is not possible: it must be a list such as ["content"]'
         raise Refused(message, "response_fields")
@@ -146,7 +146,7 @@ def _paths(given: Any) -> list[list[str]]:
 
 
 def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an answer that the body asks for, side by side; all of them where it asks for none."""
+    """Return the fields of an answer that the body asks for, side by side; all of them where it asks for none."""
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
         inside: Any = made
@@ -164,26 +164,26 @@ class Stream:
         self._job = job
 
     def begin(self) -> bytes:
-        """Nothing: the first event has the first text."""
+        """Return nothing: the first event has the first text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk adds; nothing where its text is held back."""
+        """Return the event of a chunk; none where its text is held back."""
         if not chunk.text:
             return b""
         return event({"index": index, "content": chunk.text, "tokens": chunk.token_ids, "stop": False})
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Why it ended, and the numbers."""
+        """Return why the answer ended, and its numbers."""
         return event(_chosen(self._job, _ending(self._job, outputs)))
 
     def fail(self, error: ForerunError) -> bytes:
-        """An error behind the first event."""
+        """Return an error that occurs behind the first event."""
         return event(error_answer(error)[1])
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body of an answer that is an error."""
+    """Return the HTTP status and the body of an error."""
     status = status_of(error)[0]
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"code": status, "message": str(error), "type": kind}}
@@ -196,7 +196,7 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
     first_s = report.first_token_at_s or begun_s
     prompt_ms, predicted_ms = 1e3 * (first_s - begun_s), 1e3 * ((report.last_token_at_s or first_s) - first_s)
     kind = "limit" if output.finish_reason == "length" else "word" if output.stop_text else "eos"
-    made = {
+    ending = {
         "index": output.index,
         "content": "",
         "tokens": [],
@@ -220,11 +220,11 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
             "draft_n_accepted": report.num_accepted,
         },
     }
-    return made | ({"forerun": report_of(outputs)} if job.report else {})
+    return ending | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 def props(models: Models, key: str) -> dict[str, Any]:
-    """Return what its web page asks of a server first; of the first model."""
+    """Return what the web page asks a server first; about the first model."""
     service = models.first
     return {
         "default_generation_settings": {
@@ -241,7 +241,7 @@ def props(models: Models, key: str) -> dict[str, Any]:
 
 
 def slots(models: Models, key: str) -> list[dict[str, Any]]:
-    """Return the places of the batch; which request has which is not told."""
+    """Return the places of the batch, without the requests in them."""
     llm = models.first.llm
     num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
     return [

@@ -1,8 +1,8 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens (the API of Anthropic), and answers to them.
 
-`system`, as a text or in blocks, becomes the first message. Messages of one role that follow each other become one.
-Where the last message is the assistant's, the answer goes on right behind its text. Results of tools, which stand in
-messages of the user, become messages of their own before the rest of it.
+`system`, as a text or in blocks, becomes the first message. Consecutive messages of one role become one. Where the last
+message is the assistant's, the answer goes on right behind its text. Tool results in a message of the user become
+separate messages before the rest of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _KINDS = frozenset(("text",))
-_ROLES = ("user", "assistant", "system")  # the last one is what newer agents remind the model with, in between
+_ROLES = ("user", "assistant", "system")  # newer agents send system messages in between, as reminders
 _BUDGET = "thinking.budget_tokens"
 _COUNTED: Fields = {
     "messages": required(array(structure(("role", "content"), role=one_of(*_ROLES), content=CONTENT), 1)),
@@ -147,7 +147,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """The tools that the client runs. Those without a schema, which Anthropic defines, are listed in `ignored`."""
+    """Return the tools that the client runs. Anthropic's predefined tools have no schema: `ignored` lists them."""
     functions = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type", "custom") != "custom":
@@ -167,7 +167,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _thinks(thinking: Any) -> bool | None:
-    """Whether the model thinks; None = as it usually does."""
+    """Return whether the model thinks; None = as it usually does."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if not isinstance(thinking, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -177,7 +177,7 @@ def _thinks(thinking: Any) -> bool | None:
 
 
 def _format(config: Mapping[str, Any]) -> Any:
-    """The form of the answer, as chats have it."""
+    """Return the form of the answer in the shape that chats have."""
     given = config.get("format")
     if isinstance(given, Mapping) and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
@@ -185,7 +185,7 @@ def _format(config: Mapping[str, Any]) -> Any:
 
 
 def _effort(config: Any, read: Given) -> str | None:
-    """How long the model is to think."""
+    """Return how long the model is to think."""
     if not isinstance(config, Mapping):
         raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")
     for name in config.keys() - {"effort", "format"}:
@@ -200,26 +200,29 @@ def _messages(system: Any, given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         example = '[{"role": "user", "content": "hello"}]'
         raise Refused(f"messages={shown(given)} is not possible: it must be a list such as {example}", "messages")
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of tools, by the id of the call
     if system:
-        made.append({"role": "system", "content": texts_of(system, "system", _KINDS)})
+        messages.append({"role": "system", "content": texts_of(system, "system", _KINDS)})
     for i, message in enumerate(given):
         role = message.get("role") if isinstance(message, dict) else message
         if role not in _ROLES:
             raise Refused(f"messages[{i}] has the role {shown(role)}: it must be user or assistant", f"messages[{i}]")
         for one in _of_message(role, message.get("content"), f"messages[{i}].content", names):
-            last = made[-1] if made else {}
+            last = messages[-1] if messages else {}
             if last.get("role") == one["role"] != "tool" and "tool_calls" not in last:
                 texts = [m["content"] for m in (last, one) if "content" in m]
-                made[-1] = {**last, **one, **({"content": "\n".join(texts)} if texts else {})}
+                messages[-1] = {**last, **one, **({"content": "\n".join(texts)} if texts else {})}
             else:
-                made.append(one)
-    return [*made]
+                messages.append(one)
+    return [*messages]
 
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """The messages that one message stands for: results of tools, and then the rest. names: by ids, of calls so far."""
+    """Return the messages that one message stands for: tool results, and then the rest.
+
+    names: of the tools called so far, by the id of the call; calls in this message are added.
+    """
     if content == [] and role == "assistant":
         return [{"role": role, "content": ""}]
     if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") == "text" for b in content):
@@ -236,7 +239,7 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
             if block["thinking"]:
                 own["reasoning_content"] = own.get("reasoning_content", "") + block["thinking"]
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # nobody but its maker can read it
+            continue  # only its maker can read it
         else:
             texts += _texts_in(block)
     if texts:
@@ -245,9 +248,9 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
 
 
 def _texts_in(block: Any) -> list[Any]:
-    """A block, or in place of a document or a result of a search that is a text the blocks of its title and its text.
+    """Return a block as a list, or the title and text of a document or search result as text blocks.
 
-    What has no text, such as a PDF, is left as it is, to be refused by its type.
+    A block without text, such as a PDF, is left as it is, to be refused by its type.
     """
     kind = block.get("type") if isinstance(block, Mapping) else None
     inside = block.get("content") if kind == "search_result" else block.get("source") if kind == "document" else None
@@ -288,33 +291,33 @@ def _named(names: Mapping[str, str], call_id: str) -> dict[str, str]:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer: a message with blocks of text and thinking, and of tools that are used."""
+    """Return the whole answer: a message with blocks of text, thinking and tool use."""
     answer_parts = outputs[0].answer_parts or AnswerParts([Span("text", outputs[0].text)])
-    made = {
+    body = {
         **_message(job, answer_id),
         "content": [_block(one) for one in answer_parts.items or [Span("text")]],
         **_ending(outputs[0]),
         "usage": _usage(Usage.of(outputs, job.params)),
     }
-    return made | ({"forerun": report_of(outputs)} if job.report else {})
+    return body | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body of an answer that is an error."""
+    """Return the HTTP status and the body of an error."""
     status = status_of(error)[0]
     kind = _KIND_OF.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id or None}
 
 
 def _block(one: Span | ToolCall) -> dict[str, Any]:
-    """A block as a whole."""
+    """Return a whole block."""
     if isinstance(one, Span):
         return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
     return {**_begun(one), "input": one.values()}
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
-    """A block, still empty. Thinking has a signature there, which says nothing here."""
+    """Return a block, still empty. Its signature of thinking is empty, too: there is none here."""
     if isinstance(one, ToolCall):
         return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
     if one.kind == "reasoning":
@@ -330,7 +333,7 @@ class Stream:
         self._parts = AnswerParts()  # its last item is the block that is open
 
     def begin(self) -> bytes:
-        """The message, still empty. The tokens found in the cache are said at the end."""
+        """Return the message, still empty. The end says how many tokens came from the cache."""
         message = {
             **_message(self._job, self._id),
             "content": [],
@@ -341,30 +344,30 @@ class Stream:
         return _event("message_start", message=message) + _event("ping")
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk adds; nothing where its text is held back."""
+        """Return the events of a chunk; none where its text is held back."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
         return b"".join(map(self._part, parts))
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Why the answer ends, and the usage."""
+        """Return why the answer ends, and the usage."""
         usage = _usage(Usage.of(outputs, self._job.params))
         more = {"forerun": report_of(outputs)} if self._job.report else {}
-        made = b"" if self._parts.items else self._part(Text(""))
+        events = b"" if self._parts.items else self._part(Text(""))
         return (
-            made
+            events
             + self._close()
             + _event("message_delta", delta=_ending(outputs[0]), usage=usage, **more)
             + _event("message_stop")
         )
 
     def _part(self, part: Part) -> bytes:
-        """The events of a part: a new block begins with it, or the last one goes on."""
-        num, made = len(self._parts.items), b""
+        """Return the events of a part: it begins a new block, or goes on with the last one."""
+        num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
-            made = (self._close(num - 1) if num else b"") + _event(
+            events = (self._close(num - 1) if num else b"") + _event(
                 "content_block_start", index=num, content_block=_begun(self._parts.items[-1])
             )
         delta = None
@@ -376,13 +379,13 @@ class Stream:
             case ToolCall():
                 delta = {"type": "input_json_delta", "partial_json": part.arguments}
         index = len(self._parts.items) - 1
-        return made + (_event("content_block_delta", index=index, delta=delta) if delta else b"")
+        return events + (_event("content_block_delta", index=index, delta=delta) if delta else b"")
 
     def _close(self, index: int | None = None) -> bytes:
         return _event("content_block_stop", index=len(self._parts.items) - 1 if index is None else index)
 
     def fail(self, error: ForerunError) -> bytes:
-        """An error behind the first event."""
+        """Return an error that occurs behind the first event."""
         return event(error_answer(error)[1], "error")
 
 
@@ -401,7 +404,7 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """input_tokens: those that were not found in the cache, as this API counts them."""
+    """Return the usage; input_tokens leaves out tokens that came from the cache, as this API counts them."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

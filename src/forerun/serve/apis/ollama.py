@@ -1,7 +1,7 @@
 """Bodies of Ollama's API (/api/chat, /api/generate, /api/show and the lists), and answers to them.
 
-Follows docs/api.md of Ollama. An answer is a stream of JSON lines unless `stream` is false. What `options` say goes
-into SamplingParams; options of its runner (num_thread, num_gpu, ...) change no text and are taken. Models are started
+Follows docs/api.md of Ollama. An answer is a stream of JSON lines unless `stream` is false. `options` go into
+SamplingParams; options of its runner (num_thread, num_gpu, ...) change no text and are accepted. Models are started
 with the server: none is fetched, made or unloaded by a request.
 """
 
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 LINES = "application/x-ndjson"
-FOLLOWED = "0.13.0"  # the version whose API this is; clients look up features by it
+FOLLOWED = "0.13.0"  # the version of Ollama whose API this follows; clients look up features by it
 _ROLES = ("system", "user", "assistant", "tool")
-# By option: of SamplingParams.
+# Option -> field of SamplingParams.
 OPTIONS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -84,7 +84,7 @@ OPTIONS = {
     "frequency_penalty": "frequency_penalty",
 }
 CONTEXT = "num_ctx"
-# How its runner computes, and what it keeps of a conversation that it cuts.
+# Options that say how its runner computes, and what it keeps of a conversation that it cuts.
 RUNNER = frozenset(
     (
         *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
@@ -98,7 +98,7 @@ _OFF: Mapping[str, tuple[Seq[Any], str]] = {
     "vocab_only": ((False,), "an answer needs all of the model"),
     "embedding_only": ((False,), "answers are texts"),
 }
-# What repeat_penalty counts, and the values that say what it counts here.
+# Options about what repeat_penalty counts -> the values that describe what it counts here, and that in words.
 _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
     "repeat_last_n": ((-1, 0), "the whole text; say -1"),
     "penalize_newline": ((True,), "ends of lines, too"),
@@ -183,7 +183,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
 
 
 def _options(read: Given) -> dict[str, Any]:
-    """Sampling parameters under the names that the options give them. Raises Refused."""
+    """Return sampling parameters under their option names. Raises Refused."""
     options, found = read.fields.get("options", {}), dict[str, Any]()
     if not isinstance(options, Mapping):
         raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
@@ -191,7 +191,7 @@ def _options(read: Given) -> dict[str, Any]:
         if value is None or name in RUNNER or name == CONTEXT:
             continue
         if name in _WHOLE and isinstance(value, float) and value.is_integer():
-            value = int(value)  # as its clients in languages without integers write it
+            value = int(value)  # clients in languages without integers write it so
         try:
             if name in OPTIONS:
                 found[name] = value
@@ -214,7 +214,7 @@ def _options(read: Given) -> dict[str, Any]:
 
 
 def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    """What the penalty counts does not matter where there is none."""
+    """Refuse what the penalty cannot count; it does not matter where there is no penalty."""
     allowed, counts = _PENALISED[name]
     if value not in allowed and options.get("repeat_penalty") not in (None, 1, 1.0):
         message = f"options.{name}={shown(value)} is not possible: repeat_penalty counts {counts}"
@@ -229,7 +229,7 @@ def _check_off(name: str, value: Any) -> None:
 
 
 def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the field that says how many tokens the client counts on, and how many. Raises Refused."""
+    """Return the field that says how large a context the client counts on, and its tokens. Raises Refused."""
     name, value = f"options.{CONTEXT}", options.get(CONTEXT)
     if value is not None and (type(value) is not int or value < 1):
         raise Refused(f"{name}={shown(value)} is not possible: it must be a number of tokens", name)
@@ -237,7 +237,7 @@ def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """The form of the answer: "json", or a JSON schema."""
+    """Return the form of the answer: "json", or a JSON schema. Raises Refused."""
     if given in (None, ""):
         return {}
     if given == "json":
@@ -248,7 +248,7 @@ def _format(given: Any) -> dict[str, Any]:
 
 
 def _think(given: Any) -> tuple[str | None, bool | None]:
-    """How long the model is to think, as a word, and whether it does at all."""
+    """Return how long the model is to think, as a word, and whether it thinks at all."""
     if given is None or isinstance(given, bool):
         return None, given
     return effort_of(given, "think"), None
@@ -263,7 +263,7 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
 
 
 def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """The conversation of a prompt, or with raw or a suffix the prompt as it is."""
+    """Return the conversation of a prompt; with raw or a suffix the prompt as it is."""
     prompt, system, suffix = (given.get(name, "") for name in ("prompt", "system", "suffix"))
     if not prompt:
         return [], ()
@@ -274,7 +274,7 @@ def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]
 
 
 def _messages(given: Any) -> list[Message]:
-    """A conversation in the form of chat templates."""
+    """Return a conversation in the form of chat templates."""
     if not isinstance(given, list):
         example = '[{"role": "user", "content": "hello"}]'
         raise Refused(f"messages={shown(given)} is not possible: it must be a list such as {example}", "messages")
@@ -287,23 +287,23 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise Refused(f"{where} has the role {shown(role)}: it must be one of {', '.join(_ROLES)}", where)
     if message.get("images"):
         raise Refused(f"{where} has images: the model reads texts alone", f"{where}.images")
-    content, made = message.get("content"), dict[str, Any](role=role)
+    content, entry = message.get("content"), dict[str, Any](role=role)
     if content is not None and not isinstance(content, str):
         raise Refused(f"{where}.content={shown(content)} is not possible: it must be a text", f"{where}.content")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Refused(f"{where}.tool_calls={shown(calls)} is not possible: it must be a list of objects", where)
     if content or not calls:
-        made["content"] = content or ""
+        entry["content"] = content or ""
     if calls:
-        made["tool_calls"] = [{"type": "function", **call} for call in calls]
+        entry["tool_calls"] = [{"type": "function", **call} for call in calls]
     if message.get("thinking"):
-        made["reasoning_content"] = message["thinking"]
+        entry["reasoning_content"] = message["thinking"]
     if role == "tool":
         name = message.get("tool_name", message.get("name"))
-        made |= {} if name is None else {"name": name}
-        made |= {} if "tool_call_id" not in message else {"tool_call_id": message["tool_call_id"]}
-    return made
+        entry |= {} if name is None else {"name": name}
+        entry |= {} if "tool_call_id" not in message else {"tool_call_id": message["tool_call_id"]}
+    return entry
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -321,12 +321,12 @@ def answer(
         said["thinking"] = output.reasoning
     if output.tool_calls:
         said["tool_calls"] = [_call(i, call) for i, call in enumerate(output.tool_calls)]
-    made = {**_head(job), **_said(job, said), **_ending(output)}
-    return made | ({"forerun": report_of(outputs)} if job.report else {})
+    body = {**_head(job), **_said(job, said), **_ending(output)}
+    return body | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """The HTTP status and the body of an answer that is an error."""
+    """Return the HTTP status and the body of an error."""
     return status_of(error)[0], {"error": str(error)}
 
 
@@ -337,11 +337,11 @@ class Stream:
         self._job, self._num_calls = job, 0
 
     def begin(self) -> bytes:
-        """Nothing: the first line has the first text."""
+        """Return nothing: the first line has the first text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk adds; nothing where its text is held back."""
+        """Return the lines of a chunk; none where its text is held back."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
@@ -358,14 +358,14 @@ class Stream:
                 return {"content": "", "tool_calls": [_call(self._num_calls - 1, part)]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Why it ended, and the numbers."""
+        """Return why the answer ended, and its numbers."""
         if not outputs:
             return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, "done_reason": "load"})
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         return _as_line({**_head(self._job), **_said(self._job, {}), **_ending(outputs[0]), **more})
 
     def fail(self, error: ForerunError) -> bytes:
-        """An error behind the first line."""
+        """Return an error that occurs behind the first line."""
         return _as_line(error_answer(error)[1])
 
     def _line(self, said: Mapping[str, Any]) -> bytes:
@@ -385,7 +385,7 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer, or a piece of one, says: a message of a chat, else fields of its own."""
+    """Return the text of an answer or a piece: as a message of a chat, else as separate fields."""
     said = {"content": "", **said}
     if job.url == CHAT:
         return {"message": {"role": "assistant", **said}}
@@ -398,7 +398,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def _ending(output: RequestOutput) -> dict[str, Any]:
-    """Why it ended, and the numbers: tokens, and nanoseconds."""
+    """Return why an answer ended, and its numbers: tokens, and nanoseconds."""
     report = output.report
     begun_s = report.scheduled_at_s or report.arrived_at_s
     first_s = report.first_token_at_s or begun_s
@@ -423,12 +423,12 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def tags(models: Models, key: str) -> dict[str, Any]:
-    """Return the models, by their answers' names."""
+    """Return the models, by the names that answers give them."""
     return {"models": [{**_known(one), "modified_at": _at(models.started_s)} for one in models.all]}
 
 
 def running(models: Models, key: str) -> dict[str, Any]:
-    """Return the models once more: all of them are loaded, and stay so."""
+    """Return the models as loaded ones: all of them are, and stay so."""
     far = "9999-12-31T23:59:59Z"
     return {
         "models": [
@@ -439,12 +439,12 @@ def running(models: Models, key: str) -> dict[str, Any]:
 
 
 def version(models: Models, key: str) -> dict[str, Any]:
-    """Return the version whose API this is, and this package's own."""
+    """Return the version of Ollama whose API this follows, and this package's version."""
     return {"version": FOLLOWED, "forerun": __version__}
 
 
 def _named(texts: Reader, read: Given) -> Counted:
-    """Check which model a body of /api/show names."""
+    """Return the model that a body of /api/show names. Raises Refused without one."""
     if "model" not in read.fields:
         raise Refused("there is no model: name one of those that /api/tags lists", "model")
     return {"model": texts.name}, tuple(read.ignored)
@@ -481,7 +481,7 @@ def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(service: Served) -> dict[str, Any]:
-    """size: bytes of weights that a pass reads. digest: of the name, for there is none of the files."""
+    """Return a model's entry. size: bytes of weights that a pass reads. digest: of the name, as files have none."""
     return {
         "name": service.name,
         "model": service.name,

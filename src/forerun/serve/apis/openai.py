@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answers
-# What the API says where a body says nothing: a chat's answer goes as far as the context, a completion has 16 tokens.
+# The API's defaults: a chat's answer goes as far as the context, a completion has 16 tokens.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
 
 _BOTH: Fields = {
@@ -133,7 +133,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
 
 
 def _echo(given: Body) -> bool:
-    """Whether the answer repeats the prompt."""
+    """Return whether the answer repeats the prompt. Raises Refused."""
     echo: bool = given.get("echo", False)
     if echo and given.get("stream") and given.get("logprobs") is not None:
         raise Refused("echo with logprobs cannot be streamed: leave out one of echo, logprobs and stream", "echo")
@@ -151,7 +151,7 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
 
 
 def _num_top_logprobs(given: Body) -> int | None:
-    """A chat says whether it wants log-probabilities, and how many others beside each token's own."""
+    """Return how many alternatives a chat wants beside each token's log-probability; None = no log-probabilities."""
     num_top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
     if not wanted and (num_top != 0 or type(num_top) is not int):
         raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
@@ -167,7 +167,7 @@ def _check_best_of(read: Given, n: int) -> None:
 
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
-    """Whether the answer is wanted in pieces, and the options of these."""
+    """Return whether the answer is wanted in pieces, and the options of the stream."""
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
@@ -177,12 +177,12 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
         )
         raise Refused(message, "stream_options")
     if not options.get("include_usage"):
-        options = {**options, "continuous_usage_stats": False}  # it says when what is not wanted comes
+        options = {**options, "continuous_usage_stats": False}  # it has no meaning without include_usage
     return stream, options
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    """A text, ids, or a list of either."""
+    """Return the prompts: a text, ids, or a list of either."""
     several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or (one and _are_ids(one)) for one in several):
         message = f"prompt={shown(prompt)} is not possible: it must be a text, a list of token ids, or a list of either"
@@ -191,7 +191,7 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
 
 
 def _suffix(given: Body) -> str:
-    """The text behind the one that is to be filled in; '' where nothing is."""
+    """Return the text behind the gap that is to be filled in; '' where nothing is."""
     suffix, prompt = given.get("suffix", ""), given.get("prompt")
     if not isinstance(suffix, str) or (suffix and not isinstance(prompt, str)):
         raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
@@ -210,7 +210,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return the body of an answer. outputs: params.n of the first prompt, then of the next.
 
-    What the API has no word for is under "forerun" (see `report_of`).
+    Fields that the API does not have are under "forerun" (see `report_of`).
     """
     if job.url == CHAT:
         choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
@@ -218,19 +218,19 @@ def answer(
         choices = [_text_choice(i, output, tokenizer, job) for i, output in enumerate(outputs)]
     if job.token_ids:
         ids = [_ids_of(job, output.token_ids, output.prompt_ids) for output in outputs]
-        choices = [choice | own for choice, own in zip(choices, ids, strict=True)]
+        choices = [choice | entry for choice, entry in zip(choices, ids, strict=True)]
     of_prompt = {"prompt_token_ids": list(outputs[0].prompt_ids)} if job.token_ids and job.url == CHAT else {}
-    made = {
+    body = {
         **_head(job, answer_id, created_s, "chat.completion"),
         "choices": choices,
         "usage": _usage(Usage.of(outputs, job.params)),
         **of_prompt,
     }
-    return made | ({"forerun": report_of(outputs)} if job.report else {})
+    return body | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 class Stream:
-    """The server-sent events of one answer. A chunk is one choice's; the last ones have the usage, if it is wanted."""
+    """The server-sent events of one answer. A chunk belongs to one choice; the last ones have the usage, if wanted."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer = job, tokenizer
@@ -242,13 +242,13 @@ class Stream:
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
         self._num_calls = [0] * self._num_choices
         self._prompts = [prompt for prompt in prompts for _ in range(job.params.n)]
-        self._ids: list[list[int]] = [[] for _ in self._prompts]  # that no event has told yet
+        self._ids: list[list[int]] = [[] for _ in self._prompts]  # that no event has carried yet
         self._begun = [False] * self._num_choices
         echoed = prompts if job.echo else ()
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Of a chat, the role of each choice; of a completion with echo, its prompt."""
+        """Return the role of each choice of a chat, or the prompt of a completion with echo."""
         if self._job.url != CHAT:
             chosen = enumerate(self._echoes)
             return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in chosen)
@@ -260,7 +260,7 @@ class Stream:
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk of a choice adds; nothing where its text is held back."""
+        """Return the events of a chunk of a choice; none where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
         if self._job.token_ids:
@@ -271,17 +271,17 @@ class Stream:
             deltas = [self._delta(index, part) for part in chunk.parts]
         if not deltas and logprobs is not None and chunk.token_ids:
             deltas = [{"content": ""}]
-        made = b""
+        events = b""
         for delta in deltas:
-            made += self._chunk([self._choice(index, delta, logprobs, None)])
+            events += self._chunk([self._choice(index, delta, logprobs, None)])
             logprobs = None
         if chunk.finish_reason is not None:
             reason = finish_reason(chunk.finish_reason, self._num_calls[index] > 0)
-            made += self._chunk([self._choice(index, None, None, reason)])
-        return made
+            events += self._chunk([self._choice(index, None, None, reason)])
+        return events
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        """What a part adds to the message of a choice."""
+        """Return what a part adds to the message of a choice."""
         match part:
             case Text(text):
                 return {"content": text}
@@ -292,15 +292,15 @@ class Stream:
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.message()}]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """The usage, where it is wanted, and the end of the stream."""
-        made, more = b"", {"forerun": report_of(outputs)} if self._job.report else {}
+        """Return the usage, where it is wanted, and the end of the stream."""
+        events, more = b"", {"forerun": report_of(outputs)} if self._job.report else {}
         if self._job.include_usage or more:
             usage = _usage(Usage.of(outputs, self._job.params)) if self._job.include_usage else None
-            made = self._chunk([], usage, more)
-        return made + DONE
+            events = self._chunk([], usage, more)
+        return events + DONE
 
     def fail(self, error: ForerunError) -> bytes:
-        """An error behind the first byte, when no status can be sent any more."""
+        """Return an error behind the first byte, when no status can be sent any more."""
         return event(plain_error(error)[1])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
@@ -313,11 +313,11 @@ class Stream:
     def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         delta = delta or {}
         what = {"delta": delta} if self._job.url == CHAT else {"text": delta.get("content", "")}
-        made = {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
         if self._job.token_ids:
-            made |= _ids_of(self._job, self._ids[index], () if self._begun[index] else self._prompts[index])
+            choice |= _ids_of(self._job, self._ids[index], () if self._begun[index] else self._prompts[index])
             self._ids[index], self._begun[index] = [], True
-        return made
+        return choice
 
     def _logprobs_of(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         if chunk.logprobs is None:
@@ -353,7 +353,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
-    """Return the ids that a choice tells: its answer's, and beside them a completion's prompt, () where it was told."""
+    """Return a choice's token ids, and for a completion its prompt's ids; prompt = () where they were sent already."""
     answer: dict[str, Any] = {"token_ids": list(ids)}
     return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
 
@@ -373,7 +373,7 @@ def _logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    """Why an answer ended, in the words of this API: tool_calls where it did so to call tools."""
+    """Return why an answer ended, in the words of this API: tool_calls where it ended to call tools."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
@@ -391,7 +391,7 @@ def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: J
 
 
 def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
-    """The text of a prompt, as it was given; of ids what they say, but for those that a tokenizer adds to a text."""
+    """Return the text of a prompt as it was given; ids as text, without the special tokens that a tokenizer adds."""
     prompt = job.prompts[number]
     return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])
 
@@ -400,7 +400,7 @@ def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
 
 
 def _described(models: Models, name: str) -> dict[str, Any]:
-    """Return a model in the form of this API, and with what the client of Anthropic looks for."""
+    """Return a model in the form of this API, with the fields that Anthropic's client looks for."""
     service = models.of(name)
     return {
         "id": name,

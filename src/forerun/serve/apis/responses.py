@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-CUSTOM, CUSTOM_CALL, INPUT = "custom", "custom_tool_call", "input"  # tools that take a text, and not arguments
-# What else `include` may ask for: of reasoning that is hidden, and of tools and pictures that there are none of here.
+CUSTOM, CUSTOM_CALL, INPUT = "custom", "custom_tool_call", "input"  # tools that take a text in place of arguments
+# What else `include` may ask for: hidden reasoning, and results of tools and pictures that do not exist here.
 EMPTY = (
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -78,12 +78,12 @@ EMPTY = (
 )
 _KINDS = frozenset(("input_text", "output_text", "text", "refusal"))
 _ROLES = ("user", "assistant", "system", "developer")
-# What an answer repeats of its body.
+# Fields of the body that the answer repeats.
 _REPEATED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tools", "tool_choice", "reasoning"),
     *("text", "prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
-_TOOL = {"description": None, "parameters": None, "strict": False}  # what a function that is repeated says at least
+_TOOL = {"description": None, "parameters": None, "strict": False}  # defaults of a repeated function
 MOST_REPEATED = 20_000  # values of such a field
 
 _CONTENT = either(
@@ -154,7 +154,7 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer repeats of its body. Raises Refused where that is so much that other answers would wait for it."""
+    """Return the fields that the answer repeats. Raises Refused for fields so large that other answers would wait."""
     repeated = {name: body[name] for name in _REPEATED if name in body}
     for name, value in repeated.items():
         if num_values(value, MOST_REPEATED) > MOST_REPEATED:
@@ -177,7 +177,7 @@ def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """The functions that the client runs. Tools that a server would run are left out, and listed in `ignored`."""
+    """Return the functions that the client runs. Tools that a server would run are left out and listed in `ignored`."""
     functions: list[Mapping[str, Any]] = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type") == "function":
@@ -204,9 +204,9 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
-    """A tool that takes a text, as a function with one argument: what models know how to call.
+    """Turn a tool that takes a text into a function with one argument, which models know how to call.
 
-    A regular expression holds the text. A grammar in Lark's form is told to the model, and listed in `ignored`.
+    A regular expression constrains the text. A grammar in Lark's form is told to the model, and listed in `ignored`.
     Raises Refused.
     """
     form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
@@ -223,21 +223,21 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
             ignored.append(where)
             about = f"{about or ''}\n\nThe input is of this grammar, in Lark's form:\n{definition}".lstrip()
     parameters = {"type": "object", "properties": {INPUT: {"type": "string", **limits}}, "required": [INPUT]}
-    made = {"name": tool.get("name"), "parameters": {**parameters, "additionalProperties": False}}
-    return {**made, **({"description": about} if about is not None else {}), "strict": bool(limits)}
+    function = {"name": tool.get("name"), "parameters": {**parameters, "additionalProperties": False}}
+    return {**function, **({"description": about} if about is not None else {}), "strict": bool(limits)}
 
 
 def _unread(given: Mapping[str, Any]) -> list[str]:
-    """What is asked for and not made: no template reads how long an answer should be; reasoning is told, not summed up.
+    """Return the fields that are accepted without effect: no template reads verbosity, and no reasoning is summed up.
 
-    Its neighbours in the same objects are honoured.
+    Other fields of the same objects are honoured.
     """
     fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
     return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
 
 
 def _format(text: Any) -> Any:
-    """The form of the answer, as chats have it."""
+    """Return the form of the answer in the shape that chats have."""
     if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
         raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
     given = text.get("format")
@@ -247,7 +247,7 @@ def _format(text: Any) -> Any:
 
 
 def _effort(reasoning: Any) -> str | None:
-    """How long the model is to think. A summary of it is not made: the reasoning itself is in the answer."""
+    """Return how long the model is to think. No summary is made of it: the reasoning itself is in the answer."""
     known = ("effort", "summary", "generate_summary")
     if not isinstance(reasoning, dict) or set(reasoning) - set(known):
         message = f"reasoning={shown(reasoning)} is not possible: it must be an object with {' and '.join(known)}"
@@ -256,7 +256,7 @@ def _effort(reasoning: Any) -> str | None:
 
 
 def _items(given: Any) -> list[Any]:
-    """The input as a list of items. Raises Refused."""
+    """Return the input as a list of items. Raises Refused."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         example = '[{"role": "user", "content": "hello"}]'
@@ -265,7 +265,7 @@ def _items(given: Any) -> list[Any]:
 
 
 def _messages(instructions: str | None, given: Any) -> list[Message]:
-    """The conversation. Raises Refused for items that are none, and for content that is no text."""
+    """Return the conversation. Raises Refused for unknown items, and for content that is no text."""
     system, conversation = [instructions] if instructions else [], _Conversation()
     for i, item in enumerate(_items(given)):
         where = f"input[{i}]"
@@ -296,7 +296,7 @@ def _messages(instructions: str | None, given: Any) -> list[Message]:
 
 
 class _Conversation:
-    """Messages made of items. What an assistant thinks, says and calls in a row is one of them."""
+    """Messages built from items. What an assistant thinks, says and calls in a row is one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -304,7 +304,7 @@ class _Conversation:
         self._names: dict[str, str] = {}  # of the functions that were called, by the id of the call
 
     def say(self, role: str, text: str) -> None:
-        """A message of anybody."""
+        """Add a message of any role."""
         if role == "assistant" and self._turn is not None and "content" not in self._turn:
             self._turn["content"] = text
             return
@@ -315,14 +315,14 @@ class _Conversation:
             self.messages.append({"role": "system" if role == "developer" else role, "content": text})
 
     def think(self, text: str) -> None:
-        """What the assistant thought; nothing where that is hidden."""
+        """Add what the assistant thought; nothing where that is hidden."""
         if self._turn is not None and ("content" in self._turn or "tool_calls" in self._turn):
             self._turn = None
         if text:
             self._assistant()["reasoning_content"] = text
 
     def call(self, item: Mapping[str, Any], where: str) -> None:
-        """A call of the assistant."""
+        """Add a call of the assistant."""
         call_id, name, arguments = (item.get(key) for key in ("call_id", "name", "arguments"))
         if not all(isinstance(value, str) for value in (call_id, name, arguments)):
             raise Refused(f"{where} must have the texts call_id, name and arguments", where)
@@ -331,7 +331,7 @@ class _Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, item: Mapping[str, Any], where: str) -> None:
-        """What a call has brought."""
+        """Add the result of a call."""
         self._turn = None
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str) or output is None:
@@ -348,7 +348,7 @@ class _Conversation:
 
 
 def _reasoning_text(item: Mapping[str, Any], where: str) -> str:
-    """What an item of reasoning says: its content, else its summary; '' where it is encrypted alone."""
+    """Return a reasoning item's content, else its summary; '' where it is encrypted alone."""
     for key, kinds in (("content", {"reasoning_text", "text"}), ("summary", {"summary_text"})):
         if item.get(key):
             return texts_of(item[key], f"{where}.{key}", kinds)
@@ -380,18 +380,18 @@ def answer(
 def _ended(
     job: Job, outputs: Seq[RequestOutput], answer_id: str, created_s: int, items: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    made = _response(job, answer_id, created_s, "completed" if _is_whole(outputs[0]) else "incomplete")
-    made["output"] = items
-    made["usage"] = _usage(Usage.of(outputs, job.params))
-    made["completed_at"] = int(time.time()) if _is_whole(outputs[0]) else None
-    return made | ({"forerun": report_of(outputs)} if job.report else {})
+    response = _response(job, answer_id, created_s, "completed" if _is_whole(outputs[0]) else "incomplete")
+    response["output"] = items
+    response["usage"] = _usage(Usage.of(outputs, job.params))
+    response["completed_at"] = int(time.time()) if _is_whole(outputs[0]) else None
+    return response | ({"forerun": report_of(outputs)} if job.report else {})
 
 
 def _output_items(
     answer_parts: AnswerParts, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
-    """The items of an answer; an empty message where it has none."""
-    made = []
+    """Return the items of an answer; an empty message where it has none."""
+    items = []
     for n, one in enumerate(answer_parts.items or [Span("text")]):
         item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(answer_parts.items) - 1)}
         if isinstance(one, ToolCall):
@@ -400,8 +400,8 @@ def _output_items(
             is_text = one.kind == "text"
             item["content"] = [_part(one.text, logprobs) if is_text else _thought(one.text)]
             logprobs = [] if is_text else logprobs
-        made.append(item)
-    return made
+        items.append(item)
+    return items
 
 
 class _Items:
@@ -413,107 +413,105 @@ class _Items:
         self._customs = [tool.get("name") for tool in tools if tool.get("type") == CUSTOM]
 
     def item(self, one: Span | ToolCall, n: int) -> dict[str, Any]:
-        """An item, still empty. n: its number in the answer."""
+        """Return an item, still empty. n: its number in the answer."""
         end = f"{self._id}_{n}" if n else self._id
         if isinstance(one, ToolCall):
-            own = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
-            call = {own[2]: "", "call_id": one.id, "name": one.name}
-            return {"id": f"{own[0]}_{end}", "type": own[1], "status": "in_progress", **call}
+            names = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
+            call = {names[2]: "", "call_id": one.id, "name": one.name}
+            return {"id": f"{names[0]}_{end}", "type": names[1], "status": "in_progress", **call}
         if one.kind == "reasoning":
             return {"id": f"rs_{end}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
         message = {"status": "in_progress", "role": "assistant", "content": []}
         return {"id": f"msg_{end}", "type": "message", **message}
 
     def is_custom(self, one: Span | ToolCall) -> bool:
-        """Whether an item calls a tool that takes a text."""
+        """Return whether an item calls a tool that takes a text."""
         return isinstance(one, ToolCall) and one.name in self._customs
 
     def called(self, call: ToolCall) -> dict[str, str]:
-        """What a tool is called with: its arguments, or the text."""
+        """Return what a tool is called with: its arguments, or the text."""
         return {INPUT: _input_of(call)} if self.is_custom(call) else {"arguments": call.arguments}
 
 
 def _input_of(call: ToolCall) -> str:
-    """The text in the one argument; where the model wrote another one, or none, all that it wrote."""
+    """Return the text of the one argument, or all that the model wrote where it named another argument or none."""
     value = call.values().get(INPUT)
     return value if isinstance(value, str) else call.arguments
 
 
 def _status(one: Span | ToolCall, is_whole: bool) -> str:
-    """Of an item: a call is whole wherever the answer ends."""
+    """Return the status of an item: a call is whole wherever the answer ends."""
     return "completed" if is_whole or isinstance(one, ToolCall) else "incomplete"
 
 
 class Stream:
-    """The events of one answer, numbered, in the order of the API. response: the whole, at the end."""
+    """The events of one answer, numbered, in the order of the API. response: the whole answer, at the end."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._created_s = job, answer_id, created_s
         self._begun = _Items(job, answer_id)
         self._said, self._num_events = SaidLogprobs(prompts[0][-1], tokenizer), 0
-        self._parts, self._items = (
-            AnswerParts(),
-            list[dict[str, Any]](),
-        )  # an item stays open until the next one begins
+        # An item stays open until the next one begins.
+        self._parts, self._items = AnswerParts(), list[dict[str, Any]]()
         self._logprobs: list[dict[str, Any]] = []  # of the open item
         self.response: dict[str, Any] | None = None
 
     def begin(self) -> bytes:
-        """The response, still empty."""
+        """Return the response, still empty."""
         response = _response(self._job, self._id, self._created_s, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """What a chunk adds; nothing where its text is held back."""
+        """Return the events of a chunk; none where its text is held back."""
         logprobs = self._said.piece(chunk.logprobs or [], chunk.said)
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text or logprobs else []
-        made = b""
+        events = b""
         for part in parts:
-            made += self._part(part, logprobs)
+            events += self._part(part, logprobs)
             logprobs = [] if isinstance(part, Text) else logprobs
-        return made
+        return events
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """The end of the last item, and the response with its usage."""
-        made = b"" if self._parts.items else self._part(Text(""), [])
-        made += self._close(is_whole=_is_whole(outputs[0]))
+        """Return the end of the last item, and the response with its usage."""
+        events = b"" if self._parts.items else self._part(Text(""), [])
+        events += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
-        return made + self._event(f"response.{self.response['status']}", response=self.response)
+        return events + self._event(f"response.{self.response['status']}", response=self.response)
 
     def fail(self, error: ForerunError) -> bytes:
-        """An error behind the first event."""
+        """Return an error that occurs behind the first event."""
         response = _response(self._job, self._id, self._created_s, "failed")
         response["error"] = {"code": status_of(error)[1] or "server_error", "message": str(error)}
         return self._event("response.failed", response=response)
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
-        """The events of a part: a new item begins with it, or the last one goes on."""
-        num, made = len(self._parts.items), b""
+        """Return the events of a part: it begins a new item, or goes on with the last one."""
+        num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
-            made = (self._close() if num else b"") + self._begin(num)
+            events = (self._close() if num else b"") + self._begin(num)
         match part:
             case Text(text) if text or logprobs:
                 self._logprobs += logprobs
-                made += self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+                events += self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
             case Reasoning(text):
-                made += self._event("response.reasoning_text.delta", **self._place(), delta=text)
-        return made
+                events += self._event("response.reasoning_text.delta", **self._place(), delta=text)
+        return events
 
     def _begin(self, n: int) -> bytes:
         one = self._parts.items[n]
-        made = self._event("response.output_item.added", output_index=n, item=self._begun.item(one, n))
+        events = self._event("response.output_item.added", output_index=n, item=self._begun.item(one, n))
         if isinstance(one, Span):
             part = _part("", []) if one.kind == "text" else _thought("")
-            made += self._event("response.content_part.added", **self._place(), part=part)
-        return made
+            events += self._event("response.content_part.added", **self._place(), part=part)
+        return events
 
     def _close(self, *, is_whole: bool = True) -> bytes:
-        """The end of the item that is open."""
+        """Return the end of the open item."""
         n = len(self._items)
         one = self._parts.items[n]
         item = self._begun.item(one, n) | {"status": _status(one, is_whole)}
@@ -522,24 +520,24 @@ class Stream:
             item |= given
             is_custom = self._begun.is_custom(one)
             kind = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
-            made = self._event(f"{kind}.delta", **self._item_place(), delta=next(iter(given.values())))
+            events = self._event(f"{kind}.delta", **self._item_place(), delta=next(iter(given.values())))
             named = {} if is_custom else {"name": one.name}
-            made += self._event(f"{kind}.done", **self._item_place(), **named, **given)
+            events += self._event(f"{kind}.done", **self._item_place(), **named, **given)
         else:
             if one.kind == "text":
                 part, more = _part(one.text, self._logprobs), {"logprobs": self._logprobs}
-                made = self._event("response.output_text.done", **self._place(), text=one.text, **more)
+                events = self._event("response.output_text.done", **self._place(), text=one.text, **more)
             else:
                 part = _thought(one.text)
-                made = self._event("response.reasoning_text.done", **self._place(), text=one.text)
-            made += self._event("response.content_part.done", **self._place(), part=part)
+                events = self._event("response.reasoning_text.done", **self._place(), text=one.text)
+            events += self._event("response.content_part.done", **self._place(), part=part)
             item["content"] = [part]
         self._logprobs = []
         self._items.append(item)
-        return made + self._event("response.output_item.done", output_index=n, item=item)
+        return events + self._event("response.output_item.done", output_index=n, item=item)
 
     def _item_place(self) -> dict[str, Any]:
-        """Where the open item is."""
+        """Return the id and index of the open item."""
         n = len(self._items)
         return {"item_id": self._begun.item(self._parts.items[n], n)["id"], "output_index": n}
 

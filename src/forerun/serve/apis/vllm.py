@@ -1,7 +1,7 @@
 """Routes of vLLM that cut texts into tokens: /tokenize, /detokenize, /tokenizer_info.
 
 A body of /tokenize has a prompt or messages, as vLLM has it, or content, as llama-server has it, where special tokens
-are added if that is asked for.
+are added on request only.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _tokenize(texts: Reader, read: Given) -> Counted:
             raise Refused(f"{min(others)} belongs to messages, and the body has a prompt: drop it", min(others))
         texts.check_text(given["prompt"])
         ids = texts.tokenizer.encode(given["prompt"], given.get("add_special_tokens", True))
-    made = {"tokens": ids, "count": len(ids), "max_model_len": texts.max_seq_len}
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": texts.max_seq_len}
     if given.get("return_token_strs"):
-        made["token_strs"] = [texts.tokenizer.id_to_token.get(i, "") for i in ids]
-    return made, ()
+        answer["token_strs"] = [texts.tokenizer.id_to_token.get(i, "") for i in ids]
+    return answer, ()
 
 
 def _tokenize_content(texts: Reader, given: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _detokenize(texts: Reader, read: Given) -> Counted:
 
 
 def _tokenizer_info(models: Models, key: str) -> dict[str, Any]:
-    """Return what clients need that cut texts into tokens themselves; of the first model."""
+    """Return what clients need that cut texts into tokens themselves; about the first model."""
     llm = models.first.llm
     names = llm.tokenizer.id_to_token
     ends = [names[end] for end in sorted(llm.engine.end_ids) if end in names]
