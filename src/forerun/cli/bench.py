@@ -50,7 +50,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_de
 
 
 def keep(record: Mapping[str, Any], file: Path | None) -> None:
-    """Write what was measured to a file, or behind the table to standard output for `-`, where that was asked for."""
+    """Write the record to a file, or to standard output for `-`, if that was asked for."""
     if file == STANDARD_OUTPUT:
         print(json.dumps(record), flush=True)
     elif file is not None:

@@ -28,10 +28,10 @@ def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     """List the models of the folder: tokens, bytes, and when they were used last."""
     from forerun.kv.disk import kept
 
-    found = kept(_folder(folder, kv_disk))
-    if not found:
+    models = kept(_folder(folder, kv_disk))
+    if not models:
         typer.echo("Nothing is kept there yet.")
-    for one in found:
+    for one in models:
         used = datetime.datetime.fromtimestamp(one.used_at).astimezone().strftime("%Y-%m-%d %H:%M")
         tokens = f"{one.num_tokens:,} tokens"
         typer.echo(f"{one.path.name[:8]}  {used}  {one.num_bytes / 1e9:9.3f} GB  {tokens:>18}  {_shown(one.model)}")
@@ -42,8 +42,8 @@ def verify(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     """Read every block and compare it with its hash. Exit code 1: some are damaged; no engine uses these."""
     from forerun.kv.disk import kept
 
-    found = kept(_folder(folder, kv_disk), verifies=True)
-    num_blocks, num_damaged = (sum(getattr(one, name) for one in found) for name in ("num_blocks", "num_damaged"))
+    models = kept(_folder(folder, kv_disk), verifies=True)
+    num_blocks, num_damaged = (sum(getattr(one, name) for one in models) for name in ("num_blocks", "num_damaged"))
     typer.echo(f"{num_blocks:,} blocks, {num_damaged:,} of them damaged")
     if num_damaged:
         raise typer.Exit(DAMAGED)
@@ -66,7 +66,7 @@ def clear(
 
 
 def _folder(given: Path | None, kv_disk: str | None) -> Path:
-    """Return the folder that is meant. Raises BadOption where it is said twice, or as no size."""
+    """Return the folder that is meant. Raises BadOption where it is named twice, or --kv-disk is malformed."""
     from forerun.kv.disk import Limit, default_path
 
     if kv_disk is None and given is None and not default_path().exists():

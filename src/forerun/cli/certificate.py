@@ -12,12 +12,12 @@ from forerun.certify.checks import ETA, LEVEL, POWER, Check
 from forerun.cli.folding import folded
 from forerun.testing.wrong import find
 
-MOST_PROBLEMS = 5  # of a check, that are printed
+MOST_PROBLEMS = 5  # printed problems of one check
 WORDS = {True: "passed", False: "FAILED", None: "nothing to see"}
 
 
 def print_certificate(found: Certificate, console: Console) -> None:
-    """Print all of it."""
+    """Print the whole certificate."""
     facts, mutant = found.facts, found.plan.mutant
     lines = [
         f"{facts['target']} ({facts['model_type']}, {facts['precision']}) with {facts['draft_spec']} as "

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forerun.certify.checks import Tell
 
 MUTANT_HELP = "m1 to m19: a wrong version that is switched in first, to see the certificate fail [default: none]"
-BATCH = 8  # sequences that run together, where nothing else is said
+BATCH = 8  # sequences that run together by default
 
 
 def certify(
@@ -48,11 +48,11 @@ def certify(
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
     with _progress() as tell:
-        found = run(config, plan, tell)
-    print_certificate(found, make_console())
+        certificate = run(config, plan, tell)
+    print_certificate(certificate, make_console())
     if json_file is not None:
-        json_file.write_text(f"{json.dumps(found.record(), indent=1)}\n", encoding="utf-8")
-    raise typer.Exit(0 if found.passed else 1)
+        json_file.write_text(f"{json.dumps(certificate.record(), indent=1)}\n", encoding="utf-8")
+    raise typer.Exit(0 if certificate.passed else 1)
 
 
 @contextmanager

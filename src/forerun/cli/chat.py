@@ -52,7 +52,7 @@ SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues t
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
 MOST_CALLS = 32  # different ones in one answer
 HOT = 2.0  # temperature above which any model writes noise
-LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # so many tokens at least, so often in a row, are a loop
+LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # at least so many tokens, so often in a row, are a loop
 LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
 KEPT = "The conversation is kept: forerun chat --continue, with the same options, goes on with it."
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
@@ -80,7 +80,7 @@ class Numbers:
     last_s: float = 0.0
     num_first: int = 0  # tokens of that step
     num_tokens: int = 0
-    num_passes: int = 0  # of the target that brought tokens
+    num_passes: int = 0  # passes of the target that brought tokens
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
@@ -104,10 +104,11 @@ class Numbers:
         verbose: bool = False,
         plain_token_s: float | None = None,
     ) -> str:
-        """[12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%]; the rate is that behind the first step.
+        """Return [12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%].
 
-        reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that measured one. plain_token_s: what a
-        pass of one row takes, if it was measured, by which the speed-up is estimated.
+        The speed leaves out the first step. reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that
+        measured one. plain_token_s: the duration of a pass over one row, if it was measured, which the estimated
+        speed-up is based on.
         """
         parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
@@ -129,11 +130,11 @@ class Numbers:
 
 
 class Chat:
-    """One conversation with an LLM. params: those of every answer. system: the first message, if any.
+    """One conversation with an LLM. params: of every answer. system: the first message, if any.
 
-    verbose: whether the line of numbers has the details, too. stop_loops: whether an answer ends that repeats itself.
-    tools: functions that the model may call. may_run: whether a call may be run; it is shown what would be. kept: where
-    the conversation is kept, None = nowhere.
+    verbose: whether the line of numbers has the details, too. stop_loops: whether to end an answer that repeats itself.
+    tools: functions that the model may call. may_run: whether a call, given as text, may be run. kept: where the
+    conversation is kept, None = nowhere.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Chat:
         self._begin()
 
     def _begin(self, file: Path | None = None) -> None:
-        """Keep what comes in a file of its own, or in the one that was kept."""
+        """Keep later messages in a new file, or in `file`, which holds a kept conversation."""
         if self.kept is not None:
             self.kept.begin()
             self.kept.file = file
@@ -216,7 +217,7 @@ class Chat:
     def save(self, name: str, *, overwrites: bool = False) -> str:
         """Write the conversation to a file, and say so. Raises BadOption where it cannot be written.
 
-        overwrites: whether a file may be there that this conversation was not saved to before.
+        overwrites: whether to replace an existing file that this conversation was not saved to before.
         """
         file = Path(name).expanduser()
         if not name or file.is_dir():
@@ -235,7 +236,7 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Go on with a conversation that `save` wrote as a line, or without a name with the last one that was kept.
+        """Go on with a conversation that `save` wrote as a line, or without a name with the last kept one.
 
         Raises BadOption where there is none.
         """
@@ -260,7 +261,7 @@ class Chat:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
 
         keys: whether Ctrl-C ends the answer and nothing else. Raises UserError or CapacityError where the conversation
-        cannot be continued; then this turn is forgotten, as it is where the answer is empty.
+        cannot be continued; then this turn is forgotten, as is one with an empty answer.
         """
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
@@ -296,7 +297,7 @@ class Chat:
         return "\n".join([line, *remarks])
 
     def _result(self, call: ToolCall) -> Message:
-        """What a call brings, as a message: the user is asked before it is run."""
+        """Return the result of a call, as a message: the user is asked before it is run."""
         asked = f"{call.name}({call.arguments_on_a_line()})"
         may_run = self.tools is not None and self._may_run(asked)
         text = self.tools.run(call) if may_run and self.tools is not None else "the user did not allow this call"
@@ -333,7 +334,7 @@ class Chat:
 
 @dataclass
 class Answer:
-    """What was written, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
+    """The written answer, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
 
     answer_parts: AnswerParts = field(default_factory=AnswerParts)
     finish_reason: FinishReason | None = None
@@ -355,22 +356,22 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What is said, or thought where nothing is said."""
+        """Return what is said, or thought where nothing is said."""
         return self.answer_parts.text or self.answer_parts.reasoning
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls of tools."""
+        """Return the calls of tools."""
         return self.answer_parts.calls
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the conversation."""
+        """Return the answer as a message of the conversation."""
         return self.answer_parts.message()
 
 
 def is_loop(ids: Seq[int]) -> bool:
-    """Whether the last tokens, LOOP_TOKENS of them or more, came LOOP_TIMES in a row."""
+    """Return whether the last tokens, LOOP_TOKENS of them or more, came LOOP_TIMES in a row."""
     for size in range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1):
         if ids[-1] == ids[-1 - size] and all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)):
             return True
@@ -379,13 +380,13 @@ def is_loop(ids: Seq[int]) -> bool:
 
 @contextmanager
 def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
-    """What shows pieces of an answer: a page where `out` is a terminal that can redraw a line, else the bare text."""
+    """Yield a function that shows pieces: on a page where `out` is a terminal that can redraw a line, else bare."""
     console = make_console()
     if out is sys.stdout and console.is_terminal and not console.is_dumb_terminal:
         from forerun.cli.page import page
 
-        with page(console) as made:
-            yield made.write
+        with page(console) as growing:
+            yield growing.write
         return
     last = ""
 
@@ -403,7 +404,7 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
 
 
 def _read(value: str) -> Any:
-    """A number, or None; any other text stays a text, which SamplingParams refuses where it wants a number."""
+    """Read a number or None; any other text stays a text, which SamplingParams refuses where it wants a number."""
     try:
         return None if value.lower() == "none" else json.loads(value)
     except ValueError:
@@ -416,8 +417,11 @@ class _Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Interrupt:
-    """What Ctrl-C does: while it is awaited it raises _Stopped, once; an impatient second one, or one that comes when
-    the answer has just ended, would interrupt the writing of the end, and does nothing."""
+    """Handles Ctrl-C: while it is awaited it raises _Stopped, once.
+
+    A second one, or one that comes when the answer has just ended, would interrupt the writing of the end, and does
+    nothing.
+    """
 
     is_awaited: bool = False
 
@@ -448,14 +452,14 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer, which ends where the model ends it, unless the user set a limit."""
+    """Return the parameters of an answer; without a limit from the user it has none, or the shipped model's."""
     if is_limited:
         return params
     return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if opened.is_shipped else None)
 
 
 def banner(llm: LLM, params: SamplingParams) -> str:
-    """The model, its precision, the drafter, and how answers are drawn."""
+    """Return the model, its precision, the drafter, and how answers are drawn."""
     return f"{model_name(llm)}: {precision(llm)}, {drafting(llm, params.draft)}, {drawing(params)}"
 
 
@@ -471,8 +475,8 @@ def run(
 ) -> None:
     """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe.
 
-    Calls of tools are run where somebody at a terminal says yes, each by itself. With kv_disk the conversation is kept;
-    goes_on: the last one that was is taken up, and raises BadOption where there is none.
+    Calls of tools are run where somebody at a terminal says yes, each by itself. With kv_disk the conversation is kept.
+    goes_on: continue the last kept one; raises BadOption where there is none.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -564,7 +568,7 @@ def _typed() -> Iterator[str]:
 
 
 def _session() -> Any:
-    """A prompt that edits lines, remembers messages from one session to the next, and takes a paste as one message.
+    """Return a prompt that edits lines, remembers messages between sessions, and takes a paste as one message.
 
     It is shown on standard error where standard output is a file.
     """
@@ -599,7 +603,7 @@ def _session() -> Any:
 
 
 def _history_file() -> Path | None:
-    """Where messages are kept, readable for their writer alone; None where the cache folder cannot be written."""
+    """Return the file of past messages, readable for their writer alone; None where it cannot be written."""
     file = cache_folder() / "chat-history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Conversations that `forerun chat` keeps by itself, where --kv-disk keeps what was read of them.
 
 Each is a file with a line as `/save` writes it, in a folder of the user's cache, which nobody else can read. It is
-written behind every answer, whole or not at all. Of more than MOST_KEPT those that were written longest ago go.
+written behind every answer, whole or not at all. Beyond MOST_KEPT the least recently written ones are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def default_folder() -> Path:
 
 
 class Conversations:
-    """The conversations of a folder, one of which is held. file: of that one, None before its first answer."""
+    """The conversations of a folder. file: of the current one, None before its first answer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,15 +37,15 @@ class Conversations:
 
     def last(self) -> Path | None:
         """Return the one that was written last; None where there is none."""
-        found = self._by_time()
-        return found[-1] if found else None
+        files = self._by_time()
+        return files[-1] if files else None
 
     def begin(self) -> None:
         """Leave the conversation as it is: the next answer begins another one."""
         self.file = None
 
     def write(self, messages: Seq[Mapping[str, Any]]) -> None:
-        """Keep the conversation. Where that is not possible, it is said once, and the chat goes on."""
+        """Keep the conversation. Where that is not possible, say so once, and go on."""
         file = self.file or self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}{ENDING}"
         made = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
@@ -65,9 +65,9 @@ class Conversations:
             self._has_failed = True
 
     def _by_time(self) -> list[Path]:
-        """The files, the one that was written longest ago first."""
-        found = list[tuple[int, str, Path]]()
+        """Return the files, the least recently written first."""
+        files = list[tuple[int, str, Path]]()
         for file in self.folder.glob(f"*{ENDING}"):
             with suppress(OSError):  # another chat has removed it
-                found.append((file.stat().st_mtime_ns, file.name, file))
-        return [file for _, _, file in sorted(found)]
+                files.append((file.stat().st_mtime_ns, file.name, file))
+        return [file for _, _, file in sorted(files)]

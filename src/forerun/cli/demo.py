@@ -40,7 +40,7 @@ FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n   
 
 @dataclass(frozen=True)
 class Scene:
-    """One text that is written twice. asked: what the reader sees of the prompt. is_chat: whether it is a message."""
+    """One text that is written twice. asked: the part of the prompt that is shown. is_chat: whether it is a message."""
 
     title: str
     asked: str
@@ -103,7 +103,7 @@ class Outcome:
 
     @property
     def behind_first_per_s(self) -> float | None:
-        """Tokens per second behind the first one, so without the prompt; None where there are none."""
+        """Return tokens per second behind the first one, so without the prompt; None where there are none."""
         report = self.output.report
         if report.first_token_at_s is None or report.last_token_at_s is None:
             return None
@@ -128,7 +128,7 @@ def run(
     if (shown := find(config.target)) is not None:
         console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(opened, shape, console)
-    options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
+    options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten the shown runs
     plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
     if is_pair:
         console.print(f"draft: {Path(fast.config.draft).name if there(fast.config.draft) else fast.config.draft}")
@@ -158,7 +158,7 @@ def run(
 
 
 def of_pair(config: EngineConfig) -> EngineConfig:
-    """The configuration with the files of PAIR in place of a target and a draft that it does not name.
+    """Return the configuration with the files of PAIR for a target and a draft that it does not name.
 
     They are in the folder that FORERUN_PAIR names, else in the hub's cache, else they are fetched. Raises UserError,
     which says how to get them.
@@ -173,10 +173,10 @@ def of_pair(config: EngineConfig) -> EngineConfig:
 def _place(name: str, folder: str | None) -> str:
     if folder is not None:
         places = sorted(Path(folder).expanduser().glob("*.gguf"))
-        found = [place for place in places if place.name.lower().startswith(name)]
-        if not found:
+        matches = [place for place in places if place.name.lower().startswith(name)]
+        if not matches:
             raise NotFound(f"{PAIR_FOLDER}={folder} is no folder with a file {name}*.gguf: {_how_to_get_pair()}")
-        return str(min(found, key=lambda place: PAIR_TYPE not in place.name.lower()))
+        return str(min(matches, key=lambda place: PAIR_TYPE not in place.name.lower()))
     try:
         return str(locate(name))
     except UserError as error:
@@ -198,7 +198,7 @@ def _how_to_get_pair() -> str:
 
 
 def _work(opened: Opened) -> list[Scene]:
-    """The first prompt of one message of each kind that is shown. Raises NotFound for a model that does not chat."""
+    """Return the first single-message prompt of each shown kind. Raises NotFound for a model that does not chat."""
     _ = opened.chat_template
     prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=8))  # more than one: some are talks
     single = {prompt.kind: prompt for prompt in reversed(prompts) if len(prompt.messages) == 1}
@@ -206,7 +206,7 @@ def _work(opened: Opened) -> list[Scene]:
 
 
 def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
-    """What is shown: of a chat model an edit and a question, of others a text that they continue, or the user's own."""
+    """Return the scenes: an edit and a question for a chat model, else code to continue; or the user's prompt."""
     is_chat = not opened.is_shipped
     try:
         if is_chat:
@@ -219,7 +219,7 @@ def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
 
 
 def _shortened(text: str) -> str:
-    """A prompt as it is shown: of a long one the first and the last lines, or words where it has one line."""
+    """Return a prompt as it is shown: of a long one the first and the last lines, or words where it has one line."""
     if len(text) <= 2 * SHOWN_CHARACTERS:
         return text
     beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]
@@ -302,7 +302,7 @@ def _table(plain: Outcome, fast: Outcome) -> Table:
 
 
 def _summary(scenes: Seq[Scene], outcomes: Seq[Seq[Outcome]]) -> Table:
-    """A line for each scene, and the geometric means of what is gained."""
+    """Return a table with a line for each scene, and the geometric means of the gains."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("text", "plain", "speculative", "speed-up", "behind the first token"):
         table.add_column(name, justify="left" if name == "text" else "right")

@@ -70,7 +70,7 @@ class Facts:
     version: str
     python: str
     processor: str
-    processor_isas: list[str]  # those that kernels were compiled for
+    processor_isas: list[str]  # with kernels compiled for them
     cores: native.Cores
     load_average: float | None  # processes that wanted to run, over the last minute
     operators: Operators
@@ -78,22 +78,22 @@ class Facts:
     available_bytes: int | None
     huge_pages: str | None  # "always", "madvise" or "never"
     bandwidth: Bandwidth
-    variables: Mapping[str, str]  # those of VARIABLES that are set
+    variables: Mapping[str, str]  # the set ones among VARIABLES
 
     @property
     def example_bytes(self) -> int:
-        """The bytes that the example reads per token: every weight once, in bfloat16."""
+        """Return the bytes that the example reads per token: every weight once, in bfloat16."""
         return 2 * EXAMPLE_PARAMETERS
 
     @property
     def example_tokens_per_s(self) -> float:
-        """The most tokens per second that plain decoding of the example can reach."""
+        """Return the most tokens per second that plain decoding of the example can reach."""
         return self.bandwidth.bytes_per_s / self.example_bytes
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What would compute a model here. slower_because: by faster backend, why it does not compute the model."""
+    """The operators that would compute a model here. slower_because: faster backend -> why it cannot."""
 
     model: str
     backend: str
@@ -107,12 +107,12 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what this machine has, and what would make forerun faster."""
-    found = [computed(name) for name in models or ()]  # a model that is not here is refused at once
+    answers = [computed(name) for name in models or ()]  # a model that is not here is refused at once
     facts = examine()
     if as_json:
-        typer.echo(json.dumps(as_dict(facts) | {"models": [dataclasses.asdict(own) for own in found]}))
+        typer.echo(json.dumps(as_dict(facts) | {"models": [dataclasses.asdict(answer) for answer in answers]}))
     else:
-        _print(facts, found)
+        _print(facts, answers)
 
 
 # --------------------------------------------------------------------------------------------------------- the facts
@@ -146,7 +146,7 @@ def examine(root: Path = Path("/")) -> Facts:
 
 
 def _torch(root: Path) -> Torch | None:
-    """Ask torch; None where there is none."""
+    """Describe torch; None where it is not installed."""
     if native.torch_version() is None:
         return None
     import torch
@@ -156,7 +156,7 @@ def _torch(root: Path) -> Torch | None:
 
 
 def _card() -> Card | None:
-    """Ask for the CUDA device, and whether its kernels can run; None where torch sees no device."""
+    """Describe the CUDA device, and whether our kernels can run on it; None where torch sees no device."""
     import torch
 
     from forerun.ops import cuda
@@ -227,8 +227,8 @@ def _load_average() -> float | None:
 
 def _chosen(text: str) -> str | None:
     """Return the word in brackets, as in "always [madvise] never"."""
-    found = re.search(r"\[(\w+)\]", text)
-    return found[1] if found else None
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else None
 
 
 def _read(path: Path) -> str:
@@ -340,12 +340,12 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _of_card(card: Card) -> str:
-    """What a card is, and who computes on it."""
-    found = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
-    found += f"{card.num_bytes / 1e9:.1f} GB free; "
+    """Describe a card, and what computes on it."""
+    about = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
+    about += f"{card.num_bytes / 1e9:.1f} GB free; "
     if card.problem is None:
-        return f"{found}--device cuda computes on it, with own kernels (docs/gpu.md); all else here is for device cpu"
-    return f"{found}--device cuda computes on it with torch's operators alone, since ops='cuda' {card.problem}"
+        return f"{about}--device cuda computes on it, with own kernels (docs/gpu.md); all else here is for device cpu"
+    return f"{about}--device cuda computes on it with torch's operators alone, since ops='cuda' {card.problem}"
 
 
 def _line_of(found: Computed) -> tuple[str, str]:

@@ -35,7 +35,7 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
     return answer(typed, find) or (None if elsewhere is None else elsewhere.text)
 
 
-# Commands of Ollama, by what does the same here.
+# Command of Ollama -> what does the same here.
 OLLAMA = {
     "run": "forerun chat MODEL is a conversation, and forerun generate answers one text",
     "pull": "a model of the hub is fetched when it is first used, as by forerun chat org/name",

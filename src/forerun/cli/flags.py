@@ -71,7 +71,7 @@ _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "c
 
 @dataclass(frozen=True)
 class _EngineFields(Fields):
-    """Those of EngineConfig, and what is given beside them: the config file, and whether to draft at all."""
+    """The fields of EngineConfig, and beside them the config file, and whether to draft at all."""
 
     cls: type[Any] = EngineConfig
     panel: str | None = "Memory and batches"
@@ -87,7 +87,7 @@ class _EngineFields(Fields):
                 yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def of_class(self) -> Fields:
-        """The fields of the configuration alone."""
+        """Return the fields of the configuration alone."""
         return Fields(EngineConfig, self.names, self.leave_out, panel=self.panel, before=self.before)
 
 
@@ -131,12 +131,12 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
 
 
 def _yes_or_no(value: str) -> bool | str:
-    """True and false as texts; any other text as it is, which SamplingParams knows or refuses."""
+    """Read true and false; any other text stays as it is, which SamplingParams knows or refuses."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text, called `what` in errors. Raises BadOption where it is no UTF-8, NotFound where it is not there."""
+    """Read a text, called `what` in errors. Raises BadOption where it is no UTF-8, NotFound where it is missing."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -146,16 +146,16 @@ def read_file(file: Path, what: str) -> str:
 
 
 def _text_or_file(value: str) -> str:
-    """The contents of FILE for @FILE, else the text itself; @@ stands for an @ at its beginning."""
+    """Return the contents of FILE for @FILE, else the text itself; @@ stands for an @ at its beginning."""
     if value.startswith("@@") or not value.startswith("@"):
         return value.removeprefix("@")
     return read_file(Path(value[1:]), "file of --prediction")
 
 
 def _file_or_text(name: str, value: str, begins: str) -> str:
-    """The contents of a file, or the text itself where no file of that name is possible.
+    """Return the contents of a file, or the text itself where no file of that name is possible.
 
-    A text has several lines, or begins so, or has a rule's colon in it; any other value is meant as a file.
+    A text has several lines, or begins with `begins`, or has a rule's colon in it; any other value is meant as a file.
     """
     flag = "--" + name.replace("_", "-")
     is_text = "\n" in value or value.strip() in ("true", "false")
@@ -166,19 +166,19 @@ def _file_or_text(name: str, value: str, begins: str) -> str:
 def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:
     """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
 
-    A field that a line does not have is taken from `defaults`. ignored: names that are no fields. Raises BadOption with
-    the number of the line.
+    A field that a line does not have is taken from `defaults`. ignored: names to skip. Raises BadOption with the number
+    of the line.
     """
-    made = []
+    read = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
         if line.strip():
             try:
-                made.append(_request(json.loads(line), defaults, ignored))
+                read.append(_request(json.loads(line), defaults, ignored))
             except BadOption as error:
                 raise BadOption(f"line {number}: {error}") from None
             except (ValueError, RecursionError) as error:
                 raise BadOption(f"line {number} is not valid JSON: {error}") from None
-    return made
+    return read
 
 
 def _request(line: Any, defaults: SamplingParams, ignored: Collection[str]) -> Request:
@@ -216,15 +216,15 @@ def _conversation(line: dict[str, Any]) -> Prompt:
 
 def _biases(pairs: Iterable[str]) -> dict[int, float]:
     """Read biases from texts of the form ID=VALUE. Raises BadOption."""
-    made = {}
+    biases = {}
     for pair in pairs:
         token, _, value = pair.partition("=")
         number = _token_id(token, pair)
         try:
-            made[number] = float(value)
+            biases[number] = float(value)
         except ValueError:
             raise BadOption(f"logit_bias={shown(pair)} is not possible: write ID=VALUE, for example 5=-1.5") from None
-    return made
+    return biases
 
 
 def _token_id(text: str, given: object) -> int:
@@ -243,7 +243,7 @@ def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
 
 
 def engine_configs(flags: Mapping[str, Any], targets: Seq[str]) -> list[EngineConfig | tuple[str, EngineConfig]]:
-    """Return the engines' options of each target, or of each model of a config file; see EngineConfig.several."""
+    """Return the options of an engine for each target, or for each model of a config file; see EngineConfig.several."""
     return EngineConfig.several(targets, *_sources(flags))
 
 

@@ -6,9 +6,9 @@ import textwrap
 
 
 def folded(text: str, width: int, first: str = "", rest: str = "") -> str:
-    """A text in lines of `width` columns, broken at spaces alone: a longer word, such as a path, keeps its line.
+    """Break a text into lines of `width` columns, at spaces alone: a longer word, such as a path, keeps its line.
 
-    first, rest: what the first line begins with, and the others.
+    first, rest: the beginnings of the first line and of the others.
     """
     return textwrap.fill(
         text,

@@ -26,7 +26,7 @@ _FORMATTER: Any = typer.Context.formatter_class
 
 
 class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own copy of click now and imported it before
-    """click's, whose lines have at most 78 columns and are broken at hyphens, too."""
+    """click's formatter without its limit of 78 columns and its line breaks at hyphens."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__(width=max(shutil.get_terminal_size().columns, LEAST_WIDTH))  # 80 in a pipe
@@ -54,12 +54,12 @@ class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own co
 
 
 def panel_of(param: Any) -> str:
-    """The panel under which a help text shows an option."""
+    """Return the panel under which a help text shows an option."""
     return (getattr(param, "rich_help_panel", None) or PANELS[0]).removeprefix(ENGINE)
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence, without its full stop; dots that stand for something left out (...) end none."""
+    """Return the first sentence, without its full stop; dots for an omission (...) end none."""
     return re.split(r"(?<!\.)\.(?:\s|$)", text.partition("\n\n")[0], maxsplit=1)[0]
 
 
@@ -78,7 +78,7 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments, then the options of each panel; those without one come first."""
+        """Write the arguments, then the options of each panel; options without a panel come first."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
         arguments = []
         for param in self.get_params(ctx):
@@ -107,7 +107,7 @@ class _Group(TyperGroup):
     moved: Mapping[str, str] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Raises BadOption for a command that is no longer in the package, with where it is."""
+        """Resolve a command. Raises BadOption for one that is no longer in the package, saying where it is."""
         if args[0] in self.moved:
             raise BadOption(
                 f"{ctx.command_path} {args[0]} is a developer's benchmark, which is not in the package: in a copy of "
@@ -116,7 +116,7 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The first sentence of each command's help, whole: click would cut it off at the end of the line."""
+        """Write the first sentence of each command's help, whole: click would cut it off at the end of the line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         texts = [(name, (command.help or "") if command else "") for name, command in commands]
         with formatter.section("Commands"):

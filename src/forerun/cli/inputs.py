@@ -14,32 +14,32 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Return the prompts of the arguments, then those of the file, without any change to the texts.
+    """Return the prompts of the arguments, then of the file, without any change to the texts.
 
     `-` stands for standard input, which is also read where nothing else is given. A file that ends in .jsonl has one
     request per line, with `params` as defaults. Raises BadOption where there is no prompt or no UTF-8, and NotFound for
     a file that cannot be read.
     """
-    made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
+    requests: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
-        made += read_prompt_file(file, params)
-    if not made and file is None and not sys.stdin.isatty():
-        made = [(_read_stdin(), params)]
-    if not any(prompt for prompt, _ in made):
+        requests += read_prompt_file(file, params)
+    if not requests and file is None and not sys.stdin.isatty():
+        requests = [(_read_stdin(), params)]
+    if not any(prompt for prompt, _ in requests):
         raise BadOption(
             'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
         )
-    return made
+    return requests
 
 
 def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ()) -> list[flags.Request]:
-    """Return the requests of a file; see `read_requests`. ignored: fields of a line that are not looked at."""
+    """Return the requests of a file; see `read_requests`. ignored: fields of a line to skip."""
     text = flags.read_file(file, "prompt file")
     return flags.requests(text, params, ignored) if file.suffix == ".jsonl" else [(text, params)]
 
 
 def refuse_a_model(prompts: Seq[str]) -> None:
-    """Raise BadOption where the first of several texts, or the only one, is a model: chat and serve take it there."""
+    """Raise BadOption where the first text is a model: chat and serve take it there."""
     first = prompts[0]
     is_like_an_id = len(prompts) > 1 and re.fullmatch(r"[\w-]+/[\w.-]+(?:[@:][\w.-]+)?", first) is not None
     if find(first) is not None or is_like_an_id or _is_checkpoint(first):

@@ -12,7 +12,7 @@ from forerun.cli.signatures import Fields, Given
 from forerun.errors import not_installed
 from forerun.serve.options import LabOptions
 
-VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
+VIEWERS = 4  # sequences that run together by default: each drafter with a model gets a cache
 
 ENGINE = (
     "ignore_config_keys",
@@ -47,6 +47,6 @@ def lab(
         from forerun.serve.server import run
     except ImportError as error:
         raise not_installed("forerun lab", "serve", error.name) from None
-    if config.extra_drafts is None:  # all that can be had, for the menu of the widget Live
+    if config.extra_drafts is None:  # all usable drafters, for the menu of the widget Live
         config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(Opened.of(config))))
     raise typer.Exit(run([config], options, {"/lab": make_lab}))

@@ -139,7 +139,7 @@ def generate(
     """Answer or continue a text. What the model writes goes to standard output, the numbers to standard error."""
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
-    flags.sampling_params(sampling, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
+    flags.sampling_params(sampling, {"max_tokens": None})  # refuse wrong values before anything is read
     if engine["target"] is None and prompts:
         refuse_a_model(prompts)
     with _without_collections():
@@ -175,7 +175,7 @@ def generate(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Open a model without looking for garbage, which takes 0.1 s: what imports and tokenizers make all stays."""
+    """Open a model without garbage collection, which takes 0.1 s: objects of imports and tokenizers all stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -186,7 +186,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _with_messages(requests: list[flags.Request], opened: Opened, chat: bool | None) -> list[flags.Request]:
-    """The requests with texts as messages of a user, where the model answers texts; see CHAT_HELP.
+    """Return the requests with texts as messages of a user, where the model answers texts; see CHAT_HELP.
 
     Raises NotFound where a template is needed and there is none, before any weight is fetched.
     """
@@ -238,7 +238,7 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Tell how far prompts are read, until something is written. How long a text is, is not known before."""
+    """Show how much of the prompts is read, until something is written. The length of a text is not known before."""
     from forerun.cli.waiting import Answering
 
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -257,12 +257,12 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: 
 
 
 def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:
-    """The text; of a model that knows ids alone, each with a space in front."""
+    """Return the text; for a model without texts the ids, each with a space in front."""
     return made.text if llm.has_text else "".join(f" {token}" for token in made.token_ids)
 
 
 def _write(text: str) -> None:
-    """What a model wrote, to standard output: exact, but for control characters in a terminal."""
+    """Write what a model wrote to standard output: exact, but for control characters in a terminal."""
     from forerun.text.terminal import visible
 
     sys.stdout.write(visible(text, sys.stdout.isatty()))
@@ -272,7 +272,7 @@ def _write(text: str) -> None:
 def _note_numbers(
     llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None, verbose: bool
 ) -> None:
-    """The closing line of an output, on standard error. seconds: None where it ran beside others."""
+    """Write the closing line of an output to standard error. seconds: None where it ran beside others."""
     from forerun.cli.words import closing_line, details, note
 
     note(closing_line(llm, output, params, seconds))
@@ -291,7 +291,7 @@ def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], 
 
 
 def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
-    """The number of an output, and the end of its prompt: of a conversation, of its last message by the user."""
+    """Print the number of an output, and the end of its prompt, or of the last user message of a conversation."""
     from forerun.text.terminal import visible
 
     if _is_conversation(prompt):
@@ -413,13 +413,13 @@ def chat(
         raise BadOption("--continue needs --kv-disk: without it no conversation is kept")
     if goes_on and conversations.Conversations(conversations.default_folder()).last() is None:
         raise BadOption(session.NONE_KEPT)
-    found = None if tools is None else ToolFile(tools)  # before a model is loaded
+    tool_file = None if tools is None else ToolFile(tools)  # before a model is loaded
     opened = Opened.of(dataclasses.replace(config, max_batch_size=1))
     fields = opened.usual_fields
     is_limited = "max_tokens" in fields or max_tokens is not None
     params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, opened)
     llm = session.load_models(opened)
-    session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=found, goes_on=goes_on)
+    session.run(llm, params, system, verbose=verbose, stop_loops=stop_loops, tools=tool_file, goes_on=goes_on)
 
 
 # --------------------------------------------------------------------------------------------- demo, models, drafters
@@ -524,7 +524,7 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
 
 
 def _open_what_is_closed() -> None:
-    """Give a command whose caller has closed a standard stream (as in `forerun models >&-`) an empty one in its place.
+    """Give a command whose caller has closed a standard stream (as in `forerun models >&-`) an empty stream instead.
 
     They are opened in order, so that each gets the number of the closed one, and no other file does.
     """

@@ -15,13 +15,13 @@ from rich.text import Text
 
 from forerun.text.terminal import visible
 
-REFRESH_S = 0.05  # between two drawings of the paragraph that grows
+REFRESH_S = 0.05  # between two drawings of the growing paragraph
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
 
 
 class Page:
-    """Shows pieces of an answer on a console: whole paragraphs for good, and below them the one that grows."""
+    """Shows pieces of an answer on a console: whole paragraphs for good, and below them the growing one."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console, self._live, self._growing, self._drawn_s = console, live, "", 0.0
@@ -46,7 +46,7 @@ class Page:
         self._growing = ""
 
     def _tail(self) -> Text:
-        """The end of the growing paragraph, as much of it as a screen shows."""
+        """Return the end of the growing paragraph, as much of it as a screen shows."""
         lines = Text(self._growing.strip("\n")).wrap(self._console, self._console.width)
         return Text("\n").join(lines[-max(self._console.height - 2, 1) :])
 
@@ -57,24 +57,24 @@ def page(console: Console) -> Iterator[Page]:
     with Live(
         console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
     ) as live:
-        made = Page(console, live)
+        shown_page = Page(console, live)
         try:
-            yield made
+            yield shown_page
         finally:
-            made.finish()
+            shown_page.finish()
 
 
 def markdown(text: str) -> Markdown:
-    """Markdown as a chat means it: a line is a line, addresses stay readable, and what looks like HTML is text."""
+    """Read Markdown as a chat means it: a line is a line, addresses stay readable, and HTML-like text stays text."""
     parts = re.split(r"(^ {0,3}(?:```|~~~).*?(?:^ {0,3}(?:```|~~~)[ \t]*$|\Z))", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(part if i % 2 else re.sub(r"(?<=\S)\n(?=\S)", "  \n", part) for i, part in enumerate(parts))
-    made = Markdown("", hyperlinks=False)
-    made.parsed = _PARSER.parse(lines)
-    return made
+    document = Markdown("", hyperlinks=False)
+    document.parsed = _PARSER.parse(lines)
+    return document
 
 
 def _first_paragraph(text: str) -> str | None:
-    """The text up to its first empty line outside of fences, or to the end of a fence; None where it still grows."""
+    """Return the text up to its first empty line outside of fences, or None while its paragraph still grows."""
     for end in re.finditer(r"\n[ \t]*\n", text):
         if len(_FENCE.findall(text, 0, end.start() + 1)) % 2 == 0 and text[: end.start()].strip():
             return text[: end.end()]

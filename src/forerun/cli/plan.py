@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.models.outline import Outline
     from forerun.ops.memory import MemoryPart
 
-NARROW = 76  # columns; below, what is behind a number stands under it
+NARROW = 76  # columns; below, the text behind a number stands under it
 DOES_NOT_FIT = 3  # exit code, as for CapacityError
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -62,20 +62,20 @@ def plan(
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
     models = Models.of(config, shape, draft_shape)
-    opened, made = models.plan(None if memory is None else parse_bytes(memory))
+    opened, planned = models.plan(None if memory is None else parse_bytes(memory))
     settings = models.settings(opened)
     if as_json:
-        typer.echo(json.dumps({**settings, **plan_dict(made), "unchecked": models.unchecked}))
+        typer.echo(json.dumps({**settings, **plan_dict(planned), "unchecked": models.unchecked}))
     else:
         from forerun.text.terminal import make_console, visible
 
         width = make_console().width
-        for line in plan_lines(settings, made, width):
+        for line in plan_lines(settings, planned, width):
             typer.echo(visible(line))
         if models.unchecked is not None:
             said = f"Whether draft and target have the same tokens was not checked: {models.unchecked}."
             typer.echo(visible(folded(said, width)))
-    if not made.fits:
+    if not planned.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
 
@@ -153,16 +153,16 @@ def parse_bytes(text: str) -> int:
     try:
         if match is None:
             raise ValueError
-        found = int(float(match[1]) * UNITS[match[2].upper()])
+        num_bytes = int(float(match[1]) * UNITS[match[2].upper()])
     except (ValueError, KeyError, OverflowError):
-        found = 0
-    if found <= 0:
+        num_bytes = 0
+    if num_bytes <= 0:
         raise BadOption(f"memory={shown(text)} is not possible: write a number of bytes as 16GB, 16GiB or 8e9")
-    return found
+    return num_bytes
 
 
 def _wide_spec(spec: Spec, shape: str | None, max_seq_len: int | None) -> Spec:
-    """Return the spec of a model widened to a shape, with as many positions as are asked for; None = as it is."""
+    """Return the spec of a model widened to a shape, with at least max_seq_len positions; shape None = as it is."""
     if shape is None:
         return spec
     from forerun.bench.widen import shape_named

@@ -51,7 +51,7 @@ def prefill(
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
-    """The ids with which every conversation begins that has these messages and tools, whatever its user says."""
+    """Return the ids that begin every conversation with these messages and tools, whatever its user says."""
     body: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
     if file.suffix == ".json":
         try:
@@ -62,6 +62,9 @@ def _beginning(llm: Any, file: Path, text: str) -> list[int]:
             raise BadOption(f'{str(file)!r} must hold an object: {{"messages": [...], "tools": [...]}}')
     messages, tools = body.get("messages", []), body.get("tools")
     given = {} if tools is None else {"tools": tools}
-    two = [llm.apply_chat_template([*messages, {"role": "user", "content": own}], **given) for own in ("a", "Zum")]
+    two = [
+        llm.apply_chat_template([*messages, {"role": "user", "content": question}], **given)
+        for question in ("a", "Zum")
+    ]
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*two, strict=False))
     return [first for first, _ in same]

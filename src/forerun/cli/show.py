@@ -1,8 +1,8 @@
 """What a terminal shows of speculation: one line per target pass, and text coloured by where it came from.
 
 Accepted tokens are green, rejected ones red, corrections and bonus tokens blue (Figure 1 of Leviathan et al. 2023), and
-those behind a rejection, which were never tested, dim. Lines of passes have marks, too, so that they can be copied and
-read without colour: [-rejected-], {never tested}, [+the target's own+].
+never tested ones, behind a rejection, dim. Lines of passes have marks, too, so that they can be copied and read without
+colour: [-rejected-], {never tested}, [+the target's own+].
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RoundPrinter:
 
 
 def wrap(cells: Seq[tuple[str, str]], width: int) -> list[Text]:
-    """Styled texts in lines of at most `width` columns, broken between texts where possible."""
+    """Break styled texts into lines of at most `width` columns, between texts where possible."""
     lines = [Text()]
     used = 0
     for text, style in cells:
@@ -93,7 +93,7 @@ def wrap(cells: Seq[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _fitting(text: str, width: int) -> int:
-    """Number of characters that fit into `width` columns, at least one."""
+    """Return the number of characters that fit into `width` columns, at least one."""
     used = 0
     for i, char in enumerate(text):
         used += cell_len(char)
@@ -114,7 +114,7 @@ class LiveText:
                 self.write(self._detokenizer.push([piece.token]).text, STYLES[piece.kind])
 
     def finish(self) -> None:
-        """Write what was held back, and end the line."""
+        """Write the rest that was held back, and end the line."""
         self.write(self._detokenizer.finish() + "\n", "")
 
     def write(self, text: str, style: str) -> None:
@@ -127,7 +127,7 @@ class LiveText:
 
 
 def model_lines(width: int) -> Iterator[str]:
-    """The models that have a name: a row of facts, and below it what it is and where it comes from."""
+    """Yield the named models: a row of facts, and below it what the model is and where it comes from."""
     row = "{:18} {:>7} {:8} {:>7} {:10} {}"
     yield row.format("name", "weights", "kind", "size", "licence", "here")
     for model in named_models().values():
@@ -146,7 +146,7 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Every method of a room, found by scanning the folder, with the first sentence of its file."""
+    """Yield every method of a room, found by scanning the folder, with the first sentence of its file."""
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:
@@ -154,7 +154,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
 
 
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """One method, what its file says of it, and its options. Raises BadOption for a name that no method has."""
+    """Yield one method, the first sentence of its file, and its options. Raises BadOption for an unknown name."""
     module = load(package, name, what)
     yield folded(_sentence(module), width, f"{name}  ", "    ")
     hints = typing.get_type_hints(module.Options)
@@ -172,7 +172,7 @@ def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) ->
 
 
 def _sentence(module: ModuleType) -> str:
-    """The first paragraph of a method's file, as one line."""
+    """Return the first paragraph of a method's file, as one line."""
     return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 

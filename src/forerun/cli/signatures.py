@@ -23,7 +23,7 @@ import typer
 from forerun.errors import BadOption, shown
 from forerun.registry import REQUIRED, flag_of, names as registered
 
-STANDARD_OUTPUT = Path("-")  # in the place of a file
+STANDARD_OUTPUT = Path("-")  # stands for standard output in place of a file
 Given = dict[str, Any]  # what was given, by field
 
 
@@ -31,9 +31,10 @@ Given = dict[str, Any]  # what was given, by field
 class Fields:
     """Stands for the flags of fields of a dataclass.
 
-    names: in their order; () = all that have a help text. leave_out: not these. usual: what help shows in place of a
-    field's default. panel: the heading in help of those flags whose fields say none; before: what stands before each.
-    is_plan: a flag that is not given has the field's default; otherwise it is None, for then another source counts.
+    names: in their order; () = all that have a help text. leave_out: names without a flag. usual: what help shows in
+    place of a field's default. panel: the heading in help of flags whose fields name none; before: put before each
+    heading. is_plan: a flag that is not given has the field's default; otherwise it is None, for then another source
+    counts.
     """
 
     cls: type[Any]
@@ -95,15 +96,15 @@ class Fields:
         return None if panel is None else self.before + panel
 
     def given(self, values: Mapping[str, Any]) -> Given:
-        """Return what a command got by the names of the fields; of a plan only what was given."""
+        """Return the values of a command by the names of the fields; of a plan only the given ones."""
         if not self.is_plan:
             return dict(values)
-        made = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return {name: value for name, value in made.items() if value is not None and value != ()}
+        frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return {name: value for name, value in frozen.items() if value is not None and value != ()}
 
 
 def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
-    """The file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
+    """Return the file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
     if file is None or file == STANDARD_OUTPUT:
         return file
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -118,13 +119,13 @@ def _parameter(name: str, default: Any, kind: Any, option: Any) -> Parameter:
 
 
 def _flags(field: dataclasses.Field[Any]) -> str:
-    """What is on can be switched off, and what is off can be switched on."""
+    """Return the flag; one that is on by default gets a --no- form."""
     flag = flag_of(field)
     return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a flag: of a tuple a list, of names a text, without None."""
+    """Return the type of a flag without None: a list for a tuple, a text for a Literal."""
     if typing.get_origin(hint) is typing.Literal:
         return str
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
@@ -152,9 +153,9 @@ def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
         if fields is None:
             shown.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
             continue
-        made = list(fields.parameters())
-        groups[parameter.name] = fields, {name: one.name for name, one in made}
-        shown += [one for _, one in made]
+        flags = list(fields.parameters())
+        groups[parameter.name] = fields, {name: one.name for name, one in flags}
+        shown += [one for _, one in flags]
     if not groups:
         return command
 

@@ -117,7 +117,7 @@ def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: lis
 def _roofline(
     target: str, draft: str, machine: str, batch: int, context: int, overlap: float, max_gamma: int
 ) -> tuple[float, npt.NDArray[np.float64], str]:
-    """Return c, v of each length, and a sentence about both. Raises BadOption for unknown names."""
+    """Return c, v for each length, and a sentence about both. Raises BadOption for unknown names."""
     from forerun.registry import unknown
     from forerun.theory.roofline import MACHINES, SHAPES, Step, cost_ratio, pass_seconds, verify_ratios
 

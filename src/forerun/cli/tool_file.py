@@ -18,13 +18,13 @@ from forerun.text.parts import ToolCall
 
 _JSON = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", type(None): "null"}
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s+(.+)$")
-MOST_CHARS = 20_000  # of a result, for the conversation to stay one
+MOST_CHARS = 20_000  # of a result, so that it leaves room for the conversation
 
 
 class ToolFile:
-    """The public functions of a file. It is run to find them, as a module of its own.
+    """The public functions of a file, which is run as a separate module to find them.
 
-    Raises NotFound where there is none, BadOption for one that fails, that has no function, or whose parameters have
+    Raises NotFound where there is no file, BadOption for one that fails, that has no function, or whose parameters have
     types that JSON has no word for.
     """
 
@@ -38,11 +38,11 @@ class ToolFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the functions."""
+        """Return the names of the functions."""
         return tuple(self._functions)
 
     def run(self, call: ToolCall) -> str:
-        """What a call returns, as the model is told: a text as it is, anything else as JSON; and what it raises."""
+        """Return the result of a call for the model: a text as it is, anything else as JSON; or the error it raises."""
         function = self._functions.get(call.name)
         if function is None:
             return f"error: there is no function {call.name}"
@@ -57,7 +57,7 @@ class ToolFile:
 
 
 def _functions(path: Path) -> dict[str, Callable[..., Any]]:
-    """Those that are defined in the file itself, in the order of their lines."""
+    """Return the functions that are defined in the file itself, in the order of their lines."""
     spec = importlib.util.spec_from_file_location(f"forerun_tools_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise BadOption(f"{path} is no Python file: name one that ends in .py")
@@ -74,9 +74,10 @@ def _functions(path: Path) -> dict[str, Callable[..., Any]]:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function as chat templates take tools. Raises BadOption for a parameter without a type, or with one too many.
+    """Return a function in the form that chat templates take tools.
 
-    The docstring's first paragraph describes it; lines like "city: where" below "Args:" describe its parameters.
+    The docstring's first paragraph describes it; lines like "city: where" below "Args:" describe its parameters. Raises
+    BadOption for a parameter without a type, with a type that JSON has no word for, or that has no name for callers.
     """
     doc = inspect.getdoc(function) or ""
     said = {match[1]: match[2] for line in doc.splitlines() if (match := _ARGUMENT.match(line))}

@@ -310,7 +310,7 @@ def skip(
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a line: names of files in it may hold control characters."""
+    """Print a line, made safe for a terminal: names of files in it may hold control characters."""
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)
@@ -318,7 +318,7 @@ def say(text: str, err: bool = False) -> None:
 
 @contextmanager
 def progress_line(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows how far a command is, on a line that goes away at the end."""
+    """Yield a function that shows progress on a line, which goes away at the end."""
     from rich.progress import Progress, TextColumn
 
     with Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:

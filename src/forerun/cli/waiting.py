@@ -22,7 +22,7 @@ SILENT_S, AGAIN_S = 1.8, 10.0  # where no terminal is: before the first line, an
 
 
 class Waiting:
-    """Tells what is waited for until `end`: on a terminal by a line that changes and goes, elsewhere by lines.
+    """Says what is waited for until `end`: on a terminal by a line that changes and goes, elsewhere by lines.
 
     A line comes when the wait has lasted `SILENT_S`, and another every ten seconds if there is something new to say.
     """
@@ -65,7 +65,7 @@ class Waiting:
 
 
 class Answering(Waiting):
-    """Tells how much of the prompts was read, and then how much was written.
+    """Shows how much of the prompts was read, and then how much was written.
 
     num_tokens: of all prompts; None = not known yet.
     """
@@ -92,7 +92,7 @@ class Answering(Waiting):
 
 
 def loading(opened: Opened) -> AbstractContextManager[object]:
-    """Tell that a model is loaded. Downloads have progress bars of their own, which the line would make scroll."""
+    """Show that a model is loaded. Downloads have progress bars, which a further line would make scroll."""
     if opened.files.is_of_hub or is_hub_id(opened.config.draft):
         return nullcontext()
     return Waiting(f"loading {opened.files.name}")

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def counted(num: int, noun: str) -> str:
-    """A count with its noun: 1 token, 2 tokens, 3 target passes."""
+    """Return a count with its noun: 1 token, 2 tokens, 3 target passes."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{num:,} {noun if num == 1 else plural}"
 
 
 def percent(rate: float) -> str:
-    """A rate as 43%."""
+    """Return a rate as 43%."""
     return f"{rate:.0%}"
 
 
 def precision(llm: LLM) -> str:
-    """The bits of quantised weights; else the type that a model computes with, and what its file has if it differs."""
+    """Return the bits of quantised weights; else the type that a model computes with, and the file's if it differs."""
     checkpoint = llm.checkpoint
     if checkpoint.model.weight_bits:
         return checkpoint.model.precision
@@ -41,21 +41,21 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """What computes the model, and why nothing faster does; and draft models, where something else computes them."""
+    """Say what computes the model, why nothing faster does, and what computes draft models, where it differs."""
     target = llm.checkpoint.model
     runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
-    others = {computed(own) for own in (runner.model for runner in runners) if own.ops.name != target.ops.name}
-    return "; ".join([computed(target), *(f"drafts by {found}" for found in sorted(others))])
+    others = {computed(model) for model in (runner.model for runner in runners) if model.ops.name != target.ops.name}
+    return "; ".join([computed(target), *(f"drafts by {other}" for other in sorted(others))])
 
 
 def computed(model: Model) -> str:
-    """The operators of a model, and why none that are faster compute it."""
+    """Name the operators of a model, and say why no faster ones compute it."""
     from forerun import ops
     from forerun.blocks import Spec
 
     spec = model.config
-    found = ops.faster(model.ops.name, model.device, spec) if isinstance(spec, Spec) else ()
-    reasons = "; ".join([*(reason for _, reason in found), *_card_is_idle(model)])
+    faster = ops.faster(model.ops.name, model.device, spec) if isinstance(spec, Spec) else ()
+    reasons = "; ".join([*(reason for _, reason in faster), *_card_is_idle(model)])
     return f"{model.ops.name} operators" + (f" ({reasons})" if reasons else "")
 
 
@@ -70,13 +70,13 @@ def _card_is_idle(model: Model) -> Iterator[str]:
 
 
 def model_name(llm: LLM) -> str:
-    """The name by which the user may know a model: of those of `forerun models`, its name there."""
+    """Return the name by which the user may know a model: its name in `forerun models`, else of its checkpoint."""
     target = llm.config.target
     return target if target is not None and named.find(target) is not None else llm.checkpoint.name
 
 
 def drafting(llm: LLM, draft: str | None = None) -> str:
-    """What drafts for requests, in words. draft: what a request has chosen; None = the engine's first drafter."""
+    """Say what drafts for requests. draft: a request's choice; None = the engine's first drafter."""
     method = draft or llm.engine.drafter.main
     if method == "model" and draft is None:
         _, options = llm.opened.resolve(llm.config.draft)
@@ -87,7 +87,7 @@ def drafting(llm: LLM, draft: str | None = None) -> str:
 
 
 def drawing(params: SamplingParams) -> str:
-    """How tokens are chosen: greedy, or the temperature and the filters that are set."""
+    """Say how tokens are chosen: greedy, or the temperature and the filters that are set."""
     if params.searches:
         return counted(params.num_beams, "beam")
     if params.greedy:
@@ -98,16 +98,16 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Why an output ended, where the model did not end it: no part or one part of a line of numbers."""
+    """Say why an output ended, if the model did not end it: no part or one part of a line of numbers."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
 
 
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
-    """The numbers of an output in one line. seconds: from the prompt to the last token; None = no speed is said."""
+    """Return the numbers of an output in one line. seconds: from the prompt to the last token; None = no speed."""
     report, num_tokens = output.report, len(output.token_ids)
-    other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have one of their own
+    other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have their own drafter
     parts = [model_name(llm), drafting(llm, other or params.draft)]
     parts += [f"{counted(num_tokens, 'token')} in {counted(report.num_steps, 'target pass')}"]
     if seconds is not None:
@@ -125,13 +125,13 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
 
 
 def lossy(acceptance: str, tv_price: float | None) -> str:
-    """What a lossy rule cost, where it was measured: lossy: lenience:l=0.5, TV price 3.1% a tested token."""
+    """Say what a lossy rule cost, if it was measured: lossy: lenience:l=0.5, TV price 3.1% a tested token."""
     price = "" if tv_price is None else f", TV price {tv_price:.1%} a tested token"
     return f"lossy: {acceptance}{price}"
 
 
 def details(report: RequestReport) -> str:
-    """What --verbose says of an output, in one line."""
+    """Return the numbers that --verbose adds to an output, in one line."""
     parts = []
     if report.acceptance == BEAM and report.num_steps:
         parts.append(f"{report.rows_per_pass:.1f} rows per target pass")
