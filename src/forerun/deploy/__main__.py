@@ -15,7 +15,7 @@ from forerun.deploy.ray import CALLBACK, CALLBACK_VARIABLE, NAME, application
 from forerun.errors import BadOption, UserError
 from forerun.text.terminal import note
 
-EXIT_CODE = 2  # of errors which the caller can mend
+EXIT_CODE = 2  # errors that the caller can mend
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """Which of several replicas serves a request: one that has seen its beginning, unless it is busier than another.
 
-A replica keeps the KV cache of beginnings that it has run, so requests that begin alike belong together. A beginning
-that is new goes to the least busy one; among equals rendezvous hashing decides (Thaler and Ravishankar, 1998), by which
-proxies agree without asking each other. Nothing here needs Ray.
+A replica keeps the KV cache of beginnings that it has run, so requests that begin alike belong together. A new
+beginning goes to the least busy replica; among equals rendezvous hashing decides (Thaler and Ravishankar, 1998), by
+which proxies agree without asking each other. Nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BEGINNING = 256  # characters of a text, or tokens of a prompt that is given as ids
-MOST_READ_BYTES = 256 << 10  # of a body, which a proxy reads before anyone asks for the key; a longer one goes by load
+MOST_READ_BYTES = 256 << 10  # of a body that a proxy reads before the API key is checked; a longer one goes by load
 SYSTEM_ROLES = ("system", "developer")
 
 
 def beginning(body: Any) -> str | None:
-    """What requests that belong together have in common; None where a body is not understood.
+    """Return what requests that belong together have in common; None where a body is not understood.
 
-    Of a conversation the instructions and the first turn, so that all its turns meet, while conversations that share
-    their instructions alone are spread; of a prompt its first BEGINNING characters.
+    For a conversation: the instructions and the first turn, so that all its turns meet, while conversations that share
+    their instructions alone are spread. For a prompt: its first BEGINNING characters or tokens.
     """
     if not isinstance(body, dict):
         return None
@@ -41,7 +41,7 @@ def beginning(body: Any) -> str | None:
 
 
 def _cut(part: Any) -> Any:
-    """The beginning of a text, of ids, or of a list of parts."""
+    """Return the beginning of a text, of ids, or of a list of parts."""
     if isinstance(part, str):
         return part[:BEGINNING]
     if isinstance(part, list) and part and all(type(token) is int for token in part):
@@ -50,10 +50,10 @@ def _cut(part: Any) -> Any:
 
 
 def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) -> list[str]:
-    """The names of replicas, the one to ask first at the beginning.
+    """Return the names of replicas, the one to ask first at the beginning.
 
-    queues: requests that each of them has. known: the one that has served the key before, which is first while it has
-    at most `slack` requests more than the least busy one. The others, and all where none has, come by their queues.
+    queues: requests that each of them has. known: the replica that has served the key before, which is first while it
+    has at most `slack` requests more than the least busy one. The others come by their queues.
     """
     least = min(queues.values(), default=0)
 
@@ -65,16 +65,16 @@ def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) 
 
 
 class Keys:
-    """ASGI middleware of a proxy: the header of a request says what it begins with, where its client said nothing.
+    """ASGI middleware of a proxy: sets the header that says how a request begins, where its client has not set it.
 
-    The body is read before it is passed on, for it decides where to. header: in lower case.
+    The body is read before it is passed on, because it decides where to. header: in lower case.
     """
 
     def __init__(self, app: ASGIApp, header: str) -> None:
         self._app, self._header = app, header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Any request."""
+        """Handle any request."""
         if scope["type"] != "http" or scope["method"] != "POST" or self._header in MutableHeaders(scope=scope):
             await self._app(scope, receive, send)
             return
@@ -96,7 +96,7 @@ class Keys:
 
 
 def key_of(body: bytes) -> str:
-    """The digest of a body's beginning; nothing where it is not understood."""
+    """Return the digest of a body's beginning; empty where it is not understood."""
     try:
         begins = beginning(json.loads(body))
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """`forerun batch --ray`: an engine on each node of a Ray cluster, one output file.
 
-One process, the one that was started, reads the input and writes the output. It gives each engine a window of
-requests; a place in it is filled again as soon as an answer is there. What an engine held when it died is asked again
-elsewhere, with the same seed; a request is never with two engines at once, so it has one line. Actors rather than Ray
-Data: there progress and repetition go by blocks of rows, whose answers come when the last one is there; here each
-answer is on the disk as soon as it ends, and nothing that was answered is asked again.
+One process, the one that was started, reads the input and writes the output. It gives each engine a window of requests;
+a place in it is filled again as soon as an answer is there. Requests of an engine that died are asked again elsewhere,
+with the same seed; a request is never with two engines at once, so it has one line. Actors rather than Ray Data: there
+progress and repetition go by blocks of rows, whose answers come when the last one is there; here each answer is on the
+disk as soon as it ends, and no answered request is asked again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from forerun.serve.batch import WINDOW_BATCHES, Numbers, Run, Running, load
 from forerun.serve.requests import BatchRequest
 from forerun.text.terminal import note
 
-MOST_DEATHS = 3  # of each engine, without an answer between them
-NOTE_S = 30.0  # without an engine, until a line says so
+MOST_DEATHS = 3  # per engine, without an answer between them
+NOTE_S = 30.0  # without an engine, before a line says so
 
 
 class Engine:
-    """An actor: one engine, which answers as many requests at once as are asked of it."""
+    """An actor: one engine, which answers as many requests at once as it gets."""
 
     def __init__(self, config: EngineConfig, served_names: Seq[str]) -> None:
         self._requests = load(config, served_names)
 
     async def answer(self, request: BatchRequest) -> dict[str, Any]:
-        """The line of the output."""
+        """Return the output line of a request."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
         def hear(one: Request) -> None:
@@ -58,20 +58,22 @@ class Engine:
 
 @dataclass(eq=False)
 class _Member:
-    """An engine of a pool. num_asked: requests that it has."""
+    """An engine of a pool. num_asked: requests that it is answering."""
 
     engine: Any
     num_asked: int = 0
 
 
 class Pool:
-    """Engines on a cluster, `num` of them, each with `window` requests at most; one that dies is replaced."""
+    """Engines on a cluster, `num` of them, each with `window` requests at most; a dead one is replaced."""
 
     def __init__(self, make: Callable[[], Any], num: int, window: int, numbers: Numbers) -> None:
         self._make, self._num, self._window, self._numbers = make, num, window, numbers
-        self._starting: dict[Any, _Member] = {}  # by the reference that is there when the engine is
+        self._starting: dict[Any, _Member] = {}  # by the reference that is ready when the engine is
         self._ready: list[_Member] = []
-        self._asked: dict[Any, tuple[_Member, BatchRequest]] = {}  # by the reference to an answer: of whom, and what
+        self._asked: dict[
+            Any, tuple[_Member, BatchRequest]
+        ] = {}  # by the reference to an answer: who was asked, and what
         self._again: deque[BatchRequest] = deque()
         self._num_deaths = 0  # since the last answer
         for _ in range(num):
@@ -106,14 +108,14 @@ class Pool:
         self._starting[member.engine.__ray_ready__.remote()] = member
 
     def _wait(self, at_most_s: float) -> list[Any]:
-        """The references of what is there: all of them, at least one unless it takes longer."""
+        """Return all references that are ready, at least one unless that takes longer than at_most_s."""
         pending = [*self._starting, *self._asked]
         ready, left = ray.wait(pending, timeout=at_most_s)
         more = ray.wait(left, num_returns=len(left), timeout=0)[0] if ready and left else []
         return [*ready, *more]
 
     def _welcome(self, references: Seq[Any]) -> None:
-        """Engines that have loaded the model are asked from now on. Raises BadOption where one cannot load it."""
+        """Ask engines that have loaded the model from now on. Raises BadOption where one cannot load it."""
         for reference in references:
             if (member := self._starting.pop(reference, None)) is None:
                 continue
@@ -136,7 +138,7 @@ class Pool:
             member.num_asked += 1
 
     def _land(self, references: Seq[Any]) -> list[dict[str, Any]]:
-        """The answers that are there. What an engine that died has held is asked again."""
+        """Return the ready answers. Requests of a dead engine are asked again."""
         landed = []
         for reference in references:
             if reference not in self._asked:
@@ -170,9 +172,9 @@ class Pool:
 
 
 def on_ray(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
-    """Where a batch runs: on the cluster of RAY_ADDRESS, else on the one that runs here, else on one of this machine.
+    """Return where a batch runs: the cluster of RAY_ADDRESS, else the one that runs here, else one of this machine.
 
-    num_engines: none = one for each node. num_cpus: cores of each; none = those of the smallest node. num_gpus: of
+    num_engines: None = one for each node. num_cpus: cores of each; None = the cores of the smallest node. num_gpus: of
     each engine.
     """
 

@@ -8,13 +8,15 @@ _HEAD = "# HELP "
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Join texts, by the name of their replica: each metric once, with the samples of all. Every sample has a label."""
+    """Join texts by the name of their replica: each metric once, with the samples of all. Every sample has a label."""
     heads, samples = dict[str, list[str]](), dict[str, list[str]]()
     for replica, text in texts.items():
         for family in text.split(_HEAD)[1:]:
             name, lines = family.split(None, 1)[0], family.splitlines()
             comments = [i for i, line in enumerate(lines) if i == 0 or line.startswith("#")]
             heads.setdefault(name, [_HEAD + lines[0], *(lines[i] for i in comments[1:])])
-            own = (line.replace("{", f'{{replica="{replica}",', 1) for i, line in enumerate(lines) if i not in comments)
-            samples.setdefault(name, []).extend(own)
+            labelled = (
+                line.replace("{", f'{{replica="{replica}",', 1) for i, line in enumerate(lines) if i not in comments
+            )
+            samples.setdefault(name, []).extend(labelled)
     return "".join(line + "\n" for name in heads for line in (*heads[name], *samples[name]))

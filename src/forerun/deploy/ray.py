@@ -36,12 +36,12 @@ from forerun.serve.options import Limits, ServerOptions
 from forerun.serve.server import check, loaded, make_services, named, origins_of
 
 NAME = "forerun"  # of the application and of its deployment
-# Ray's variables: a function whose middleware every proxy runs, and the header by which requests belong together.
+# Ray's variables: a function that returns the middleware of every proxy, and the header that groups requests.
 CALLBACK_VARIABLE, HEADER_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "RAY_SERVE_SESSION_ID_HEADER_KEY"
 CALLBACK = "forerun.deploy.ray.proxy_middleware"
 HEADER = "x-session-id"  # where HEADER_VARIABLE says nothing
-MOST_KNOWN = 65_536  # beginnings that a proxy remembers the replica of
-BEYOND = 32  # requests above its limit that reach a replica, to be told 429: the proxy itself would let them wait
+MOST_KNOWN = 65_536  # beginnings whose replica a proxy remembers
+BEYOND = 32  # requests above its limit that reach a replica and get 429: the proxy itself would let them wait
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -79,36 +79,36 @@ class Scale:
 
 
 def proxy_middleware() -> list[Middleware]:
-    """What Ray's proxies run before they choose a replica, where CALLBACK_VARIABLE names this function."""
+    """Return the middleware that Ray's proxies run before they choose a replica, if CALLBACK_VARIABLE names this."""
     return [Middleware(Keys, header=os.environ.get(HEADER_VARIABLE, HEADER).lower())]
 
 
 class AffineRouter(RequestRouter):
     """Chooses replicas in the order of `affinity.order`. slack: see Scale.
 
-    A replica is as busy as this proxy has made it. Ray's own cache of what replicas say is behind by a round trip:
-    after a burst it names requests that are long answered, until it expires.
+    A replica is as busy as this proxy has made it. Ray's cache of the replicas' reports is behind by a round trip:
+    after a burst it counts requests that are long answered, until it expires.
     """
 
     def initialize_state(self, slack: int = 4) -> None:
-        """Ray calls it with the deployment's arguments."""
+        """Set up the router; Ray calls it with the deployment's arguments."""
         self._slack, self._sent = slack, Counter[ReplicaID]()
-        self._known: dict[str, str] = {}  # by the key, the one used longest ago first: the name of its replica
+        self._known: dict[str, str] = {}  # key -> the name of its replica, the least recently used first
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Ray calls it when a request is sent, whether the replica takes it or not."""
+        """Count a request; Ray calls it when one is sent, whether the replica takes it or not."""
         super().on_send_request(replica_id)
         self._sent[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Ray calls it once for each of them when it is over."""
+        """Count a request as over; Ray calls it once for each."""
         super().on_request_completed(replica_id, internal_request_id)
         self._sent -= Counter((replica_id,))
 
     async def choose_replicas(
         self, candidate_replicas: Seq[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One rank for each replica: Ray takes the first that has room, and asks again a little later if none has."""
+        """Return one rank for each replica: Ray takes the first with room, and asks again later if none has."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [list(candidate_replicas)]
@@ -130,34 +130,36 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """What a replica is beside its application, which holds its services as `state.services`."""
+    """A replica beside its application, which holds its services as `state.services`."""
 
     app: FastAPI  # Ray sets it
 
     async def check_health(self) -> None:
-        """Ray asks it now and then, and replaces a replica that raises."""
+        """Raise the failure of the engine; Ray asks now and then, and replaces a replica that raises."""
         if (failure := self.app.state.services.failure) is not None:
             raise failure
 
     async def own_metrics(self) -> tuple[str, str]:
-        """Its name, and its metrics in the format of Prometheus."""
+        """Return its name, and its metrics in the format of Prometheus."""
         services = self.app.state.services
         text = await services.in_thread(services.metrics.text)
         return serve.get_replica_context().replica_id.unique_id, text.decode()
 
 
 def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) -> Any:
-    """The Ray Serve application of a model, to be given to `serve.run`.
+    """Return the Ray Serve application of a model, for `serve.run`.
 
-    options: host and port are the proxies' business, given to `serve.start`; api_key: None = what FORERUN_API_KEY says
-    where a replica runs. Raises BadOption.
+    options: host and port belong to the proxies, see `serve.start`; api_key: None = the value of FORERUN_API_KEY where
+    a replica runs. Raises BadOption.
     """
     check(options)
 
     def build() -> FastAPI:
         services = make_services([(names, loaded(Opened.of(one))) for names, one in named([config], options)], options)
         key = options.api_key or os.environ.get("FORERUN_API_KEY") or None
-        origins = origins_of(dataclasses.replace(options, api_key=key, host="0.0.0.0"))  # the proxies': others reach it
+        origins = origins_of(
+            dataclasses.replace(options, api_key=key, host="0.0.0.0")
+        )  # the proxies' host: other machines reach it
         app = make_app(services, api_key=key, origins=origins)
         app.state.services, app.state.watching = services, asyncio.create_task(services.watch_delay())
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/metrics"]
@@ -205,7 +207,7 @@ class _OneId:
 
 
 async def _all_metrics() -> Response:
-    """Those of every replica, whichever one was asked."""
+    """Answer with the metrics of every replica, whichever one was asked."""
     handle = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
     texts = await asyncio.to_thread(handle.broadcast("own_metrics").results)
     return Response(merged(dict(texts)), media_type=CONTENT_TYPE)
@@ -232,6 +234,6 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
 
 def _take(left: dict[str, Any], kind: type[Any]) -> Any:
-    """Make a dataclass of those of its fields that are there, and take them out."""
+    """Make a dataclass of the entries of `left` that are its fields, and remove them there."""
     given = {f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}
     return kind(**checked(kind, given))
