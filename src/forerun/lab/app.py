@@ -1,7 +1,7 @@
 """The lab as a web application: the page's files, and the JSON that its widgets ask for.
 
 Whoever serves it mounts it under /lab. It needs an engine's public methods and StepReports, and nothing of a server.
-The page's own files say nothing of requests; what lies under /api does.
+The page's files reveal nothing about requests; the paths below /api do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.errors import CapacityError, ForerunError, UserError
 from forerun.lab import live, machine, theory_api, unbiased
 
 STATIC = Path(__file__).parent / "static"
-# Nothing from elsewhere is loaded, and no other page may hold this one in a frame.
+# The page loads nothing from elsewhere, and no other page may show it in a frame.
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def make_lab(llm: LLM) -> FastAPI:
-    """The application of the lab around one engine."""
+    """Return the application of the lab around one engine."""
     app = FastAPI(title="forerun lab", openapi_url=None, docs_url=None, redoc_url=None)
     add_error_answers(app)
     app.middleware("http")(_with_headers)

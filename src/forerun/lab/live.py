@@ -1,8 +1,8 @@
 """Live generation for the page: what can be chosen, and what a running engine drafts, accepts and rejects.
 
-A viewer's request runs in the engine's batch like any other; `watching` says what is told of it. With `race` the same
-prompt is decoded plainly *behind* it, not beside it: two requests in one batch share each pass of the target, so that
-neither has a speed of its own. The page replays both by their own clocks.
+A viewer's request runs in the engine's batch like any other; `watching` reports on it. With `race` the same prompt is
+decoded plainly *behind* it, not beside it: two requests in one batch share each pass of the target, so that neither has
+a speed of its own. The page replays both by their own clocks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from forerun.registry import load, unknown
 from forerun.types import SamplingParams
 
 FIELDS = ("draft", "spec_length", "temperature", "top_k", "top_p", "seed", "acceptance", "max_tokens", "ignore_eos")
-OTHER_FIELDS = ("prompt", "messages", "race")  # of a body, beside those of SamplingParams
+OTHER_FIELDS = ("prompt", "messages", "race")  # fields of a body that are not fields of SamplingParams
 NONE = "none"
 MOST_VIEWERS = 64
 
 
 def make_router(llm: LLM) -> APIRouter:
-    """The routes of the widgets Live and Trace."""
+    """Return the routes of the widgets Live and Trace."""
     router, watched = APIRouter(), set[str]()
 
     @router.get("/live")
@@ -76,9 +76,9 @@ async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> Asyn
 
 
 async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
-    """The events of one lane, "draft", or of both, "draft" and "plain". Closing it ends the request that runs.
+    """Yield the events of one lane, "draft", or of both, "draft" and "plain". Closing it ends the running request.
 
-    Where one has failed, the last event, "failed", says why.
+    If a request fails, the last event, "failed", says why.
     """
     try:
         async with aclosing(Watch(llm, "draft", request).events()) as first:
@@ -97,7 +97,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 
 
 def choices(llm: LLM) -> dict[str, Any]:
-    """What the page offers; found by scanning."""
+    """Return what the page offers; found by scanning."""
     rules = [verify.find(name) for name in verify.rules()]
     is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
@@ -137,7 +137,7 @@ def _has_chat(llm: LLM) -> bool:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a viewer asks for. race: whether it is to be decoded plainly, too."""
+    """What a viewer asks for. race: whether to decode it plainly, too."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -145,7 +145,7 @@ class Wish:
 
 
 def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
-    """What a body asks for. Raises UserError."""
+    """Return what a body asks for. Raises UserError."""
     for name in body:
         if name not in (*FIELDS, *OTHER_FIELDS):
             raise BadOption(unknown("field", name, (*FIELDS, *OTHER_FIELDS)))
@@ -157,20 +157,20 @@ def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
     given = {name: value for name, value in body.items() if name in FIELDS}
     if isinstance(seed := given.get("seed"), str) and seed.isdecimal() and len(seed) <= 20:
         given["seed"] = int(seed)  # a page cannot write an integer of 64 bits
-    own: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": _new_salt()}
-    params = dataclasses.replace(llm.default_params, **own)
+    chosen: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": _new_salt()}
+    params = dataclasses.replace(llm.default_params, **chosen)
     if params.searches:
         raise BadOption(f"num_beams={params.num_beams} is not possible here: the page shows one text as it grows")
     return Wish(_prompt_ids(llm, body), params, race)
 
 
 def make_request(llm: LLM, wish: Wish) -> Request:
-    """The request of a wish, not queued yet. Raises UserError."""
+    """Return the request of a wish, not queued yet. Raises UserError."""
     return llm.engine.make(wish.prompt_ids, wish.params)[0]
 
 
 def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
-    """Make the wish's request without a draft, as long as what the first one wrote, so that times can be compared."""
+    """Return the request of a wish without drafts, as long as the first one, so that times can be compared."""
     plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
     length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
     params = dataclasses.replace(wish.params, **plainly, **length, cache_salt=_new_salt())
@@ -178,7 +178,7 @@ def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
 
 
 def _new_salt() -> str:
-    """With it nothing is found in a cache or in the memory of a drafter: what others wrote, or the lane before."""
+    """Return a salt that hides other texts, and the lane before, from the cache and from drafters that remember."""
     return secrets.token_hex(8)
 
 

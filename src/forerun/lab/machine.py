@@ -1,4 +1,4 @@
-"""What passes take on this machine, and a point of the landscape that is measured here."""
+"""How long passes take on this machine, and a point of the landscape that is measured here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.theory import roofline
 from forerun.theory.published import TABLE_4
 from forerun.types import SamplingParams
 
-NUM_RUNS = 3  # each way, in turn; the fastest counts, because nothing makes a run faster than it can be
+NUM_RUNS = 3  # each way, in turn; the fastest counts, because disturbances only slow a run down
 _TURN = threading.Lock()
 
 
@@ -31,7 +31,7 @@ class Measuring:
 
 
 def make_router(llm: LLM) -> APIRouter:
-    """The routes of the widget Landscape."""
+    """Return the routes of the widget Landscape."""
     router = APIRouter()
 
     @router.get("/machine")
@@ -79,7 +79,7 @@ def _cost(draft_s: float | None, target_s: float | None) -> float | None:
 
 
 def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
-    """Return the point. c is None where the drafter was not timed."""
+    """Return the measured point. c is None where the drafter was not timed."""
     common: dict[str, Any] = {"max_tokens": body.max_tokens, "temperature": 0, "ignore_eos": True}
     plain = SamplingParams(**common, draft="none")
     drafting = SamplingParams(**common, draft=body.draft, spec_length=body.spec_length)
@@ -87,7 +87,7 @@ def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
     rates = [max(_tokens_per_s(run[i]) for run in runs) for i in range(2)]
     output = runs[-1][1]
     report = output.report
-    found = passes(llm)
+    timed = passes(llm)
     return {
         "alpha": report.alpha_hat,
         "k": body.spec_length,
@@ -96,14 +96,14 @@ def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
         "plain_tokens_per_s": rates[0],
         "tokens_per_s": rates[1],
         "draft": report.draft,
-        "c": found["c"].get(report.draft),
+        "c": timed["c"].get(report.draft),
         "is_same": output.token_ids == runs[-1][0].token_ids,
         "num_tokens": len(output.token_ids),
     }
 
 
 def _tokens_per_s(output: RequestOutput) -> float:
-    """Tokens behind those of the first step, per second since it: the prompt is left out."""
+    """Return the tokens after the first step per second since its end: the prompt is left out."""
     report = output.report
     first_s, last_s = report.first_token_at_s, report.last_token_at_s
     assert first_s is not None

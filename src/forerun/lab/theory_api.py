@@ -23,7 +23,7 @@ def roofline(
 ) -> dict[str, Any]:
     """Return c, v(gamma) for gamma = 0 .. max_gamma, and the rows up to which one more is free, in bfloat16.
 
-    Of a mixture of experts none is, unless all rows choose the same ones.
+    In a mixture of experts no row is free, unless all rows choose the same experts.
 
     target, draft: names in forerun.theory.roofline.SHAPES; machine: one in MACHINES. batch: sequences in a pass, each
     behind `context` tokens. overlap: of the experts that rows choose, see forerun.theory.roofline.Step. Raises
@@ -70,7 +70,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 MOST_VALUES = 10_000  # of one call
 MOST_CALLS = 64
 MOST_SECONDS = 2
-MOST_OF_FUNCTION = {"block_tokens": 16}  # instead of MOST_COUNTED: what one value costs grows by a factor with each
+MOST_OF_FUNCTION = {"block_tokens": 16}  # instead of MOST_COUNTED: the cost grows exponentially with the argument
 MOST_INTEGER = 10**7
 MOST_COUNTED = 256  # of an argument that functions count up to
 COUNTED = ("gamma", "max_gamma", "num_draws", "num_free")
@@ -87,13 +87,13 @@ class Call:
 
 @dataclass
 class Calls:
-    """What one request evaluates."""
+    """The calls that one request evaluates."""
 
     calls: list[Call]
 
 
 def make_router(llm: LLM | None = None) -> APIRouter:
-    """The route of the formulas."""
+    """Return the route of the formulas."""
     router, turn = APIRouter(), Lock()
 
     @router.post("/theory")
@@ -111,7 +111,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 def evaluated(call: Call, ends_s: float = math.inf) -> Any:
     """Return a number, or nested lists of the arguments' common shape.
 
-    ends_s: on the monotonic clock, when it is too late for more values. Raises BadOption.
+    ends_s: deadline on the monotonic clock. Raises BadOption.
     """
     function = FUNCTIONS.get(call.function)
     if function is None:
@@ -133,16 +133,16 @@ def evaluated(call: Call, ends_s: float = math.inf) -> Any:
     if size > MOST_VALUES:
         raise BadOption(f"{call.function}: {size:,} values are too many: ask for at most {MOST_VALUES:,} at once")
     kinds = [_is_integer(signature, name) for name in scalars]
-    found = []
+    results = []
     for values in zip(*(array.flat for array in arrays), strict=True) if arrays else [()]:
         if time.monotonic() > ends_s:
             raise BadOption(f"{call.function}: this takes more than {MOST_SECONDS} s: ask for less at once")
         given = [int(v) if is_integer else float(v) for v, is_integer in zip(values, kinds, strict=True)]
         try:
-            found.append(_finite(function(**whole, **dict(zip(scalars, given, strict=True)))))
+            results.append(_finite(function(**whole, **dict(zip(scalars, given, strict=True)))))
         except (ValueError, ArithmeticError, IndexError) as error:
             raise BadOption(f"{call.function}: {error}") from None
-    return _nested(found, arrays[0].shape) if arrays else found[0]
+    return _nested(results, arrays[0].shape) if arrays else results[0]
 
 
 def _names(signature: inspect.Signature) -> str:
@@ -154,7 +154,7 @@ def _annotation(signature: inspect.Signature, name: str) -> str:
 
 
 def _is_whole(signature: inspect.Signature, name: str) -> bool:
-    """Whether a parameter is an array that belongs together, such as a distribution."""
+    """Return whether a parameter is an array that belongs together, such as a distribution."""
     return _annotation(signature, name).startswith(("npt.ArrayLike", "Seq["))
 
 

@@ -1,8 +1,8 @@
 """Rounds of the real verification rules on two small distributions, for people to count.
 
-Position t of a chain has the distributions of the page with their ids turned on by t, so that every position accepts
-as often as the first, while a rule that reads a wrong row is seen. The rounds are those of the engine: a Draft, rows of
-the target, production coins, and a rule of forerun.verify, or what forerun.testing makes of it to be refused.
+Position t of a chain has the page's distributions with their ids turned on by t, so that every position accepts as
+often as the first, while a rule that reads a wrong row is seen. The rounds are the engine's: a Draft, rows of the
+target, production coins, and a rule of forerun.verify or one of the wrong rules that forerun.testing makes of it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
 MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW)}
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
-MOST_WAIT_S, MOST_WAITING = 20.0, 8  # each that waits holds a thread of the server
-MOST_ENUMERATED = 3  # siblings, all of whose outcomes are taken
+MOST_WAIT_S, MOST_WAITING = 20.0, 8  # a waiting request holds a thread of the server
+MOST_ENUMERATED = 3  # siblings whose outcomes are all taken
 SHAPES = {"chain": "independent", "independent": "independent", "distinct": "distinct"}  # -> how siblings are drawn
 _TURN = threading.Lock()  # one request at a time: the engine needs the interpreter, too
-_PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # with the one whose turn it is
+_PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # the waiting requests and the running one
 
 
 @dataclass
 class Setting:
-    """What judges what. rule: as SamplingParams.acceptance. mutant: a name of MUTANTS, None = the right rule.
+    """Which rule judges which draft. rule: as SamplingParams.acceptance. mutant: a name of MUTANTS, None = right.
 
-    target, draft: weights of V words. shape: a chain of `size` tokens, or so many siblings at the first position.
+    target, draft: weights of V words. shape: a chain of `size` tokens, or `size` siblings at the first position.
     """
 
     target: Weights
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass
 class Rounds(Setting):
-    """Which rounds to run: their coins are a function of the seed and of the number of the round."""
+    """The rounds to run: their coins are a function of the seed and the number of the round."""
 
     first_round: Annotated[int, Field(ge=0, le=10**9)] = 0
     num_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 250
@@ -65,24 +65,24 @@ class Rounds(Setting):
 
 
 def make_router(llm: LLM | None = None) -> APIRouter:
-    """The routes of the widget Unbiasedness."""
+    """Return the routes of the widget Unbiasedness."""
     router = APIRouter()
 
     @router.get("/rules")
     def rules() -> dict[str, Any]:
-        """The verification rules, as they are found by scanning, and the wrong ones."""
-        found = [_described(verify.find(name)) for name in verify.rules()]
-        return {"rules": found, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
+        """Return the verification rules that a scan finds, and the wrong ones."""
+        described = [_described(verify.find(name)) for name in verify.rules()]
+        return {"rules": described, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
 
     @router.post("/rounds")
     def rounds(body: Rounds) -> dict[str, Any]:
-        """Counts of some rounds; the page adds them up."""
+        """Return the counts of some rounds; the page adds them up."""
         with _turn():
             return counted(body)
 
     @router.post("/expected")
     def expected(body: Setting) -> dict[str, Any]:
-        """What theory says of a setting, and the exact error of its first tokens."""
+        """Return what theory says about a setting, and the exact error of its first tokens."""
         with _turn():
             return {
                 "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
@@ -95,7 +95,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait for the requests before this one. Raises CapacityError where these are many, or take too long."""
+    """Wait for the requests before this one. Raises CapacityError where too many wait, or they take too long."""
     if not _PLACES.acquire(blocking=False):
         raise CapacityError(f"{MOST_WAITING} requests for rounds wait: try again when they are over")
     try:
@@ -124,7 +124,7 @@ def _described(rule: verify.Rule) -> dict[str, Any]:
 
 
 def counted(body: Rounds) -> dict[str, Any]:
-    """Return the words [positions][V] emitted at each position of a round, and how many rounds accepted 0, 1, ...
+    """Count the words [positions][V] emitted at each position, and the rounds that accepted 0, 1, ... tokens.
 
     The words of position t are turned back by t. Raises BadOption.
     """
@@ -134,7 +134,7 @@ def counted(body: Rounds) -> dict[str, Any]:
     accepted = np.zeros(depth + 1, dtype=np.int64)
     num_words = len(body.target)
     for number in range(body.first_round, body.first_round + body.num_rounds):
-        # The match noise knows the position alone, so that each round has positions of its own.
+        # The match noise knows the position alone, so that each round uses different positions.
         coins = PhiloxCoins(body.seed, number * (MOST_DRAFTED + 1), number)
         path, tokens = _round(rule, draw, rows, coins)
         accepted[path] += 1
@@ -146,20 +146,20 @@ def counted(body: Rounds) -> dict[str, Any]:
 def _round(
     rule: testing.RuleFunction, draw: Callable[[Coins], Draft], rows: list[Probs], coins: Coins
 ) -> tuple[int, list[int]]:
-    """Return how many drafted tokens one round accepts, and what it emits."""
+    """Return how many drafted tokens one round accepts, and the tokens it emits."""
     draft = draw(coins)
     depths = [0, *(len(draft.path(node)) for node in draft.nodes(0))]
     try:
         path, token, _ = rule(draft, 0, [rows[depth] for depth in depths], coins)
     except ForerunError:
         raise
-    except Exception as error:  # a wrong rule is made of this one, which need not be possible
+    except Exception as error:  # not every rule can be made wrong in this way
         raise BadOption(f"this wrong rule cannot be made of that one ({error!r:.100}): choose another rule") from error
     return len(path), [*(draft.tokens[node] for node in path), token]
 
 
 class _SharedNoise:
-    """Coins of a drafter that draws with the noise of the target, as drafters do for requests of `match`."""
+    """Coins of a drafter that draws with the target's noise, as drafters do for requests of `match`."""
 
     def __init__(self, coins: Coins) -> None:
         self._coins = coins
@@ -170,7 +170,7 @@ class _SharedNoise:
 
 
 def _table(weights: list[float]) -> testing.Table:
-    """Return the distribution behind so many tokens, whatever they are."""
+    """Return a table whose distribution depends on the number of preceding tokens alone."""
     probs = _probs(weights)
 
     def table(tokens: tuple[int, ...]) -> Floats:
@@ -202,7 +202,7 @@ def _drafter(body: Setting) -> Callable[[Coins], Draft]:
 
 
 def _checked(body: Setting) -> verify.Rule:
-    """Return the rule of a setting that is possible. Raises BadOption."""
+    """Return the rule of a setting. Raises BadOption where the setting is not possible."""
     if body.shape not in SHAPES:
         raise BadOption(f"shape={shown(body.shape)} must be one of {', '.join(SHAPES)}")
     if len(body.target) != len(body.draft):
@@ -257,7 +257,7 @@ def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
 
 
 class _WithoutDraws:
-    """Coins that take every outcome but that of the last draw, where only what is accepted is wanted."""
+    """Coins that enumerate every outcome except the last draw, for callers that want the accepted length alone."""
 
     def __init__(self, coins: Coins) -> None:
         self.accept, self.draft, self.pick, self.picks = coins.accept, coins.draft, coins.pick, coins.picks
@@ -271,7 +271,7 @@ class _WithoutDraws:
 def _enumerated_acceptance(
     rule: str, target: tuple[float, ...], draft: tuple[float, ...], shape: str, size: int
 ) -> float:
-    """Return the probability that something is accepted of one position, by taking all outcomes."""
+    """Return the mean number of tokens accepted at one position, by taking all outcomes."""
     body = Setting(list(target), list(draft), rule, None, shape, size)
     judge, draw, table = _judge(body), _drafter(body), _table(body.target)
     rows = [testing.dense(table((0,) * d)) for d in range(2)]
@@ -282,7 +282,7 @@ def _enumerated_acceptance(
 def exact_tv(body: Setting) -> float | None:
     """Return the total variation between the target and what a round emits, by taking all outcomes; None if too many.
 
-    Of a chain that is the distribution of two tokens behind one drafted token, of siblings that of one token.
+    For a chain the distributions are over two tokens behind one drafted token, for siblings over one token.
     """
     if verify.find(body.rule).name == "match" or (body.shape != "chain" and body.size > MOST_ENUMERATED):
         return None

@@ -1,6 +1,6 @@
 """One request that is watched: its rounds as server-sent events, while the engine goes on.
 
-The engine's thread notes the reports of the request's steps, no more. The event loop makes events of them, a frame at a
+The engine's thread only notes the reports of the request's steps. The event loop makes events of them, a frame at a
 time, and gives the interpreter back behind each: a thread that computes is not to wait for one that writes JSON. The
 listener ends with the request, and closing the stream ends the request.
 
@@ -36,12 +36,12 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"event: {name}\ndata: {_ENCODER.encode(data)}\n\n".encode()
 
 
 def coins_of(detail: RoundDetail) -> dict[int, Toss]:
-    """The coin of each node; none where a rule tosses for more than single nodes of a tree."""
+    """Return the coin of each node; none where a rule tosses for more than single nodes of a tree."""
     depths = depths_of(detail.parents)
     if depths == list(range(len(depths))):  # a chain
         return {toss.depth: toss for toss in detail.tosses}
@@ -52,7 +52,7 @@ def coins_of(detail: RoundDetail) -> dict[int, Toss]:
 
 
 def depths_of(parents: Seq[int]) -> list[int]:
-    """How many nodes are above each node."""
+    """Return how many nodes are above each node."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -61,7 +61,7 @@ def depths_of(parents: Seq[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that brought the request on. number: its place among the step's sequences; None while its prompt runs."""
+    """A step that brought the request on. number: its place in the step; None while its prompt runs."""
 
     at_s: float
     report: StepReport
@@ -77,12 +77,12 @@ class Watch:
         self._steps: deque[_Step] = deque()
         self._is_over, self._is_rung = False, False
         self._end_listening: Callable[[], None] = lambda: None
-        self._begun_s = self._prompt_s = self._last_s = 0.0  # the latter two behind the first
+        self._begun_s = self._prompt_s = self._last_s = 0.0  # the latter two count from the first
         self._so_far, self._num_tokens, self._num_others = RequestReport(), 0, 0
         self._detokenizer = Detokenizer(llm.tokenizer, request.seq.tokens[: request.seq.num_prompt_tokens])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """From the request's beginning to its end. Raises the error that ended it."""
+        """Yield the events from the beginning of the request to its end. Raises the error that ended it."""
         request = self._request
         request.hear = self._hear_request
         yield event("begin", self._beginning())
@@ -108,10 +108,10 @@ class Watch:
     # ------------------------------------------------------------------------------------------ the engine's thread
 
     def _hear_step(self, report: StepReport) -> None:
-        own = self._request
-        number = next((i for i, step in enumerate(report.sequences) if step.sequence_id == own.seq.id), None)
+        request = self._request
+        number = next((i for i, step in enumerate(report.sequences) if step.sequence_id == request.seq.id), None)
         if number is None and not (
-            report.num_prefill_tokens and not own.report.num_steps and own.report.scheduled_at_s is not None
+            report.num_prefill_tokens and not request.report.num_steps and request.report.scheduled_at_s is not None
         ):
             return
         self._steps.append(_Step(time.perf_counter(), report, number))
@@ -120,12 +120,12 @@ class Watch:
     def _hear_request(self, request: Request) -> None:
         if request.seq.finish_reason is not None:
             self._is_over = True
-            self._end_listening()  # here, too: a viewer who reads slowly needs no more than what was noted
+            self._end_listening()  # here, too: a slow viewer needs no later steps
             self._is_rung = False
             self._ring()
 
     def _ring(self) -> None:
-        """Wake the event loop, unless it has been and has not come yet."""
+        """Wake the event loop, unless a wake-up is pending."""
         if not self._is_rung:
             self._is_rung = True
             self._loop.call_soon_threadsafe(self._news.set)
@@ -133,15 +133,17 @@ class Watch:
     # --------------------------------------------------------------------------------------------- the event loop's
 
     def _frame(self) -> bytes:
-        """What has come since the last one; nothing where that is nothing."""
-        made = []
-        for _ in range(len(self._steps)):  # not those that come meanwhile, or a busy machine would see no frame end
+        """Return the events since the last frame; empty without any."""
+        events = []
+        for _ in range(
+            len(self._steps)
+        ):  # leave out steps that come meanwhile, or a busy machine would see no frame end
             step = self._steps.popleft()
-            made.append(self._prompt_part(step) if step.number is None else self._round(step, step.number))
+            events.append(self._prompt_part(step) if step.number is None else self._round(step, step.number))
             time.sleep(0)
-        if self._num_tokens and made:
-            made.append(event("counts", self._counts()))
-        return b"".join(made)
+        if self._num_tokens and events:
+            events.append(event("counts", self._counts()))
+        return b"".join(events)
 
     def _beginning(self) -> dict[str, Any]:
         seq = self._request.seq
@@ -179,11 +181,11 @@ class Watch:
         return event("prompt", data)
 
     def _round(self, step: _Step, number: int) -> bytes:
-        own, detail = step.report.sequences[number], step.report.rounds[number]
+        counted, detail = step.report.sequences[number], step.report.rounds[number]
         depth = 1 + max(depths_of(detail.parents), default=-1)
-        num_rows = 1 + own.num_drafted  # the request's own report is further on
-        self._so_far.count(own.num_drafted, depth, own.num_accepted, own.num_tested, num_rows)
-        passes = step.report.drafts.get(own.draft)
+        num_rows = 1 + counted.num_drafted  # the request's report is already further on
+        self._so_far.count(counted.num_drafted, depth, counted.num_accepted, counted.num_tested, num_rows)
+        passes = step.report.drafts.get(counted.draft)
         left = self._request.seq.tokens[detail.position - 1]
         tip = detail.tokens[detail.accepted[-1]] if detail.accepted else left
         return event(
@@ -192,24 +194,24 @@ class Watch:
                 **self._common(step),
                 "number": self._so_far.num_steps,
                 "granted": detail.granted,
-                "draft_depth": passes.depth if passes is not None and own.num_drafted else 0,
+                "draft_depth": passes.depth if passes is not None and counted.num_drafted else 0,
                 "nodes": self._nodes(detail, left) if detail.tokens else [],
-                "num_accepted": own.num_accepted,
-                "tokens": self._tokens(own.num_committed),
+                "num_accepted": counted.num_accepted,
+                "tokens": self._tokens(counted.num_committed),
                 "next": _text_of(self._llm.tokenizer, detail.next_token, tip),
-                "next_origin": _origin_of_next(own),
+                "next_origin": _origin_of_next(counted),
             },
         )
 
     def _nodes(self, detail: RoundDetail, left: int) -> list[dict[str, Any]]:
-        """Every drafted token: how likely, what it was tested with, and what became of it."""
+        """Return every drafted token: its probabilities, the coin it was tested with, and the verdict."""
         tests = {test.node: test.accepted for test in detail.tests}
         tosses, accepted = coins_of(detail), set(detail.accepted)
-        made = []
+        nodes = []
         for node, (token, parent) in enumerate(zip(detail.tokens, detail.parents, strict=True)):
             toss = tosses.get(node)
             is_rejected = not tests.get(node, True)
-            made.append(
+            nodes.append(
                 {
                     "text": _text_of(self._llm.tokenizer, token, left if parent < 0 else detail.tokens[parent]),
                     "parent": parent,
@@ -220,20 +222,20 @@ class Watch:
                     "verdict": "accepted" if node in accepted else "rejected" if is_rejected else "untested",
                 }
             )
-        return made
+        return nodes
 
     def _tokens(self, num: int) -> list[dict[str, Any]]:
-        """The next committed tokens. Their texts joined are the output's, but for what no token completes."""
+        """Return the next committed tokens. Their texts add up to the output's, except for incomplete characters."""
         seq, start = self._request.seq, self._num_tokens
         self._num_tokens += num
-        made = []
+        tokens = []
         for place in range(start, start + num):
             token = seq.tokens[seq.num_prompt_tokens + place]
-            # One that ended the output, other than by its length, has no text.
+            # A token that stops the output has no text.
             is_end = seq.finish_reason == "stop" and place == seq.num_output_tokens - 1
             text = "" if is_end else self._detokenizer.push([token]).text
-            made.append({"id": token, "text": text, "origin": seq.origins[place]})
-        return made
+            tokens.append({"id": token, "text": text, "origin": seq.origins[place]})
+        return tokens
 
     def _counts(self) -> dict[str, Any]:
         return {
@@ -245,14 +247,14 @@ class Watch:
 
     def _ending(self) -> dict[str, Any]:
         output = self._request.output()
-        num, own = len(output.token_ids), output.report
+        num, report = len(output.token_ids), output.report
         return {
             "lane": self._lane,
             "text": output.text,
             "token_ids": output.token_ids,
             "finish_reason": output.finish_reason,
-            "rest": self._detokenizer.finish(),  # of a character whose last bytes never came
-            "report": {name: getattr(own, name) for name in (*COUNTS, *PER_POSITION, *RATES, "is_lossless")},
+            "rest": self._detokenizer.finish(),  # a character whose last bytes never came
+            "report": {name: getattr(report, name) for name in (*COUNTS, *PER_POSITION, *RATES, "is_lossless")},
             "seconds": self._last_s,
             "prompt_s": self._prompt_s,
             "tokens_per_s": num / self._last_s if num else None,
@@ -262,19 +264,19 @@ class Watch:
 
 @functools.lru_cache(1 << 16)
 def _text_of(tokenizer: Tokenizer, token: int, left: int) -> str:
-    """A token as it reads behind another one: most are met again."""
+    """Return a token's text behind another token; cached, as most pairs recur."""
     return token_text(tokenizer, token, left)
 
 
 def _origin_of_next(step: SequenceStep) -> str:
-    """Of the token that the target adds, which a stop condition may cut off."""
+    """Return the origin of the token that the target adds, which a stop condition may cut off."""
     if not step.num_drafted:
         return "plain"
     return "bonus" if step.num_accepted == step.num_tested else "correction"
 
 
 def _rounded(prob: float | None) -> float | None:
-    """Six places, and five digits of what is less than a thousandth."""
+    """Round to six places, and below a thousandth to five digits."""
     if prob is None or prob in (0.0, 1.0):
         return prob
     return round(prob, 6) if prob > 1e-3 else float(f"{prob:.5g}")
