@@ -10,8 +10,8 @@ from pathlib import Path
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
     """Return the bytes that a new process may take; None where the system does not tell.
 
-    On "cuda" they are the free bytes of the device. Else they are the least of the kernel's MemAvailable and of what
-    each control group of this process leaves. root: the folder in which /proc and /sys are.
+    On "cuda" they are the free bytes of the device. Else they are the least of the kernel's MemAvailable and the room
+    left by each control group of this process. root: the folder in which /proc and /sys are.
     """
     if device == "cuda":
         import torch

@@ -1,12 +1,12 @@
 """The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
-Weights and KV pools are exact to the byte. What a step allocates ("activations", probability rows) is an upper bound,
-which follows the code that allocates it: drafters/model.py and engine/step.py in this file, and that of a backend in
-its own (ops/cpu/memory.py, ops/torch_memory.py). Not counted: the interpreter, torch where
-something needs it, tokenizers, and on an accelerator its context.
+Weights and KV pools are exact to the byte. What a step allocates (activations, probability rows) is an upper bound that
+follows the allocating code: drafters/model.py and engine/step.py here, each backend in its own file (ops/cpu/memory.py,
+ops/torch_memory.py). Not counted: the interpreter, torch where something needs it, tokenizers, and on an accelerator
+its context.
 
-Units: GB = 10^9 bytes, GiB = 2^30 bytes. Sizes of weights are usually quoted in GB and sizes of KV pools in GiB, often
-both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
+Units: GB = 10^9 bytes, GiB = 2^30 bytes. Weights are usually quoted in GB and KV pools in GiB, often both under the
+name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class MemoryPlan:
     """The memory that a configuration needs, and options that would make it fit.
 
     available_bytes: None = unknown. suggestions: each is a set of options that together make it fit, with every other
-    option as it was; empty where it fits, and where nothing does. later: what a process takes in addition when it runs
-    for long, which is not in the total. extra_drafts: for each model among the extra drafters, the word with which the
-    names of its parts begin -> its name in the configuration.
+    option as it was; empty where it fits, and where nothing does. later: what a long-running process takes in addition,
+    not in the total. extra_drafts: for each model among the extra drafters, the word that begins the names of its parts
+    -> its name in the configuration.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -51,12 +51,12 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all parts together."""
+        """Return the bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def fits(self) -> bool:
-        """Whether the total is within the available bytes; True where these are unknown."""
+        """Return whether the total is within the available bytes; True where these are unknown."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     def bytes_of(self, *names: str) -> int:
@@ -68,7 +68,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
-        """Return a sentence that says whether it fits and what to change if not, and one about extra draft models."""
+        """Say whether it fits, what to change if not, and what extra draft models take."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -90,7 +90,7 @@ class MemoryPlan:
         )
 
     def _extra(self) -> str:
-        """Return a further sentence: what leaving out the extra draft models would save. Empty without any."""
+        """Return a sentence on what leaving out the extra draft models would save; empty without any."""
         if not self.extra_drafts:
             return ""
         num_bytes = sum(part.bytes for part in self.parts if part.name.startswith(EXTRA_DRAFT))
@@ -122,25 +122,25 @@ def memory_plan(
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
     extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: of the weights of all
-    models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
-    memory, and the probability rows are left out, because they lie on the host. schemes: of the quantised matrices of
-    "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
-    made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. shared:
-    drafts whose weights are in memory already, for an earlier one, by the names of both. beside: weights of trained
-    heads, by the names of the drafts whose caches are theirs, or by what they are called. Raises BadOption as the
-    engine itself would for ops, max_seq_len and kv_cache_tokens.
+    models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of the
+    device's memory and leaves out the probability rows, which lie on the host. schemes: quantised matrices of "target",
+    "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
+    made_of_target: drafts without weights, or drafts with schemes that round the target's weights. shared: draft -> the
+    earlier draft whose weights it uses. beside: weights of trained heads, by the name of the draft whose cache belongs
+    to them, or by what they are called. Raises BadOption as the engine itself would for ops, max_seq_len and
+    kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
     drafts = ({} if draft is None else {"draft": draft}) | dict(zip(labels, extra.values(), strict=True))
     names = dict(zip(labels, extra, strict=True))
-    found = schemes or {}
-    by_label = {label: found.get(names.get(label, label), {}) for label in ("target", *drafts)}
-    made = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
+    by_name = schemes or {}
+    by_label = {label: by_name.get(names.get(label, label), {}) for label in ("target", *drafts)}
+    derived = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
     label_of = {name: label for label, name in names.items()}
-    one = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}
-    own = {label_of.get(name, name): weights for name, weights in (beside or {}).items()}
-    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, one, own)
+    earlier = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}
+    heads = {label_of.get(name, name): weights for name, weights in (beside or {}).items()}
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, derived, earlier, heads)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -148,8 +148,8 @@ def memory_plan(
 def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: int | None) -> MemoryPlan:
     """Plan several engines that run at once in one process; they are loaded one after the other.
 
-    plans(): the plan of each by its name; plans(max_batch_size=...) or plans(max_seq_len=...): where no engine has more
-    than that. Its suggestions are options that all of them are given.
+    plans(): each engine's plan by its name. plans(max_batch_size=...) or plans(max_seq_len=...): the same with that
+    option as an upper limit for every engine. The suggestions are options to give to all of them.
     """
 
     def needed(**options: int) -> int:
@@ -161,29 +161,29 @@ def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: in
         except BadOption:
             return False
 
-    own = plans()
-    parts = tuple(replace(part, name=f"{name}: {part.name}") for name, plan in own.items() for part in plan.parts)
+    separate = plans()
+    parts = tuple(replace(part, name=f"{name}: {part.name}") for name, plan in separate.items() for part in plan.parts)
     plan = MemoryPlan(parts, available_bytes)
     if plan.fits:
         return plan
     batch = _largest(_MOST_BATCH, 1, lambda n: fits(max_batch_size=n))
     length = _largest(TOKENS_PER_SEQUENCE, MIN_SEQ_LEN, lambda n: fits(max_seq_len=n))
-    found = {"max_batch_size": batch, "max_seq_len": length}
-    return replace(plan, suggestions=tuple({name: n} for name, n in found.items() if n is not None))
+    limits = {"max_batch_size": batch, "max_seq_len": length}
+    return replace(plan, suggestions=tuple({name: n} for name, n in limits.items() if n is not None))
 
 
 class Room(NamedTuple):
-    """The tokens of the longest sequence, and of the KV cache of all; None = of a whole batch of the longest."""
+    """The tokens of the longest sequence, and the KV tokens of all; None = a whole batch of the longest."""
 
     max_seq_len: int
     kv_cache_tokens: int | None
 
 
 def room_of(config: EngineConfig, spec: Spec) -> Room:
-    """Return what a configuration asks for of a target, and in the place of what it does not give what serves most.
+    """Return the context length and KV tokens: the configured ones, else defaults.
 
-    That is a cache of 4,096 tokens for each sequence of a batch, and of 32,768 in all at least, which one sequence
-    alone may fill, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
+    By default the cache holds 4,096 tokens for each sequence of a batch and at least 32,768 in all, and one sequence
+    may fill it, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
 
     Raises BadOption where more tokens are wanted than the model has positions.
     """
@@ -226,8 +226,8 @@ class _Needs:
     device: str
     schemes: Mapping[str, Schemes]
     num_taps: int
-    made: frozenset[str]  # drafts that are made of the target
-    shared: Mapping[str, str]  # drafts that run the model of an earlier one, with a cache of their own
+    made: frozenset[str]  # drafts that reuse the target's weights, as they are or rounded
+    shared: Mapping[str, str]  # draft -> the earlier draft whose model it runs, each with its own cache
     beside: Mapping[str, Beside]  # weights of trained heads
 
     @property
@@ -236,7 +236,7 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        """The longest draft of a request; 0 where no drafter can draft, the extra ones included."""
+        """Return the longest draft of a request; 0 where no drafter can draft, the extra ones included."""
         idle = self.config.draft == "none" and not any(name.startswith(EXTRA_DRAFT) for name in self.drafts)
         return 0 if idle else self.config.longest_draft
 
@@ -264,7 +264,9 @@ class _Needs:
         }
         pools = [part for name, model in self.models.items() for part in self._pools(name, model.cache_shape)]
         passes = self._passes()
-        activations = [part for own in self.backends for part in self.sizes[own].activations(self._of(own, passes))]
+        activations = [
+            part for backend in self.backends for part in self.sizes[backend].activations(self._of(backend, passes))
+        ]
         running = [
             *self._weights(loaded, self.beside),
             *pools,
@@ -275,30 +277,30 @@ class _Needs:
 
     def later(self) -> tuple[MemoryPart, ...]:
         passes = self._passes()
-        return tuple(part for own in self.backends for part in self.sizes[own].later(self._of(own, passes)))
+        return tuple(part for backend in self.backends for part in self.sizes[backend].later(self._of(backend, passes)))
 
     @cached_property
     def backend_of(self) -> Mapping[str, str]:
-        """By the name of a model, the backend that will run it. Raises BadOption where none does."""
+        """Map each model to the backend that will run it. Raises BadOption where none does."""
         option, target = self.config.ops, ops.resolve(self.config.ops, self.device, self.target)
-        found = {"target": target} | dict.fromkeys(self.made, target)
+        backends = {"target": target} | dict.fromkeys(self.made, target)
         for name, model in self.drafts.items():
-            if name not in found:
-                found[name] = ops.beside(option, target, self.device, self.target, model)
-        return found
+            if name not in backends:
+                backends[name] = ops.beside(option, target, self.device, self.target, model)
+        return backends
 
     @cached_property
     def backends(self) -> Seq[str]:
-        """The backends of all models that have passes, the target's first."""
+        """Return the backends of all models that have passes, the target's first."""
         return list(dict.fromkeys(self.backend_of[run.name] for run in self._passes()))
 
     @cached_property
     def sizes(self) -> Mapping[str, Sizes]:
-        """The sizes of the operators that will run, by their backend."""
+        """Map each backend to the sizes of its operators."""
         rounded = frozenset(name for name in self.made if self.schemes[name])
         in_place = self.config.kv_cache_backend == "contiguous"
         wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
-        return {own: ops.backend(own).sizes(wanted) for own in dict.fromkeys(self.backend_of.values())}
+        return {backend: ops.backend(backend).sizes(wanted) for backend in dict.fromkeys(self.backend_of.values())}
 
     def _of(self, backend: str, passes: Seq[Pass]) -> list[Pass]:
         return [run for run in passes if self.backend_of[run.name] == backend]
@@ -306,21 +308,21 @@ class _Needs:
     def _weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the parts of the weights of these models; those of heads lie beside the target's."""
-        found = list[MemoryPart]()
+        """Return the weight parts of these models; heads count with the target's backend."""
+        parts = list[MemoryPart]()
         for backend, sizes in self.sizes.items():
-            own = {name: model for name, model in models.items() if self.backend_of[name] == backend}
-            found += sizes.weights(own, beside if backend == self.backend_of["target"] else {}) if own else []
-        return found
+            run_here = {name: model for name, model in models.items() if self.backend_of[name] == backend}
+            parts += sizes.weights(run_here, beside if backend == self.backend_of["target"] else {}) if run_here else []
+        return parts
 
     def _passes(self) -> list[Pass]:
         """Return the largest pass of each model. The passes run one after another."""
         drafts = self.drafts if self.spec_length else {}
-        own = {name: model for name, model in drafts.items() if name not in self.shared}
-        return [self._target_pass(), *(self._draft_pass(name, model) for name, model in own.items())]
+        with_weights = {name: model for name, model in drafts.items() if name not in self.shared}
+        return [self._target_pass(), *(self._draft_pass(name, model) for name, model in with_weights.items())]
 
     def _loading(self, models: Mapping[str, Spec], running: list[MemoryPart]) -> list[MemoryPart]:
-        """Return what loading the models, one after the other, takes beyond what running them takes; none if less."""
+        """Return the memory that loading the models one by one takes beyond running them; none if less."""
         loaded: dict[str, Spec] = {}
         peak = 0
         for name, model in models.items():
@@ -339,7 +341,7 @@ class _Needs:
         return ops.kept_dtype(self.config.kv_cache_dtype, own, shape, dtype, must=name == "target")
 
     def _pools(self, name: str, shape: CacheShape) -> list[MemoryPart]:
-        """Return what a model's cache takes: rows of keys and values, and states where it has recurrent layers."""
+        """Return a model's cache parts: rows of keys and values, and states where it has recurrent layers."""
         room = state_room(shape, self.config.max_batch_size * self.target.num_slots)
         if room is None:
             return [self._pool(name, shape)]
@@ -361,22 +363,23 @@ class _Needs:
         num_bytes, counted = 0, list[str]()
         for kind, window in enumerate(shape.kinds):
             block, each = PAGED_BLOCK_TOKENS, shape.bytes_per_token(dtype, kind)
-            own = (
+            held = (
                 tokens
                 if window is None
                 else block
                 * written_blocks(window, block, tokens // block, batch * self.target.num_slots, largest.num_rows)
             )
-            num_bytes += own * each
-            is_whole = own == tokens and self.config.kv_cache_tokens is None and per_sequence >= self.max_seq_len
-            counted.append(f"{batch} x {per_sequence:,}" if is_whole else f"{own:,}")
+            num_bytes += held * each
+            is_whole = held == tokens and self.config.kv_cache_tokens is None and per_sequence >= self.max_seq_len
+            counted.append(f"{batch} x {per_sequence:,}" if is_whole else f"{held:,}")
             counted[-1] += f" tokens x {each:,} bytes" + (f" (window of {window:,})" if window else "")
         return MemoryPart(f"{name} KV cache", num_bytes, " + ".join(counted))
 
     def _target_pass(self) -> Pass:
         """Return the target's largest pass.
 
-        It runs prompt chunks and verifies the drafts of the other requests, or verifies those of the whole batch.
+        It either runs prompt chunks and verifies the drafts of the other requests, or verifies the drafts of the whole
+        batch.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         verified = self.spec_length + 1
@@ -398,7 +401,7 @@ class _Needs:
     def _draft_pass(self, name: str, draft: Spec) -> Pass:
         """Return a draft model's largest pass, over the committed tokens that its cache lacks.
 
-        They are prompts, within the catch-up budget, and the tokens that each sequence's last round left.
+        They are prompts, within the catch-up budget, and the tokens that the last round of each sequence left.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
@@ -432,7 +435,7 @@ class _Needs:
 
 
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
-    """Return, for each option, the largest value that makes it fit alone; else one sequence of the largest length."""
+    """Return, for each option, the largest value that fits alone; else one sequence of the largest length."""
 
     def fits(**options: Any) -> bool:
         try:
@@ -444,8 +447,8 @@ def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
     batch = _largest(needs.config.max_batch_size, 1, lambda n: fits(max_batch_size=n))
     length = _largest(needs.max_seq_len, MIN_SEQ_LEN, lambda n: fits(max_seq_len=n))
     tokens = _largest(needs.num_pool_tokens, block, lambda n: fits(kv_cache_tokens=n))
-    found = {"max_batch_size": batch, "max_seq_len": length, "kv_cache_tokens": tokens}
-    alone = [{name: value} for name, value in found.items() if value is not None]
+    largest = {"max_batch_size": batch, "max_seq_len": length, "kv_cache_tokens": tokens}
+    alone = [{name: value} for name, value in largest.items() if value is not None]
     if alone:
         return alone
     length = _largest(needs.max_seq_len, MIN_SEQ_LEN, lambda n: fits(max_batch_size=1, max_seq_len=n))
