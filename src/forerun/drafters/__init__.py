@@ -1,10 +1,10 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. One that is more than a search in the text also holds
+`build(options, target) -> Drafter`. A method that is more than a search in the text also holds
 
-    needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known` one. Raises
-                                        UserError for what the options and small files show to be impossible
+    needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known`. Raises
+                                        UserError where the options and small files show that it is impossible
 
 Nothing else has to change for a new method.
 """
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/when-it-pays.md compares it
-BY_MODEL = "model"  # what it is where a draft model belongs to the target
+BY_MODEL = "model"  # what auto is where a draft model belongs to the target
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a drafter may see of one target pass over one of its sequences.
+    """What a drafter sees of one target pass over one of its sequences.
 
     start: index in the sequence of the first token that was run and kept. kept: the rows of the pass whose tokens were
     kept. scored: all rows of the sequence (the last committed token, nodes, extra rows). run: index of the sequence's
@@ -106,35 +106,35 @@ class Seen:
 
 
 def _point(guess: Seq[int]) -> Next | None:
-    """Return what is known of a node whose next token is guessed; None without a guess."""
+    """Return a guessed next token with log-probability 0; None without a guess."""
     return (lambda num: ((guess[0],), (0.0,))) if guess else None
 
 
 class Drafter:
     """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up, catchup_s: how many committed tokens, and tokens of sources, the last call of `propose` or `catch_up` ran
-    only to catch up, by sequence (without those that every round feeds), and the seconds that it took.
+    caught_up, catchup_s: what the last call of `propose` or `catch_up` ran only to catch up: committed and source
+    tokens by sequence (without the tokens that every round feeds), and seconds.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = behind k layers of the target
     top_logits = 0  # how many of the likeliest tokens of each scored row `observe` gets
-    shape = "chain"  # of its drafts: "chain" or "tree"
-    # How siblings are drawn: as "point" masses; "independent" draws of one distribution; "distinct" ones (without
-    # replacement, each states what its earlier siblings left); "any": each states a distribution of its own.
+    shape = "chain"  # "chain" or "tree": the shape of its drafts
+    # How siblings are drawn: "point" masses; "independent" draws of one distribution; "distinct" draws (without
+    # replacement, each states what its earlier siblings left); "any": each states its own distribution.
     draws = "independent"
     runner: Runner | None = None  # of the drafter's own model
-    # Whether it drafts behind tokens that are sure to be committed and that the target has not run yet (`forced`). One
-    # that reads the target's rows of the last committed token cannot.
+    # Whether it drafts behind tokens that are sure to be committed and that the target has not run yet (`forced`). A
+    # drafter that reads the target's rows of the last committed token cannot.
     drafts_behind = True
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
-    num_passes: int | None = None  # of its model for the last draft; None = as many as that is deep
+    num_passes: int | None = None  # passes of its model for the last draft; None = the depth of the draft
     num_found = 0  # nodes of the last draft that it found in the text, without its model
-    search_s, num_searched = 0.0, 0  # of the last draft: seconds in which it searched the text, of so many sequences
+    search_s, num_searched = 0.0, 0  # of the last draft: seconds of text search, over so many sequences
     searches = False  # whether it searches the text before it asks its model (`Stop.search`)
-    tells_confidence = False  # whether it tells `Budget.stops` how sure it is of each token that it drafts
+    tells_confidence = False  # whether it tells `Budget.stops` its confidence in each drafted token
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
-    clock: Callable[[], float] = staticmethod(time.perf_counter)  # the one that a drafter may steer by; tests set it
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # the clock that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
 
@@ -144,7 +144,7 @@ class Drafter:
         return () if self.runner is None else (self.runner,)
 
     def caches(self, seq: Sequence) -> Seq[KVCache]:
-        """The caches of its own models, which hold rows of the sequence's tokens."""
+        """Return the caches of its own models, which hold rows of the sequence's tokens."""
         return [runner.cache for runner in self.runners]
 
     def lend(self, cache: KVCache) -> None:
@@ -168,7 +168,7 @@ class Drafter:
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens, which the target has cached, the drafter need not see.
 
-        A drafter that reads hidden states has to see those of each token; the target then runs the other tokens again.
+        A drafter that must see the hidden states of every token returns fewer; the target runs the others again.
         """
         return num_tokens
 
@@ -176,24 +176,24 @@ class Drafter:
         """Forget a sequence that is finished or aborted."""
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
-        """Guess at most `num_tokens` tokens behind the committed ones and `drafted`, which are not committed.
+        """Guess at most `num_tokens` tokens behind the committed tokens and `drafted`, which are not committed.
 
-        Only free drafters are asked, and nothing of `drafted` may be kept. Others, or without a guess: ().
+        Only free drafters are asked, and they must not remember `drafted`. Without a guess: ().
         """
         return ()
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """What may follow nodes of beam searches (seq.hypotheses): levels[b] of seqs[b], the tips first, then guesses.
+        """Say what may follow nodes of beam searches (seq.hypotheses): levels[b] of seqs[b], tips first, then guesses.
 
-        None for a node of which nothing is known, or not before the drafter has caught up with the sequence. Drafters
-        that guess by `ahead` state that one token; others that cannot say what follows several nodes leave `branches`
+        None for a node about which nothing is known, or while the drafter has not caught up with the sequence. Drafters
+        that guess by `ahead` state one token. Drafters that cannot tell what follows several nodes leave `branches`
         False. catchup_tokens: as in Budget.
         """
-        found: list[list[Next | None]] = []
+        following: list[list[Next | None]] = []
         for seq, nodes in zip(seqs, levels, strict=True):
             texts = [seq.hypotheses.text(node, seq.hypotheses.base) for node in nodes] if seq.hypotheses else []
-            found.append([_point(self.ahead(seq, text, 1)) for text in texts])
-        return found
+            following.append([_point(self.ahead(seq, text, 1)) for text in texts])
+        return following
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.
@@ -203,7 +203,7 @@ class Drafter:
         """
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """Tokens that still fit into the drafter's own cache; None = no limit of its own.
+        """Return how many tokens still fit into the drafter's own cache; None = it sets no limit.
 
         without: ids of sequences that count as ended.
         """
@@ -214,9 +214,9 @@ class Drafter:
 class OwnModel:
     """A draft model that a drafter makes of the target, for the memory plan.
 
-    quantization: what its own copy of the weights is rounded to; None = it reads the target's. layers: which of the
-    target's layers it runs, ascending, which have a cache of their own; None = all. config: of layers that are not the
-    target's, whose weights `Needs.weights` counts.
+    quantization: what its copy of the weights is rounded to; None = it reads the target's weights. layers: which of the
+    target's layers it runs, ascending, and caches; None = all. config: of layers that are not the target's, whose
+    weights `Needs.weights` counts.
     """
 
     quantization: str | None = None
@@ -235,7 +235,7 @@ class OwnCheckpoint:
     quantization: str | None = None
 
     def weights(self, shipped: str | None) -> Hashable:
-        """Return what is equal where two of them load the same weights. shipped: where the path None leads to."""
+        """Return a key that is equal for checkpoints with the same weights. shipped: the path that None stands for."""
         said = self.quantization
         return named.place(self.path or shipped or ""), said if said is None or said == AUTO else Quantization.parse(
             said
@@ -247,7 +247,7 @@ class Needs:
     """What a drafter will need, for the memory plan and for the engine.
 
     layers: the inner layers of the target whose rows it reads (`Drafter.hidden_layers`). loads: the draft model that it
-    loads. makes: the one that it makes of the target. weights: those that it keeps beside a model's. parts: the
+    loads. makes: the draft model that it makes of the target. weights: what it keeps besides a draft model. parts: the
     specs of the drafters that it is made of.
     """
 
@@ -267,8 +267,8 @@ class Known(Protocol):
     """What is known of a target before its weights are read, opened once by the engine (engine/opened.py).
 
     is_packed: whether its weights will be integers of 4 or 8 bits in memory. auto: what the drafter `auto` is for it.
-    shipped_draft: the folder of the draft model that ships with it, if one does. kv_cache_tokens: of a cache of the
-    drafter's own; None = max_batch_size * max_seq_len.
+    shipped_draft: the folder of the draft model that ships with it, if one does. kv_cache_tokens: size of a drafter's
+    own cache; None = max_batch_size * max_seq_len.
     """
 
     @property
@@ -285,7 +285,7 @@ class Known(Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """What files that hold ids must name; None = not compared."""
+        """The tokenizer fingerprint that files with ids must name; None = not compared."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -301,18 +301,18 @@ class Known(Protocol):
     def kv_cache_tokens(self) -> int | None: ...
     @property
     def next_tokens(self) -> NextTokens | None:
-        """The block in its files that guesses further tokens; None = there is none."""
+        """The block for multi-token prediction in its files; None = there is none."""
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and its Options that a drafter's spec means, as `resolve` of this file, but once."""
+        """Return the method and Options of a drafter's spec, as `resolve` of this file, computed once."""
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Return a checkpoint beside the target, such as a draft model's, opened once. Raises as it does."""
+        """Open a checkpoint beside the target, such as a draft model's, once. Raises what opening it raises."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A method that a spec asks for, its Options, and what it needs of a target."""
+    """The method that a spec asks for, its Options, and its needs for a target."""
 
     method: str
     options: Any
@@ -332,7 +332,7 @@ class Target:
 
     @classmethod
     def of(cls, model: Model, opened: Known, loaded_draft: Checkpoint | None = None) -> Target:
-        """Return a target whose ids are those of its tokenizer; where it has none, all of the model's."""
+        """Return a target with the ids of its tokenizer, or without one with all ids of the model."""
         num_ids, tokenizer = model.config.vocab_size, opened.tokenizer
         if tokenizer is None:
             return cls(model, opened, num_ids, loaded_draft=loaded_draft)
@@ -350,7 +350,7 @@ class Target:
 
     @property
     def max_batch_size(self) -> int:
-        """The sequences that run together at most."""
+        """How many sequences run together at most."""
         return self.opened.config.max_batch_size
 
     @property
@@ -359,24 +359,24 @@ class Target:
         return self.opened.max_seq_len
 
     def operators(self, spec: Spec) -> Operators:
-        """Return what computes a draft model. Raises UnsupportedModel where nothing does that the option allows."""
-        own, its = self.model.ops, cast("Spec", self.model.config)
-        name = ops.beside(self.opened.config.ops, own.name, self.model.device, its, spec)
-        return own if name == own.name else ops.make(name, self.model.device, spec)
+        """Return the operators of a draft model. Raises UnsupportedModel where no allowed operators compute it."""
+        target_ops, config = self.model.ops, cast("Spec", self.model.config)
+        name = ops.beside(self.opened.config.ops, target_ops.name, self.model.device, config, spec)
+        return target_ops if name == target_ops.name else ops.make(name, self.model.device, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` made when these weights were first asked for: the drafters of an engine share them."""
+        """Return what `make` makes, called once for these weights: the drafters of an engine share them."""
         if weights not in self._shared:
             self._shared[weights] = make()
-        found: T = self._shared[weights]
-        return found
+        value: T = self._shared[weights]
+        return value
 
 
 def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tuple[str, Any]:
     """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto: the spec that `auto` stands for. looks: whether there may be a folder of that name; where False, as for what
-    a request says, no disk is asked. A spec that has a path separator, names an existing folder, or is a name of
+    auto: the spec that `auto` stands for. looks: whether to look for a folder of that name; where False, as for a
+    request's spec, the disk is not read. A spec with a path separator, of an existing folder, or with a name from
     data/models.toml is a model. Raises BadOption for anything unknown; where other engines have such a value, the
     message names ours.
     """
@@ -393,7 +393,7 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
 
 
 def instead(method: str, options: Any) -> tuple[str, Any]:
-    """Return another method with the options that were given to one. Raises BadOption for one that it does not take."""
+    """Return `method` with the given (not default) options of another. Raises BadOption for one that it lacks."""
     usual = type(options)()
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     given = {name: value for name, value in given.items() if value != getattr(usual, name)}
@@ -401,15 +401,15 @@ def instead(method: str, options: Any) -> tuple[str, Any]:
 
 
 def wanted(spec: str, target: Known) -> list[Wanted]:
-    """Return what a spec asks for, and what that is made of, all the way down.
+    """Return what a spec asks for, followed by its parts, recursively.
 
     Raises BadOption as `resolve` does, and whatever the methods raise for this target.
     """
     name, options = target.resolve(spec)
     module = load(__name__, name, "drafter")
     needs = module.needs(options, target) if has_needs(name) else Needs()
-    own = Wanted(name, options, needs)
-    return [own, *(found for part in needs.parts for found in wanted(part, target))]
+    whole = Wanted(name, options, needs)
+    return [whole, *(entry for part in needs.parts for entry in wanted(part, target))]
 
 
 def needs_a_model(name: str) -> str:

@@ -1,9 +1,10 @@
 """An assistant: a small model that reads its target's keys and values and has none of its own (Gemma 4, 2026).
 
 Its row stands for the target's last token: it begins with that token's embedding beside the target's row of the token
-before, behind the final norm, and each of its blocks attends to what the target keeps in the last layer that sees as
-far. For each further guess the row goes in again, made as wide as the target's, beside the guess's embedding. It keeps
-the position of the target's last token, and sees what that token sees. So it never runs a prompt, and has no cache.
+before, behind the final norm. Each of its blocks attends to the target's cache in the last layer with the same kind of
+window. For each further guess the output row goes in again, made as wide as the target's, beside the guess's embedding.
+It keeps the position of the target's last token, and sees what that token sees. So it never runs a prompt, and has no
+cache.
 
 The smallest assistants have an ordered LM head: its rows are sorted into groups, each group has a centroid, and a guess
 computes only the groups whose centroids promise most.
@@ -66,8 +67,8 @@ class Options:
 class OrderedHead:
     """An LM head in groups of rows: a guess computes the groups whose centroids promise most, and no others.
 
-    centroids [groups, H]. ids [groups, n] are the token ids of its rows [groups, n, H]. num_chosen: groups that are
-    computed. num_ids: ids that may be drafted.
+    centroids [groups, H]. ids [groups, n]: the token ids of its rows [groups, n, H]. num_chosen: how many groups are
+    computed. num_ids: how many ids may be drafted.
     """
 
     centroids: Floats
@@ -77,7 +78,7 @@ class OrderedHead:
     num_ids: int
 
     def logits(self, row: Floats) -> tuple[Ids, Floats]:
-        """Return ids that a row [H] may be followed by, ascending, and their logits."""
+        """Return ids that may follow a row [H], ascending, and their logits."""
         promises = self.centroids @ row
         best = np.argpartition(-promises, self.num_chosen - 1)[: self.num_chosen]
         ids, logits = self.ids[best].ravel(), (self.rows[best.tolist()].float32() @ row).ravel()
@@ -89,8 +90,8 @@ class OrderedHead:
 class AssistantDrafter(SearchingDrafter):
     """Runs an assistant behind what its target has run.
 
-    ordered: which rows of its LM head are computed; None = all, or the first `width` ids. short: what chooses how many;
-    None = nothing does.
+    ordered: its LM head in groups; None = all rows, or the first `width` ids, are computed. short: chooses the width;
+    None = it is fixed.
     """
 
     drafts_behind = False  # it reads the target's row and keys of the last committed tokens
@@ -120,7 +121,7 @@ class AssistantDrafter(SearchingDrafter):
 
     @property
     def num_held(self) -> int:
-        """How many sequences it holds a row of."""
+        """For how many sequences it holds a row."""
         return len(self._rows)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
@@ -156,11 +157,11 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Whether the target has run all tokens but the last, and its row of the one before is here."""
+        """Return whether the target has run all tokens but the last, and its last row is here."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
-        """Run a row of each sequence; return what follows each, and what stands for the target's rows [n, size]."""
+        """Run a row of each sequence; return its logits or best id, and what stands for the target's rows [n, size]."""
         model, positions = self.model, [len(seq.tokens) - 1 for seq in seqs]
         assert self._cache is not None
         with model.ops.inference():
@@ -181,10 +182,10 @@ class AssistantDrafter(SearchingDrafter):
         return scored, fed
 
     def _ordered(self, row: Floats, best_only: bool) -> Row:
-        """Return the logits of a row [H], or the likeliest id, by the rows of the head that are worth a look."""
+        """Return the logits of a row [H], or the likeliest id, by the most promising groups of the head."""
         assert self.ordered is not None
         ids, logits = self.ordered.logits(row.astype(np.float32))
-        if len(ids) == 0:  # the groups have no id with a token
+        if len(ids) == 0:  # no id in these groups has a token
             return NO_NUMBERS
         if best_only:
             return int(ids[logits.argmax()]) if np.isfinite(logits).all() else NO_NUMBERS
@@ -194,7 +195,7 @@ class AssistantDrafter(SearchingDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what its weights take. Refuses what is no assistant of this target."""
+    """Return what its weights take. Refuses anything but an assistant of this target."""
     opened = _opened(options, target)
     tensors = dict(rounded(opened.weights, opened.spec, options.quantization, target).tensors)
     if options.draft_vocab == AUTO and _is_ordered(opened):
@@ -203,7 +204,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read an assistant. Raises BadOption for one of another target, and where nothing computes it."""
+    """Read an assistant. Raises BadOption for an assistant of another target, and where nothing computes it."""
     opened, model = _opened(options, target.opened), target.model
     if model.device != "cpu":
         raise BadOption("assistant is built for CPUs alone: leave it out, or choose device='cpu'")
@@ -247,7 +248,7 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
 
 
 def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
-    """Return of each block the layer of the target that it reads: the last that keeps keys and sees as far."""
+    """Return the target's layer that each block reads: the last with keys and the same kind of window."""
     windows = shape.windows or (None,) * shape.num_layers
     last = {windows[layer] is not None: layer for layer in shape.kept}
     layers = list[int]()
@@ -265,7 +266,7 @@ def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
 
 
 def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
-    """Return the spec of a row that poses as the one before it: its windows reach one row less far."""
+    """Return the spec for a row that poses as the row before it: its windows reach one row less far."""
     windows, narrowed = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
     for block, layer in zip(spec.blocks, layers, strict=True):
         reads, kept = block.attention, windows[layer]
@@ -277,9 +278,9 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
-    """Return how its LM head is ordered; None where it is not. Its rows are kept as stored, or in bfloat16.
+    """Return its ordered LM head; None where it is not ordered. Its rows are kept as stored, or in bfloat16.
 
-    Raises UnsupportedModel for an order that is none.
+    Raises UnsupportedModel for an invalid order.
     """
     if opened.source is None or not _is_ordered(opened):
         return None
@@ -306,7 +307,7 @@ def _is_ordered(opened: OpenedCheckpoint) -> bool:
 
 
 def _said(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return config.json, with what is usual in place of what it leaves out."""
+    """Return config.json, with usual values for what it leaves out."""
     return {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
 
 

@@ -1,7 +1,7 @@
 """Guess what followed the last token most often, or draw from what followed it (Leviathan et al. 2023, section 3.6).
 
 q(v | u) = (C2[u][v] + k U1[v]) / (sum C2[u] + k) with U1 = C1 / sum C1: counts of pairs, which back off to the
-frequencies of tokens. A point mass knows no back-off: behind a token that was never seen nothing is drafted.
+frequencies of tokens. Point masses do not back off: behind a token that was never seen nothing is drafted.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ class Options(TableOptions):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter with a fitted table or none. Raises UserError for a file that is not of this target."""
+    """Make a drafter with a fitted table or none. Raises UserError for a file of another target."""
     return tables.drafter(options, target, order=2, k=options.k)

@@ -2,9 +2,9 @@
 
 Behind the target's last layer stands one feed-forward layer with k outputs, each added to its input and given to the
 target's LM head (section 6 of the paper). Output i guesses the token i places behind the next one. The pass that
-verifies one block gives the hidden state that the next block is guessed from. In the paper the block is what is
-decoded, and the base model is trained along; here it is a draft for a target that stays as it is, so that any rule may
-judge it. `forerun train head --method blockwise` makes the layer.
+verifies one block gives the hidden state that the next block is guessed from. In the paper the block itself is decoded,
+and the base model is trained with it; here it is a draft for an unchanged target, so that any rule may judge it.
+`forerun train head --method blockwise` makes the layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Options:
 
 
 class FeedForward:
-    """One hidden layer that all outputs share, and the LM head behind them. ids [n]: those that are drafted."""
+    """One hidden layer that all outputs share, and the LM head behind them. ids [n]: the drafted ids."""
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, ids: Ids, target: Model) -> None:
         self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
@@ -44,7 +44,7 @@ class FeedForward:
         self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See medusa.TreeHeads: all outputs at once, for none looks at a path."""
+        """See medusa.TreeHeads: all outputs at once, because none looks at a path."""
         x = hidden.clip(-head_files.LARGEST, head_files.LARGEST)
         added = self._output(self._hidden(x).clip(min=0)).reshape(len(x), self.num_heads, -1)
         outputs = x[:, None] + added[:, :num_heads]
@@ -54,7 +54,7 @@ class FeedForward:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the layer's weights take. Refuses a folder without such a layer, or that of another tokenizer."""
+    """Return what the layer's weights take. Refuses a folder without such a layer, or of another tokenizer."""
     path = head_files.located(options.path, "blockwise")
     head_files.read_config(path, "blockwise", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))

@@ -1,11 +1,11 @@
 """A draft model whose own guesses are drafted by a cheaper drafter (Chen et al. 2023, arXiv 2312.11462; Spector, Re
 2023, arXiv 2308.04623).
 
-The draft model verifies the cheap guesses with its own distribution q, which is speculative sampling inside: what it
-emits is distributed as q, so the outer rule tests it with the vectors q, which are stored for every position,
-corrections included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops
-before a position by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft
-costs fewer passes of the draft model, one after another, and is as good as its own.
+The draft model verifies the cheap guesses with its own distribution q: speculative sampling inside. The tokens that it
+emits are distributed as q, so the outer rule tests them with q, which is stored for every position, corrections
+included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops before a position
+by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft costs fewer
+sequential passes of the draft model, and is as good as the draft model's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row that it is made of
+Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row behind that
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Options:
 
 
 class _InnerCoins:
-    """The coins of one inner round. All of its decisions are draws of the drafter's, on lanes that no other round has.
+    """The coins of one inner round. All of its decisions are draws of the drafter, on lanes that no other round has.
 
-    start: depth, within the outer round, of its first token. round: number of the inner round.
+    start: depth of its first token within the outer round. round: number of the inner round.
     """
 
     def __init__(self, coins: Coins, start: int, round: int) -> None:
@@ -60,7 +60,7 @@ class _InnerCoins:
         return self._coins.draft(probs, self._start + depth, self._lane + 2)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        return self._coins.draft(probs, self._start + depth, 2 * lane + 1)  # of the first round, the only one to draw
+        return self._coins.draft(probs, self._start + depth, 2 * lane + 1)  # of round 0, the only one to call this
 
     def pick(self, probs: Probs, depth: int) -> int:
         return self._coins.pick(probs, self._start + depth)
@@ -70,9 +70,9 @@ class _InnerCoins:
 
 
 class _LazyProbs(Seq[Probs]):
-    """The draft model's distributions of an inner round, each computed when it is asked for.
+    """The draft model's distributions of an inner round, computed on demand.
 
-    end: the first position at which masks leave no token; nothing from there on may be drafted.
+    end: the first position where masks leave no token; nothing from there on may be drafted.
     """
 
     def __init__(self, make: Callable[[int], Probs], length: int) -> None:
@@ -83,18 +83,18 @@ class _LazyProbs(Seq[Probs]):
         return len(self._found)
 
     def __getitem__(self, row):  # type: ignore[no-untyped-def]
-        found = self._found[row]
-        if found is None:
+        computed = self._found[row]
+        if computed is None:
             try:
-                found = self._make(row)
-            except BadOption:  # the target raises where none is left there either
-                found, self.end = Probs.of_point(0), min(self.end, row)
-            self._found[row] = found
-        return found
+                computed = self._make(row)
+            except BadOption:  # no token is left; the target raises where it has none either
+                computed, self.end = Probs.of_point(0), min(self.end, row)
+            self._found[row] = computed
+        return computed
 
 
 class CascadeDrafter(Compound):
-    """Drafts with `model`, which verifies in each of its passes what `inner` guessed."""
+    """Drafts with `model`, which verifies in each pass what `inner` guessed."""
 
     def __init__(self, model: ModelDrafter, inner: Drafter, inner_length: int) -> None:
         super().__init__([model, inner])
@@ -107,8 +107,8 @@ class CascadeDrafter(Compound):
         chains, round = [Chain() for _ in seqs], 0
         guesses = self._first_guesses(limits, seqs, budget, coins, list(feeds))
         while feeds:
-            own = {b: _InnerCoins(coins[b], len(chains[b].tokens), round) for b in feeds}
-            emitted = self._pass(feeds, guesses, chains, own, round == 0, budget.reads_logits)
+            inner_coins = {b: _InnerCoins(coins[b], len(chains[b].tokens), round) for b in feeds}
+            emitted = self._pass(feeds, guesses, chains, inner_coins, round == 0, budget.reads_logits)
             grown = [b for b in feeds if self._extend(chains[b], emitted[b], b, budget, limits[b])]
             feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown}
             guesses = {b: self._guess(seqs[b], chains[b].tokens, limits[b]) for b in grown}
@@ -118,18 +118,18 @@ class CascadeDrafter(Compound):
     def _first_guesses(
         self, limits: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], fed: list[int]
     ) -> dict[int, Draft]:
-        """What the inner drafter guesses behind the committed tokens of the sequences that are fed.
+        """Return the inner drafter's guesses behind the committed tokens of the sequences in `fed`.
 
-        The model adds a token of its own, for which one place is left.
+        One place is left for the token that the model adds.
         """
         lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
         asked = [b for b in fed if lengths[b]]
-        own = [_InnerCoins(its, 0, 0) for its in coins]
-        found = self.ask(self.inner, asked, seqs, Budget(lengths, budget.catchup_tokens), own)
-        return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, found, strict=True))
+        inner_coins = [_InnerCoins(its, 0, 0) for its in coins]
+        guesses = self.ask(self.inner, asked, seqs, Budget(lengths, budget.catchup_tokens), inner_coins)
+        return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, guesses, strict=True))
 
     def _guess(self, seq: Sequence, drafted: Seq[int], limit: int) -> Draft:
-        """What the inner drafter guesses behind drafted tokens; it may keep nothing of them."""
+        """Return the inner drafter's guess behind drafted tokens, which it must not remember."""
         length = min(self.inner_length, limit - len(drafted) - 1)
         tokens = self.inner.ahead(seq, drafted, length) if length > 0 else ()
         return Draft.chains([tokens], [[Probs.of_point(token) for token in tokens]])
@@ -143,7 +143,7 @@ class CascadeDrafter(Compound):
         is_first: bool,
         reads_logits: bool,
     ) -> dict[int, list[Emitted]]:
-        """Run each sequence's tokens and its guess, and judge that. Returns tokens drawn from q, each with its q."""
+        """Run each sequence's tokens and guess, and judge the guess. Returns tokens drawn from q, each with its q."""
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
         runs = [[*tokens, *guesses[b].tokens[: self._num_known(guesses[b])]] for b, (_, tokens) in feeds.items()]
@@ -165,14 +165,14 @@ class CascadeDrafter(Compound):
         return emitted
 
     def _num_known(self, guess: Draft) -> int:
-        """How many tokens of a guess come before the first that the model has no embedding for."""
+        """Return how many tokens of a guess come before the first without an embedding in the model."""
         num_ids = self.model.runner.model.config.vocab_size
         return next((i for i, token in enumerate(guess.tokens) if token >= num_ids), len(guess.tokens))
 
     def _cut(self, guess: Draft) -> Draft:
         """Return a guess up to the first token that the model does not know.
 
-        That one is judged, too, because it was drawn: its probability is 0, so it is rejected, and needs no row.
+        That token is judged, too, because it was drawn: its probability is 0, so it is rejected, and needs no row.
         """
         length = self._num_known(guess) + 1
         return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])

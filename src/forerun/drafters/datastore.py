@@ -1,9 +1,9 @@
 """Retrieval from a datastore: continue as a collection of texts does behind the longest end of this one (REST).
 
 `forerun train datastore` makes the file from texts (He et al. 2311.08252): their tokens, and a suffix array, which
-lists all places of the tokens in the order of what stands there. So the places where a suffix of the text occurs are
-found by binary search, in O(log n). What followed at num_continuations of them, spread evenly over all, is merged into
-a tree with counts, of which the likeliest nodes are drafted.
+lists all places of the tokens in the order of what stands there. So a binary search finds the places where a suffix of
+the text occurs, in O(log n). What followed at num_continuations of these places, spread evenly, is merged into a tree
+with counts; its likeliest nodes are drafted.
 
 The published rule for sampled outputs draws once for each path and again for the next token, which favours the draft.
 Here every node is a point mass, and the rule that judges it is exact.
@@ -24,7 +24,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Which file, and how a guess is made of it."""
+    """Which file, and how guesses are made from it."""
 
     path: str | None = field(default=None, metadata={"help": "file that `forerun train datastore` made"})
     max_match: int = field(default=16, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
@@ -43,7 +43,7 @@ class Options:
 
 
 class DatastoreDrafter(Drafter):
-    """Looks the end of each text up in one datastore, which no request changes."""
+    """Looks up the end of each text in one datastore, which no request changes."""
 
     draws = "point"
     is_free = True
@@ -63,7 +63,7 @@ class DatastoreDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Need nothing that is counted. Refuses a missing file, or one of another tokenizer."""
+    """Need nothing that is counted. Refuses a missing file, or a file of another tokenizer."""
     if target.tokenizer is not None:
         _load(options, target.tokenizer.fingerprint, target.tokenizer.num_ids)
     return Needs()

@@ -1,16 +1,16 @@
 """DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
 
-The rows of a block are the last committed token and masks. Each row sees the whole block and the context: what the
-target has computed for the tokens before, its residual stream behind a few layers joined by one product. Keys and
-values of the context are kept for each committed token. So K tokens cost one pass where a draft model takes K. What
-row i says does not depend on the tokens drafted before it: its distribution is stated as it is, which every rule for
-chains judges exactly. Embedding and LM head are the target's; a head of `forerun train head --method dflash` reads the
-rows of the LM head of the ids that the target writes most often. A prefix that the target finds in its cache is not run
-again; the context then begins behind it.
+The rows of a block are the last committed token and masks. Each row sees the whole block and the context: the target's
+residual stream behind a few layers for the tokens before, joined by one product. Keys and values of the context are
+kept for each committed token. So K tokens cost one pass where a draft model takes K. Row i does not depend on the
+tokens drafted before it: its distribution is stated as it is, which every rule for chains judges exactly. Embedding and
+LM head are the target's; a head of `forerun train head --method dflash` uses the LM head's rows for the ids that the
+target writes most often. A prefix that the target finds in its cache is not run again; the context then begins behind
+it.
 
 With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
-are known before a token is drafted, so the value of any path is, too: the product of what the rows give to its tokens.
-A heap finds the paths of the largest values. With `draws=point`, as in the paper, and for greedy requests their tokens
+are known before a token is drafted, and so is the value of any path: the product of the probabilities of its tokens. A
+heap finds the paths of the largest values. With `draws=point`, as in the paper, and for greedy requests their tokens
 are point masses, which each rule for trees judges exactly. Else siblings are drawn without replacement, and a child has
 the value of its rank, whatever token it is. So whether a child is drawn depends on distributions and on tokens drawn
 before it, never on its own token, as exactness asks (docs/exactness.md).
@@ -77,8 +77,8 @@ class Options:
 class _Text:
     """What is known of one sequence.
 
-    first: index of the token whose features come first. num_kept: tokens whose keys and values are in the cache.
-    waiting: features of the tokens behind them, each as the target's rows behind its layers. is_over: it went past the
+    first: index of the first token with features. num_kept: tokens whose keys and values are in the cache. waiting:
+    features of the tokens behind them, each a list of the target's rows by layer. is_over: the sequence went past the
     positions, and nothing more is kept.
     """
 
@@ -93,7 +93,7 @@ class _Text:
 
     @property
     def num_known(self) -> int:
-        """Tokens up to the last one with features, that one included."""
+        """How many tokens there are up to the last one with features, inclusive."""
         return self.first + self.num_kept + self.num_waiting
 
 
@@ -125,17 +125,17 @@ class DFlashDrafter(Drafter):
         return self.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the features of what was kept."""
-        for seq, own in zip(seqs, seen, strict=True):
+        """Take the features of the kept tokens."""
+        for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             if text.is_over:
                 continue
             if text.first < 0:
-                text.first = own.start
-            if own.start != text.num_known:
-                raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
-            if len(own.kept):
-                text.waiting.append([own.layer(k) for k in self.hidden_layers])
+                text.first = view.start
+            if view.start != text.num_known:
+                raise InternalError(f"features of token {view.start} came where those of {text.num_known} were to come")
+            if len(view.kept):
+                text.waiting.append([view.layer(k) for k in self.hidden_layers])
         self._remember([seq for seq in seqs if self._texts[seq.id].num_waiting > MOST_WAITING])
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -149,7 +149,7 @@ class DFlashDrafter(Drafter):
         guessed = self.model.rows.to_host(self._guess(ready, most))
         self.model.wait()
         logits = guessed.astype(float_type(self.model), copy=False).reshape(len(ready), most, -1)
-        guesses = {seq.id: Guess(own, self._ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
+        guesses = {seq.id: Guess(row, self._ids, self._num_ids) for seq, row in zip(ready, logits, strict=True)}
         if self.shape == "tree":
             empty = Draft.empty(1)
             return Draft.joined(
@@ -167,7 +167,7 @@ class DFlashDrafter(Drafter):
         )
 
     def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
-        """Logits of `most` tokens that follow each text, one text behind the other, of a block behind its context."""
+        """Run a block behind each context; return the logits of the next `most` tokens, text by text."""
         block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
         scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
         for seq in seqs:  # the block's own rows are of no use any more
@@ -176,13 +176,13 @@ class DFlashDrafter(Drafter):
         return self.model.logits(self.model.rows.take(scores.hidden, rows))[:, : len(self._ids)]
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Whether the context of all tokens but the last is in the cache, and the block within the positions."""
+        """Return whether the cache has the context of all tokens but the last, and the block fits the positions."""
         text, config = self._texts[seq.id], self.config
         is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
         return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
 
     def _remember(self, seqs: Seq[Sequence]) -> None:
-        """Bring the features that wait into the cache, of those texts for which there is room and are positions."""
+        """Bring waiting features into the cache, for texts with room and positions."""
         space, feeds = Space(self.cache), list[_Text]()
         runs = list[Run]()
         for seq in seqs:
@@ -210,7 +210,7 @@ Child = tuple[int, Probs, float]  # a token, what it states, and the head's conf
 
 
 class Law(NamedTuple):
-    """What siblings are drawn from. rates: of their ranks, best first. points: all of them, where they are no draws."""
+    """What siblings are drawn from. rates: their values by rank, best first. points: the siblings, if not drawn."""
 
     probs: Probs
     rates: Seq[float]
@@ -218,21 +218,21 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the law of at most so many siblings of a kind (siblings.py)."""
+        """Return the law of at most `most` siblings of a kind (siblings.py)."""
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
         return Law(probs, [confidence for *_, confidence in points], points)
 
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
-        """Return the siblings, which are drawn as they are asked for."""
+        """Return the siblings, drawn one by one on demand."""
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
 
 
 @dataclass
 class Guess:
-    """What a pass said of one sequence: logits [K, n] of the drafted ids [n], and by depth those of all ids."""
+    """A pass's guess for one sequence: logits [K, n] of the drafted ids [n], and by depth the logits of all ids."""
 
     logits: Rows
     ids: Ids
@@ -241,20 +241,20 @@ class Guess:
     laws: dict[int, Law | None] = field(default_factory=dict)  # by depth, where no path changes them
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """The distribution of the token behind the drafted ones; None where none is left.
+        """Return the distribution of the token behind the drafted ones; None where no token is left.
 
-        It depends on them by penalties and masks alone.
+        The drafted tokens only matter to penalties and masks.
         """
         depth = len(drafted)
         if not self.has(depth):
             return None
         if takes_the_best(seq.params, seq.bad_word_ids):
             return Probs.of_point(int(self.ids[best(self.logits[depth : depth + 1])[0]]))
-        found = next_of(self.whole(depth), seq, drafted)
-        return None if found is None else found[0]
+        following = next_of(self.whole(depth), seq, drafted)
+        return None if following is None else following[0]
 
     def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
-        """What at most so many siblings behind a path are drawn from; None where no token is left.
+        """Return what at most `most` siblings behind a path are drawn from; None where no token is left.
 
         Without penalties and masks it is the same behind all paths of a depth.
         """
@@ -265,11 +265,11 @@ class Guess:
         return self.laws[depth]
 
     def has(self, depth: int) -> bool:
-        """Whether there is a row of numbers for a depth."""
+        """Return whether there is a row of numbers for a depth."""
         return depth < len(self.logits) and bool(np.isfinite(self.logits[depth].max()))
 
     def whole(self, depth: int) -> Logits:
-        """Logits of all ids [num_ids], -inf where they are not drafted."""
+        """Return the logits of all ids [num_ids], -inf for ids that are not drafted."""
         if depth not in self.spread:
             self.spread[depth] = np.full(self.num_ids, -np.inf, self.logits.dtype)
             self.spread[depth][self.ids] = self.logits[depth]
@@ -279,15 +279,15 @@ class Guess:
 def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
     """Draft the paths of the largest values through the rows of a guess, best first. b: index of the sequence.
 
-    The value of a path is the product of the probabilities that its rows give to its ranks, so it never rises with a
-    rank or with the depth: the heap of `best_nodes` meets the paths in their order without looking at others.
+    The value of a path is the product of the probabilities of its ranks in the rows, so it never rises with rank or
+    depth: the heap of `best_nodes` meets the paths in order without looking at others.
     """
     most = budget.num_tokens[b]
     tokens, parents, probs = list[int](), list[int](), list[Probs]()
-    paths, laws = {-1: list[int]()}, dict[int, Law]()  # by node: the tokens down to it, and what its children are of
+    paths, laws = {-1: list[int]()}, dict[int, Law]()  # by node: the tokens down to it, and the law of its children
     children = dict[int, Iterator[Child]]()  # drawn one by one
     rates = dict[int, Seq[float]]()
-    num_parents = Counter[int]()  # by depth: the children of each have lanes of their own
+    num_parents = Counter[int]()  # by depth: each parent gets its own lanes for its children
 
     def logits(depth: int) -> Logits | None:
         return guess.whole(depth) if budget.reads_logits else None
@@ -302,10 +302,10 @@ def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins,
 
     open_behind(-1)
     for node, (parent, _, depth, _) in enumerate(islice(best_nodes(rates), most)):
-        token, own, _ = next(children[parent])
+        token, stated, _ = next(children[parent])
         tokens.append(token)
         parents.append(parent)
-        probs.append(own)
+        probs.append(stated)
         paths[node] = [*paths[parent], token]
         goes_on = budget.go_behind(b, depth, token, laws[parent].probs, logits(depth))
         if goes_on and token not in seq.end_ids and node + 1 < most:
@@ -320,9 +320,9 @@ def _config(path: str, tokenizer: str | None) -> DFlashConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the layers that it reads, the cache of its own, and what their weights take.
+    """Return the layers that it reads, its own cache, and what its weights take.
 
-    Refuses a folder without such layers, or with those of another tokenizer.
+    Refuses a folder without DFlash layers, or with layers for another tokenizer.
     """
     path = head_files.located(options.path, "dflash")
     config = _config(path, target.fingerprint)

@@ -1,15 +1,15 @@
 """EAGLE: one decoder layer that reads hidden states of the target and runs ahead of it (Li et al., arXiv 2503.01840).
 
-Row i pairs what the target has computed for token i, its residual stream behind a few layers joined by one product,
-with the embedding of token i+1, and guesses token i+2. Where the target has not been, the row's own output of the step
-before stands for the features. After a round these rows are dropped, and the accepted tokens are run with the target's
+Row i pairs the features of token i (the target's residual stream behind a few layers, joined by one product) with the
+embedding of token i+1, and guesses token i+2. Where the target has not been, the head's own output of the step before
+stands for the features. After a round these rows are dropped, and the accepted tokens are run with the target's
 features (`forerun train head --method eagle` makes a head).
 
 As in EAGLE-3 the features come from several layers, and the head learns on its own outputs. Unlike there, one product
-makes the layer's input of embedding and features, as in EAGLE-1, so that the layer is one of any decoder: it can begin
-as the target's last one, and native operators run it in one call. Its LM head are rows of the target's: only the ids
-that the target writes most often are drafted. A prefix that the target finds in its cache is not run again; the head
-then begins behind it.
+makes the layer's input of embedding and features, as in EAGLE-1. So the layer is an ordinary decoder layer: it can
+begin as the target's last one, and native operators run it in one call. Its LM head is a part of the target's: only the
+ids that the target writes most often are drafted. A prefix that the target finds in its cache is not run again; the
+head then begins behind it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.largest import Ids
 from forerun.types import Budget, Coins, Draft, Probs, Sequence, Stop
 
-ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
+ROUND_ROWS = 32  # waiting rows that a round may run; more than that is catching up
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Options:
 class _Text:
     """What the head knows of one sequence.
 
-    first: index of the token whose features come first. waiting: features that were not run yet, joined; seen: those
-    behind them, each as the target's rows behind its layers, of num_seen tokens. num_run: rows in the cache with true
+    first: index of the first token with features. waiting: features that were not run yet, joined. seen: features of
+    the num_seen tokens behind them, each a list of the target's rows by layer. num_run: rows in the cache with true
     features.
     """
 
@@ -81,7 +81,7 @@ class _Text:
 
     @property
     def num_known(self) -> int:
-        """Tokens behind the last one with features."""
+        """The index behind the last token with features."""
         return self.first + self.num_run + self.num_waiting
 
 
@@ -92,7 +92,7 @@ class EagleDrafter(SearchingDrafter):
 
     def __init__(self, model: HeadModel, config: EagleConfig, ids: Ids, cache: KVCache, num_ids: int) -> None:
         self.model, self.hidden_layers = model, config.layers
-        self._fed = None if config.norm_output else config.decoder.num_layers  # the tap of what stands for features
+        self._fed = None if config.norm_output else config.decoder.num_layers  # the tap whose rows stand for features
         self.runner: Runner = Runner(model, cache, taps=() if self._fed is None else (self._fed,))
         self.tells_confidence = model.feeds_itself and self.runner.tells_confidence
         self.caught_up: dict[int, int] = {}
@@ -115,23 +115,23 @@ class EagleDrafter(SearchingDrafter):
         return self.runner.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the features of what was kept, and drop the rows of the last draft."""
-        for seq, own in zip(seqs, seen, strict=True):
+        """Take the features of the kept tokens, and drop the rows of the last draft."""
+        for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             self.runner.cache.truncate_to(seq.id, text.num_run)
             if text.first < 0:
-                text.first = own.start
-            if own.start != text.num_known:
-                raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
-            if len(own.kept):
-                text.seen.append([own.layer(k) for k in self.hidden_layers] or [own.hidden])
-                text.num_seen += len(own.kept)
+                text.first = view.start
+            if view.start != text.num_known:
+                raise InternalError(f"features of token {view.start} came where those of {text.num_known} were to come")
+            if len(view.kept):
+                text.seen.append([view.layer(k) for k in self.hidden_layers] or [view.hidden])
+                text.num_seen += len(view.kept)
             if text.num_seen > ROUND_ROWS:
-                # Joined they take less memory; one by one it would cost those who never draft.
+                # Joined they take less memory; joining every few rows would cost requests that never draft.
                 self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run features that wait, but for those that a round may run."""
+        """Run waiting features, all but the last one, which a round runs."""
         feeds: list[tuple[Sequence, int]] = []
         space = Space(self.runner.cache)
         self.caught_up, self.catchup_s = {}, 0.0
@@ -178,7 +178,7 @@ class EagleDrafter(SearchingDrafter):
         return self._texts[seq.id].num_waiting
 
     def _limits(self, seqs: Seq[Sequence], budget: Budget) -> list[int]:
-        """How many tokens to draft for each sequence, within positions and room; 0 where features are missing."""
+        """Return how many tokens to draft by sequence, within positions and room; 0 where features are missing."""
         space, limits = Space(self.runner.cache), list[int]()
         for b, seq in enumerate(seqs):
             text = self._texts[seq.id]
@@ -194,7 +194,7 @@ class EagleDrafter(SearchingDrafter):
     def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False) -> list[tuple[Row, Any]]:
         """Run the first waiting features of sequences, each with the token behind it, and keep the rows.
 
-        Returns what follows the last row of each, and its output, if wanted="last".
+        Returns the logits (or best id) behind each last row, and the row's output, if wanted="last".
         """
         if not feeds:
             return []
@@ -206,7 +206,7 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call: what the loop in `own_draft` finds, one by one."""
+        """Draft the likeliest tokens of all sequences in one call, with the result of the loop in `own_draft`."""
         lengths = [limits[b] for b in fed]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
         if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
@@ -220,12 +220,12 @@ class EagleDrafter(SearchingDrafter):
             stop.confidences += confidences
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
         chains: list[list[int]] = [[] for _ in seqs]
-        for b, own in zip(fed, ahead.ids, strict=True):
-            chains[b] = [self._ids[i] for i in own]
+        for b, guessed in zip(fed, ahead.ids, strict=True):
+            chains[b] = [self._ids[i] for i in guessed]
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
-        """The run of the first waiting features of a sequence, each with the token behind it; they wait no more."""
+        """Make a run of a sequence's first waiting features, each with the token behind it, and take them off."""
         text = self._texts[seq.id]
         self._join(text)
         features = self.model.rows.join(text.waiting)
@@ -236,7 +236,7 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """The run of all waiting features of a sequence, of which none is joined; they wait no more."""
+        """Make a run of all waiting features of a sequence, none of them joined, and take them off."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
@@ -255,26 +255,26 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """What follows the last row of each run, and what stands for the features of the next one."""
+        """Return the logits or best id behind the last row of each run, and what stands for the next row's features."""
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
 
     def _by_layer(self, seen: Seq[list[Any]]) -> list[Any]:
-        """The target's rows of several passes, by layer [n, H]."""
+        """Join the target's rows of several passes, by layer [n, H]."""
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Whether the largest logit is all that a draw needs, and can be had alone."""
+        """Return whether a draw only needs the largest logit, and the runner can compute it alone."""
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token, unless the pacing policy stops here or masks leave none; whether more may follow."""
-        found = next_of(row, seq, chain.tokens, self._ids, self._spread)
-        return found is not None and chain.grow(*found, seq, b, budget, coins)
+        """Draw one more token, unless pacing stops here or masks leave none; return whether more may follow."""
+        following = next_of(row, seq, chain.tokens, self._ids, self._spread)
+        return following is not None and chain.grow(*following, seq, b, budget, coins)
 
     def _spread(self, logits: Logits) -> Logits:
-        """Logits of its own ids [n] as logits of the target's [num_ids], -inf elsewhere."""
+        """Spread logits of the head's ids [n] over the target's ids [num_ids], -inf elsewhere."""
         whole: Logits = np.full(self._num_ids, -np.inf, float_type(self.model))
         whole[self._own_ids] = logits
         return whole
@@ -285,19 +285,19 @@ def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the layers that the head reads, the cache of its own, and what its weights take.
+    """Return the layers that the head reads, its own cache, and what its weights take.
 
     Refuses a folder that is no head, or one of another tokenizer.
     """
     path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
-    if found is None:
+    published = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
+    if published is None:
         config = _own_config(path, target.fingerprint)
         layers = config.layers
         rounded = _rounded(options, config, is_own=True, is_packed=target.is_packed)
     else:
-        config = head_layouts.eagle_config(found)
-        layers = head_layouts.eagle_layers(found, target.num_layers)
+        config = head_layouts.eagle_config(published)
+        layers = head_layouts.eagle_layers(published, target.num_layers)
         rounded = _rounded(options, config, is_own=False, is_packed=target.is_packed)
     weights = head_files.own_weights(path, target, rounded, all_rows=False)
     return Needs(layers, makes=OwnModel(config=config.decoder), weights=weights)
@@ -306,14 +306,14 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
     path = head_files.located(options.path, "eagle")
-    found = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
-    if found is not None:
-        published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
-        config, weights, ids = head_layouts.read_eagle(found, published, target)
+    published = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
+    if published is not None:
+        settings = head_layouts.eagle_config(published, target.model.config.cache_shape.num_layers)
+        config, weights, ids = head_layouts.read_eagle(published, settings, target)
     else:
         config, weights, ids = _read_own(path, target)
-    rounded = _rounded(options, config, is_own=found is None, is_packed=is_packed(target.model))
-    is_whole = found is not None and len(ids) == target.num_ids
+    rounded = _rounded(options, config, is_own=published is None, is_packed=is_packed(target.model))
+    is_whole = published is not None and len(ids) == target.num_ids
     model = make(config, weights, ids, target.model, rounded, lends_head=is_whole)
     drafter = EagleDrafter(model, config, ids, cache_of(model, target), target.num_ids)
     drafter.search_by(options.search, "eagle", target)
@@ -321,14 +321,15 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def cache_of(model: HeadModel, target: Target) -> KVCache:
-    """Make the cache of a head: it keeps all rows, for the target's rows of a text are not to be had again."""
+    """Make a head's cache: it keeps all rows, because the target's rows of a text cannot be had again."""
     return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 
 def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
-    """What the weights are rounded to. is_own: a head of `forerun train head`, and no published one.
+    """Return what the weights are rounded to. is_own: whether the head is of `forerun train head`, not published.
 
-    A pass of the head reads all of its weights, and 8 bits draft what 16 do; what others trained is left as it is.
+    A pass of the head reads all of its weights, and 8 bits draft as well as 16. With `auto` a published head keeps its
+    weights, unless the target is packed.
     """
     shapes = {**input_shapes(config), **layer_shapes(config)}.values()
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)

@@ -2,8 +2,8 @@
 
 Behind the last of them come the target's final norm and LM head, as LayerSkip exits (Elhoushi et al. 2024,
 arXiv 2404.16710) and as Draft & Verify skips layers (Zhang et al. 2023, arXiv 2309.08168). The weights are the target's
-own, in memory once; the draft's cache holds the layers that it runs. Keys and values that the draft computed are not
-given to the target: those of skipped layers would be missing, and behind a gap they are others.
+own, in memory once; the draft's cache holds the layers that it runs. The target does not use the draft's keys and
+values: skipped layers would have none, and layers behind a gap have different ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, che
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
 
-KIND = "skip"  # of the file: `forerun train skip`
+KIND = "skip"  # kind of the file of `forerun train skip`
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Options:
 
 
 def _skipped(text: str) -> set[int]:
-    """Return the layers of a list, as in 3+7+11. Raises BadOption."""
+    """Return the layers in a list such as 3+7+11. Raises BadOption."""
     numbers = [int(part) if re.fullmatch("[0-9]{1,4}", part) else -1 for part in parse_list(text)]
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise BadOption(f"early_exit:skip={shown(text)} is not possible: write each layer once, as in 3+7+11")
@@ -63,8 +63,8 @@ def _skipped(text: str) -> set[int]:
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
     """Return the layers of a target of `num_layers` that draft, ascending.
 
-    fingerprint: of the target's ids, to which a file must belong; None = not compared. Raises BadOption for more layers
-    than the target has or for none, and for a file that was fitted for another number of them.
+    fingerprint: of the target's ids, which a file must name; None = not compared. Raises BadOption for more layers than
+    the target has or for none, and for a file that was fitted for another number of layers.
     """
     if options.skip is not None:
         skipped = _skipped(options.skip)
@@ -90,13 +90,13 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the model that it makes: the layers that draft, without weights of their own. Raises as `chosen`."""
+    """Return the draft model: layers of the target, without weights of their own. Raises what `chosen` raises."""
     layers = chosen(options, target.num_layers, target.fingerprint)
     return Needs(makes=OwnModel(layers=tuple(layers)))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Make a drafter of some of the target's layers. Raises as `chosen` and `artifacts.load` do."""
+    """Make a drafter of some of the target's layers. Raises what `chosen` and `artifacts.load` raise."""
     fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
     layers = chosen(options, target.model.config.cache_shape.num_layers, fingerprint)
     config = target.model.config

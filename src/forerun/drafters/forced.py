@@ -1,10 +1,10 @@
 """Draft what the request's grammar leaves no choice about: keys, punctuation, what is left of a choice.
 
-The tokens are those with which the tokenizer spells that text, up to the last whose end is sure: where more text may
-follow and change how the end is cut into tokens, the draft stops one token short (llguidance's fast-forward tokens).
-The target gives each of them the probability 1, because its own distribution is masked by the same grammar. So a pass
-that reads the keys of an object writes them all, as a prompt is read (as in jump-forward decoding of SGLang, Zheng et
-al. 2024, arXiv 2312.07104), and no rule refuses one.
+The draft is the tokenizer's spelling of that text, up to the last token with a sure end: where more text may follow and
+change how the end is cut into tokens, the draft stops one token short (llguidance's fast-forward tokens). The target
+gives each of these tokens probability 1, because its distribution is masked by the same grammar. So one pass writes all
+keys of an object, as it would read a prompt (as in jump-forward decoding of SGLang, Zheng et al. 2024, arXiv
+2312.07104), and no rule rejects one.
 
 An engine asks it first for every request that has a grammar and may draft; the request's own drafter drafts where there
 is a choice. Without a grammar it drafts nothing.
@@ -21,7 +21,7 @@ from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """No options: the grammar says all."""
+    """No options: the grammar decides everything."""
 
 
 class ForcedDrafter(Drafter):
@@ -42,5 +42,5 @@ class ForcedDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return ForcedDrafter()

@@ -1,10 +1,10 @@
 """Hydra: Medusa's heads, which also read the tokens drafted before their own (Ankner et al. 2024, arXiv 2402.05109).
 
 Head k (from 0) reads the hidden state of the last token that the target has run, and the embeddings of the token behind
-it and of the k tokens of the path: so what it guesses fits its path, where a head of Medusa guesses for the average of
-what may stand there. The draft is Medusa's tree of point masses, which grows depth by depth: the nodes of a depth are
-one batch. `forerun train head --method hydra` makes heads; the rows of their LM head are the target's, of the ids that
-it writes most often. Published heads have LM heads of their own. The prefix layer of Hydra++ is refused.
+it and of the k tokens of the path. So its guess fits its path, where a head of Medusa guesses for the average of all
+paths. The draft is Medusa's tree of point masses, which grows depth by depth: the nodes of a depth are one batch.
+`forerun train head --method hydra` makes heads; their LM head is the target's rows for the ids that it writes most
+often. Published heads bring LM heads along. The prefix layer of Hydra++ is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.models.configs import size
 from forerun.ops.model import Model
 from forerun.sampling.largest import Ids
 
-FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
+FIRST = ("linear", "res_connection")  # layers of the first block, whose input is wider than its output
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Options:
 
 
 def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the blocks of all heads, under the published names."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the shapes of the blocks of all heads, by their published names."""
+    by_name: dict[str, tuple[int, ...]] = {}
     for head in range(num_heads):
         layers = {f"0.{name}": (head + 2) * width for name in FIRST}
         layers |= {f"{block}.linear": width for block in range(1, num_blocks)}
         for name, num_in in layers.items():
             at = f"hydra_mlp.{head}.{name}."
-            found |= {f"{at}weight": (width, num_in), f"{at}bias": (width,)}
-    return found
+            by_name |= {f"{at}weight": (width, num_in), f"{at}bias": (width,)}
+    return by_name
 
 
 class HydraHeads:
-    """The heads of one target. ids [n]: those that are drafted, ascending. weights: with LM heads, or without."""
+    """The heads of one target. ids [n]: the drafted ids, ascending. weights: with LM heads, or without."""
 
     def __init__(
         self, weights: Mapping[str, HostTensor], num_heads: int, num_blocks: int, ids: Ids, target: Model
@@ -65,14 +65,14 @@ class HydraHeads:
             at = f"hydra_mlp.{head}."
             names = {"fc_act": f"{at}0.linear", "fc": f"{at}0.res_connection"}
             names |= {str(block - 1): f"{at}{block}.linear" for block in range(1, num_blocks)}
-            own = {f"{ours}.{end}": weights[f"{n}.{end}"] for ours, n in names.items() for end in ("weight", "bias")}
+            parts = {f"{ours}.{end}": weights[f"{n}.{end}"] for ours, n in names.items() for end in ("weight", "bias")}
             if has_own:
-                own |= {f"lm_head.{end}": weights[f"hydra_lm_head.{head}.{end}"][ids] for end in ("weight", "bias")}
+                parts |= {f"lm_head.{end}": weights[f"hydra_lm_head.{head}.{end}"][ids] for end in ("weight", "bias")}
             elif head == 0:
-                own[HEAD] = HostTensor.of(target.head(ids.tolist()))
+                parts[HEAD] = HostTensor.of(target.head(ids.tolist()))
             features = Features(*sizes, num=head + 2, joined=True, bias=True, act="silu", input="features")
             first = self._heads[0] if head and not has_own else None
-            self._heads.append(ResidualHead.of(target, features, own, len(ids), first))
+            self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """See TreeHeads: the nodes of one depth at once."""
@@ -83,8 +83,8 @@ class HydraHeads:
             head = self._heads[depth]
             rows = self._target.rows
             logits = head.logits(head.rows([rows.take(hidden, [row for row, _ in nodes]), *embedded]))
-            found: list[list[int]] = self._ids[rows.top(logits, num)].tolist()
-            return found
+            guesses: list[list[int]] = self._ids[rows.top(logits, num)].tolist()
+            return guesses
 
         return at
 
@@ -94,16 +94,16 @@ def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
     if published is None:
         return head_files.read_config(path, "hydra", tokenizer)
     for key, wanted in {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}.items():
-        if (found := published.get(key, wanted)) != wanted:
+        if (value := published.get(key, wanted)) != wanted:
             raise UnsupportedModel(
-                f"{shown(path)} has {key}={shown(str(found))}, and forerun computes {key}={wanted} alone: "
+                f"{shown(path)} has {key}={shown(str(value))}, and forerun computes {key}={wanted} alone: "
                 "train heads for this target with `forerun train head --method hydra`"
             )
     return published
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the heads' weights take. Refuses a folder without heads, or with those of another tokenizer."""
+    """Return what the heads' weights take. Refuses a folder without heads, or with heads of another tokenizer."""
     path = head_files.located(options.path, "hydra")
     _read_config(path, target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))

@@ -1,16 +1,16 @@
 """LogitSpec: look up what the target's last logits held to be likely, one token further on (Liu et al. 2025).
 
 A search in the text finds nothing where its last tokens have not occurred before. But the logits that chose the next
-token also tell of the one behind it: what nearly came is likely to come next (arXiv 2507.01449, section 3). Here the
-next token is committed already, so the likeliest ids of the row before it, without the one that was chosen, are
-candidates for what follows. Before them come the ids that the target held to be likeliest behind the same token when it
-last ran it, in a rejected guess perhaps, as in Token Recycling (Luo et al. 2024, arXiv 2408.08696).
+token also tell of the token behind it: what nearly came is likely to come next (arXiv 2507.01449, section 3). Here the
+next token is committed already, so the likeliest ids of the row before it, without the chosen one, are candidates for
+what follows. Before them come the ids that the target held to be likeliest when it last ran the same token, in a
+rejected guess perhaps, as in Token Recycling (Luo et al. 2024, arXiv 2408.08696).
 
 A draft is one tree: what followed the longest end of the text that occurred before, then the candidates in order, each
 with what followed where the text had gone on with it, until the budget is used up. One search serves all these queries,
-for an occurrence of the text's end that went on with a candidate is an occurrence of both together.
+because an occurrence of the text's end that went on with a candidate is an occurrence of both together.
 
-Every node is a point mass. It depends on committed tokens and on logits of passes before, which no coin of this round
+Every node is a point mass. It depends on committed tokens and on logits of earlier passes, which no coin of this round
 has touched, so each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
 """
 
@@ -29,7 +29,7 @@ from forerun.drafters.shared.chains import TextDrafter, Tokens
 from forerun.drafters.shared.continuations import Guess, Level, grow, levels
 from forerun.types import Budget, Coins, Draft, Sequence
 
-# Of a search in the text, as suffix decoding has them by default.
+# Of a search in the text: the defaults of suffix decoding.
 MAX_MATCH, SPEC_FACTOR, MIN_PROB, NUM_OCCURRENCES = 64, 4, 0.1, 64
 MAX_ROWS = 16384  # tokens whose likeliest followers are kept; the longest unseen go first
 
@@ -60,7 +60,7 @@ class Options:
 
 
 class Likely:
-    """The ids that the target held to be likeliest at places of one sequence."""
+    """The ids that the target held to be likeliest at some places of one sequence."""
 
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
@@ -77,20 +77,20 @@ class Likely:
     def candidates(self, seq: Sequence) -> list[int]:
         """Return what may follow the last token of a sequence, the best first."""
         chosen, recycled = seq.tokens[-1], self.behind.rows.get(seq.tokens[-1], ())
-        # Behind tokens that are forced, and not committed yet, nothing is known of the row before the last.
+        # Behind forced tokens, which are not committed yet, the row before the last is unknown.
         rivals = self.rivals if self.place == len(seq.tokens) - 1 else ()
         return list(dict.fromkeys((*recycled, *(token for token in rivals if token != chosen))))
 
 
 class LogitSpecDrafter(TextDrafter[Tokens]):
-    """Keeps, per sequence, its tokens and what the target said of it, and drafts trees of point masses."""
+    """Keeps each sequence's tokens and the target's likeliest ids, and drafts trees of point masses."""
 
     shape = "tree"
 
     def __init__(self, options: Options) -> None:
         super().__init__(Tokens, is_fast=True)
         self.options = options
-        self.top_logits = max(options.top + 1, options.recycled)  # one of a row's ids is the token that was chosen
+        self.top_logits = max(options.top + 1, options.recycled)  # one of a row's ids is the chosen token
         self._likely = defaultdict[int, Likely](Likely)  # by sequence
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -99,10 +99,10 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         super().observe(seqs, seen)
-        for seq, own in zip(seqs, seen, strict=True):
-            ids = own.top(self.top_logits)[0].tolist()
+        for seq, view in zip(seqs, seen, strict=True):
+            ids = view.top(self.top_logits)[0].tolist()
             if ids:  # a prompt chunk has none
-                self._likely[seq.id].read(own, ids, self.options.recycled)
+                self._likely[seq.id].read(view, ids, self.options.recycled)
 
     def end(self, seq: Sequence) -> None:
         super().end(seq)
@@ -133,8 +133,8 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
     """Return where each token stands behind an earlier occurrence of the text's end, the latest place first.
 
-    occurrences: of the text's suffixes, the shortest first. Of a token that followed several suffixes, the places
-    behind the longest of them are returned.
+    occurrences: of the text's suffixes, the shortest first. If a token followed several suffixes, its places behind the
+    longest of them are returned.
     """
     places: dict[int, list[int]] = {}
     for level in occurrences:
@@ -146,9 +146,9 @@ def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int
 
 
 def add(guess: Guess, nodes: dict[tuple[int, int], int], chain: Guess, most: int) -> None:
-    """Put a chain into a tree that has at most `most` nodes; where it begins as another path, it branches off there.
+    """Put a chain into a tree of at most `most` nodes; it branches off where it leaves an existing path.
 
-    nodes: by parent and token, the nodes that the tree has.
+    nodes: (parent, token) -> node of the tree.
     """
     parent = -1
     for token, prob in zip(chain.tokens, chain.probs, strict=True):

@@ -3,8 +3,8 @@
 A window of W columns and N - 1 levels of guessed tokens stands behind the last committed token. Each pass scores it as
 extra rows, and the likeliest token behind the deepest level of a column extends that column to an n-gram of N tokens.
 The n-gram goes into a pool, by its first token; the column loses its first token and gets the new one. Column 0 begins
-at the last committed token. Level 0 is a chain, and each deeper level hangs from the one above in its column: the token
-of level l in column j has the tokens of level 0 up to column j and of levels 1 to l - 1 of its column before it.
+at the last committed token. Level 0 is a chain, and a deeper level hangs from the level above in its column: before the
+token of level l in column j stand the tokens of level 0 up to column j, and of levels 1 to l - 1 of its column.
 
 A draft is the pool's continuations of the last committed token, merged into a tree of point masses. The window uses the
 target's likeliest tokens whatever the temperature, and no coins.
@@ -33,14 +33,14 @@ class Options:
 
 
 class Pool:
-    """First token -> the continuations that were seen last, newest first, at most `guesses` of them."""
+    """First token -> its latest continuations, newest first, at most `guesses`."""
 
     def __init__(self, guesses: int) -> None:
         self.ngrams: dict[int, list[tuple[int, ...]]] = {}
         self._guesses = guesses
 
     def put(self, first: int, rest: tuple[int, ...]) -> None:
-        """Add an n-gram, or make it the newest; the one unseen for longest leaves."""
+        """Add an n-gram, or make it the newest; the n-gram unseen for longest leaves."""
         known = self.ngrams.setdefault(first, [])
         if rest in known:
             known.remove(rest)
@@ -52,8 +52,8 @@ class Pool:
 class Window:
     """The columns of guessed tokens of one request.
 
-    columns [W][N - 1]: level 0 first. ages [W]: how many tokens of a column were named by the target, one behind the
-    other; the others were placed there in the beginning.
+    columns [W][N - 1]: level 0 first. ages [W]: how many consecutive tokens of a column the target has named; the
+    others were placed there in the beginning.
     """
 
     def __init__(self, columns: list[list[int]]) -> None:
@@ -61,7 +61,7 @@ class Window:
 
     @staticmethod
     def spread(text: Seq[int], width: int, levels: int) -> Window:
-        """Return a window of tokens that are taken from the text at even distances."""
+        """Return a window of tokens taken from the text at even distances."""
         num = width * levels
         tokens = [text[i * len(text) // num] for i in range(num)]
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
@@ -69,8 +69,8 @@ class Window:
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
         """Return the first `width` columns as extra rows behind `num_nodes` nodes, and the rows of their last level.
 
-        The row of level 0 in column 0 is that of the last committed token, which is no extra row. The returned rows are
-        indices among the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
+        Level 0 in column 0 is the last committed token, which needs no extra row. The returned rows are indices among
+        the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width
@@ -84,28 +84,28 @@ class Window:
         return Extra(tokens, parents), [index + 1 for index in above]
 
     def advance(self, likeliest: Seq[int]) -> list[tuple[int, ...]]:
-        """Extend the first columns by these tokens, and return the n-grams all of whose tokens the target named."""
-        found = []
+        """Extend the first columns by these tokens, and return the n-grams with only tokens that the target named."""
+        ngrams = []
         for j, token in enumerate(likeliest):
             column = self.columns[j]
-            if self.ages[j] >= len(column) - 1:  # what stands in level 0 is what the n-gram follows from
-                found.append((*column, token))
+            if self.ages[j] >= len(column) - 1:  # level 0 is the token that the n-gram follows from
+                ngrams.append((*column, token))
             self.columns[j] = [*column[1:], token]
             self.ages[j] += 1
-        return found
+        return ngrams
 
 
 @dataclass
 class _State:
     """What is known of one request.
 
-    ends, asked: rows of the last level in the pass that was asked for, and the tokens of all its rows; none of both
-    where the window was left out.
+    ends, asked: rows of the last level in the requested pass, and the tokens of all its rows; both empty where the
+    window was left out.
     """
 
     window: Window
     pool: Pool
-    num_read: int = 0  # tokens of the text at which an n-gram in the pool begins
+    num_read: int = 0  # tokens of the text whose n-grams are in the pool
     ends: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
@@ -135,19 +135,19 @@ class LookaheadDrafter(Drafter):
         return Draft.joined([self._draft(seq, b, budget) for b, seq in enumerate(seqs)])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for seq, own in zip(seqs, seen, strict=True):
+        for seq, view in zip(seqs, seen, strict=True):
             state, asked = self._states[seq.id], self._states[seq.id].asked
-            if asked and list(own.tokens) == asked:  # else another draft was scored: this one was a member's
-                likeliest = [own.best[end] for end in state.ends]
+            if asked and list(view.tokens) == asked:  # else another draft was scored: this one was a member's
+                likeliest = [view.best[end] for end in state.ends]
                 if min(likeliest) >= 0:
                     for first, *rest in state.window.advance(likeliest):
                         state.pool.put(first, tuple(rest))
             state.ends, state.asked = [], []
             if self.options.from_text:
-                self._read(seq, state, own.start + len(own.kept) + 1)
+                self._read(seq, state, view.start + len(view.kept) + 1)
 
     def _read(self, seq: Sequence, state: _State, stop: int) -> None:
-        """Put the n-grams of the first `stop` tokens that were not read yet into the pool."""
+        """Put unread n-grams of the first `stop` tokens into the pool."""
         num = self.options.ngram
         for i in range(state.num_read, stop - num + 1):
             state.pool.put(seq.tokens[i], tuple(seq.tokens[i + 1 : i + num]))
@@ -167,15 +167,15 @@ class LookaheadDrafter(Drafter):
         return Draft(draft.tokens, draft.parents, draft.node_starts, draft.probs, {0: rows} if rows.tokens else {})
 
     def _num_rows(self, width: int) -> int:
-        """Extra rows of so many columns."""
+        """Return the extra rows of `width` columns."""
         return max(0, width * (self.options.ngram - 1) - 1)
 
     def _width(self, num_rows: int) -> int:
-        """Columns that so many extra rows have room for."""
+        """Return how many columns fit into `num_rows` extra rows."""
         return min(self.options.window, (num_rows + 1) // (self.options.ngram - 1))
 
     def _guesses(self, seq: Sequence, b: int, budget: Budget, most: int) -> Draft:
-        """Merge what the pool knows to follow the last committed token into a tree of at most `most` nodes."""
+        """Merge the pool's continuations of the last committed token into a tree of at most `most` nodes."""
         children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         tokens, parents = list[int](), list[int]()
         for rest in self._states[seq.id].pool.ngrams.get(seq.tokens[-1], ()):
@@ -194,5 +194,5 @@ class LookaheadDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return LookaheadDrafter(options)

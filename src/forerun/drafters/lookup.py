@@ -1,11 +1,11 @@
 """Prompt lookup: continue as the text itself went on, the last time its final words occurred (Saxena 2023).
 
-The guess is a point mass, so it is accepted with the target's own probability for it. Among several occurrences the
-most recent one wins. A continuation that reaches the end of the text is read on from the draft itself, so a run such
-as "ab ab ab" is continued for as long as the budget goes.
+The guess is a point mass, so it is accepted with the target's own probability for it. Of several occurrences the most
+recent one wins. A continuation that reaches the end of the text is read on from the draft itself, so a run such as "ab
+ab ab" goes on as far as the budget.
 
-There is no index: behind a prompt of 32k tokens it took 29 ms of the first drafting step, and megabytes. A vectorised
-search of so many tokens takes less than 0.1 ms, which is nothing beside the attention to them.
+There is no index: building one for a prompt of 32k tokens took 29 ms of the first drafting step, and megabytes. A
+vectorised search of so many tokens takes less than 0.1 ms, which is nothing beside the attention to them.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class LookupDrafter(TextDrafter[Tokens]):
         return chain
 
     def _follow(self, text: array[int], num_tokens: int) -> list[int]:
-        """What followed where the end of `text` stood before, read on from itself where the text ends."""
+        """Return what followed an earlier occurrence of the end of `text`, read on from itself where the text ends."""
         start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
         if start is None:
             return []
         chain = list(text[start : start + num_tokens])
-        if END_OF_TEXT in chain:  # that of a source, which nothing follows
+        if END_OF_TEXT in chain:  # the end of a source, which nothing follows
             return chain[: chain.index(END_OF_TEXT)]
         while len(chain) < num_tokens:
             chain.append(chain[start + len(chain) - len(text)])
@@ -81,11 +81,11 @@ class LookupDrafter(TextDrafter[Tokens]):
 
 
 def follower(text: np.ndarray, min_n: int, max_n: int) -> int | None:
-    """Index of the token behind the last earlier occurrence of the longest suffix of `text`, int [L], that has one.
+    """Return the index behind the last earlier occurrence of the longest suffix of `text`, int [L], that has one.
 
     Suffixes of min_n to max_n tokens count; None where no such suffix occurred before.
     """
-    found = None
+    start = None
     matches = np.ones(len(text), dtype=bool)  # [i] = the suffix of n - 1 tokens begins at i, too
     for n in range(1, min(max_n, len(text) - 1) + 1):
         matches = (text[:-n] == text[-n]) & matches[1:]
@@ -93,10 +93,10 @@ def follower(text: np.ndarray, min_n: int, max_n: int) -> int | None:
         if not matches[last]:
             break
         if n >= min_n:
-            found = last + n
-    return found
+            start = last + n
+    return start
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return LookupDrafter(options)

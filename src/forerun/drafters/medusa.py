@@ -1,10 +1,10 @@
 """Medusa: heads that guess several tokens ahead from the target's last hidden state (Cai et al. 2024, 2401.10774).
 
-Head k is a residual block on the hidden state of the last token that the target has run, and guesses the token k places
-behind the next one, whatever stands between: the draft is a fixed tree, in which the children of a node are the
-likeliest ids of the head of their depth. All are point masses, so every rule that judges them is exact; the published
-typical acceptance is a rule of its own (docs/methods/typical.md). `forerun train head --method medusa` makes a head.
-The rows of the LM head are the target's, of the ids that it writes most often.
+Head k is a residual block on the hidden state of the last token that the target has run. It guesses the token k places
+behind the next one, whatever stands between. The draft is a fixed tree: the children of a node are the likeliest ids of
+the head for their depth. All are point masses, so every rule that judges them is exact; the published typical
+acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa` makes a head. Its LM head
+is the target's rows for the ids that the target writes most often.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from forerun.sampling.largest import Ids
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's choices, by a head's rank: for the tree
+# Shares of the target's choices, by rank in a head's guess: they shape the tree.
+SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class Options:
 
 
 def widths(shape: str, method: str = "medusa") -> list[int]:
-    """Read 3x2x1. Raises BadOption."""
-    found = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
-    if not all(0 < width <= len(SHARES) for width in found):
+    """Return the widths by depth of a shape such as 3x2x1. Raises BadOption."""
+    numbers = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
+    if not all(0 < width <= len(SHARES) for width in numbers):
         raise BadOption(f"{method}:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
-    return found
+    return numbers
 
 
-# (depth, for each node a row and the tokens of its path below the row) -> of each the likeliest ids of the head of that
-# depth, best first.
+# (depth, for each node a row and the tokens of its path below the row) -> for each node the likeliest ids by the head
+# for that depth, best first.
 Following = Callable[[int, Seq[tuple[int, Seq[int]]]], list[list[int]]]
 
 
@@ -61,45 +62,45 @@ class TreeHeads(Protocol):
     num_heads: int
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """What the first heads guess behind rows [B, H], `num` ids each. last [B]: the token behind each row."""
+        """Return what the first heads guess behind rows [B, H], `num` ids each. last [B]: the token behind each row."""
 
 
 class Heads:
-    """The heads of one target. ids [n]: those that are drafted.
+    """The heads of one target. ids [n]: the ids that they draft.
 
-    weights: by name. Each head has residual blocks. A head may have an LM head of its own, `lm_head.{head}.weight`
-    [n, H]; all may share another one, `lm_head.weight`; without either they use the target's.
+    weights: by name. Each head has residual blocks. Each may bring along an LM head, `lm_head.{head}.weight` [n, H], or
+    all share one, `lm_head.weight`; without either they use the target's.
     """
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, num_blocks: int, ids: Ids, target: Model) -> None:
         self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
-        self._has_own = "lm_head.0.weight" in weights  # each an LM head
+        self._has_own = "lm_head.0.weight" in weights  # an LM head for each head
         features = Features(target.config.vocab_size, target.config.hidden_size, input="features")
         self._heads = list[ResidualHead]()
         for head in range(num_heads):
-            own = {
+            parts = {
                 f"{block}.{end}": weights[name]
                 for block in range(num_blocks)
                 for end in ("weight", "bias")
                 if (name := f"{head}.{block}.linear.{end}") in weights
             }
             if self._has_own:
-                own[HEAD] = weights[f"lm_head.{head}.weight"]
+                parts[HEAD] = weights[f"lm_head.{head}.weight"]
             elif head == 0:
-                own[HEAD] = weights[HEAD] if HEAD in weights else HostTensor.of(target.head(ids.tolist()))
+                parts[HEAD] = weights[HEAD] if HEAD in weights else HostTensor.of(target.head(ids.tolist()))
             first = self._heads[0] if head and not self._has_own else None
-            self._heads.append(ResidualHead.of(target, features, own, len(ids), first))
+            self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See TreeHeads: all heads at once, for none looks at a path."""
-        found = self.guesses(hidden, num_heads, num)
-        return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
+        """See TreeHeads: all heads at once, because none looks at a path."""
+        guesses = self.guesses(hidden, num_heads, num)
+        return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
     def guesses(self, hidden: Any, num_heads: int, num: int) -> list[list[list[int]]]:
-        """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
+        """Return the `num` likeliest ids behind hidden [B, H], by row and head, best first."""
         heads = self._heads[:num_heads]
         rows = [head.rows([hidden]) for head in heads]
-        each = [head.logits(own) for head, own in zip(heads, rows, strict=True)] if self._has_own else []
+        each = [head.logits(read) for head, read in zip(heads, rows, strict=True)] if self._has_own else []
         logits = self._rows.join(each) if each else heads[0].logits(self._rows.join(rows))
         best = self._ids[self._rows.top(logits, num)].tolist()
         by_head = [best[i : i + len(hidden)] for i in range(0, len(best), len(hidden))]
@@ -108,7 +109,7 @@ class Heads:
 
 @dataclass
 class _Tree:
-    """A draft while it grows by depth. nodes: of the fixed tree. places: by node, where it is in the draft."""
+    """A draft while it grows by depth. nodes: the fixed tree. places: node of it -> node of the draft."""
 
     nodes: list[Node]
     tokens: list[int] = field(default_factory=list)
@@ -116,20 +117,20 @@ class _Tree:
     places: dict[int, int] = field(default_factory=dict)
 
     def families(self, depth: int) -> dict[int, list[int]]:
-        """The nodes of a depth whose parents are in the draft, by parent (-1 = the root), best first."""
-        found: dict[int, list[int]] = {}
+        """Return the nodes of a depth whose parents are in the draft, by parent (-1 = the root), best first."""
+        families: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
             if node.depth == depth and (node.parent < 0 or node.parent in self.places):
-                found.setdefault(node.parent, []).append(i)
-        return found
+                families.setdefault(node.parent, []).append(i)
+        return families
 
     def path(self, node: int) -> list[int]:
-        """The tokens down to a node of the fixed tree."""
-        found = list[int]()
+        """Return the tokens down to a node of the fixed tree."""
+        tokens = list[int]()
         while node >= 0:
-            found.append(self.tokens[self.places[node]])
+            tokens.append(self.tokens[self.places[node]])
             node = self.nodes[node].parent
-        return found[::-1]
+        return tokens[::-1]
 
     def add(self, node: int, token: int) -> None:
         """Put a node into the draft."""
@@ -139,7 +140,7 @@ class _Tree:
         self.parents.append(self.places[parent] if parent >= 0 else -1)
 
     def draft(self) -> Draft:
-        """What was drafted for its sequence."""
+        """Return the draft of its sequence."""
         each_probs = [Probs.of_point(token) for token in self.tokens]
         return Draft(self.tokens, self.parents, [0, len(self.tokens)], each_probs)
 
@@ -154,12 +155,12 @@ class MedusaDrafter(Drafter):
         self._heads, self._widths = heads, widths(shape)[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
         self._rows = rows
-        self._hidden = dict[int, tuple[int, Any]]()  # by sequence: the tokens up to that of the row, and the row
+        self._hidden = dict[int, tuple[int, Any]]()  # by sequence: how many tokens the row has seen, and the row
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for seq, own in zip(seqs, seen, strict=True):
-            if len(own.kept):
-                self._hidden[seq.id] = own.start + len(own.kept), self._rows.take(own.hidden, [-1])
+        for seq, view in zip(seqs, seen, strict=True):
+            if len(view.kept):
+                self._hidden[seq.id] = view.start + len(view.kept), self._rows.take(view.hidden, [-1])
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         ready = [b for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0 and self._is_known(seq)]
@@ -176,18 +177,18 @@ class MedusaDrafter(Drafter):
         self._hidden.pop(seq.id, None)
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Whether the row is that of the last token but one: the last was not run yet."""
+        """Return whether the row stands at the last token but one: the last was not run yet."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
-        """The best nodes of the fixed tree for each of these sequences, depth by depth, as far as pacing goes on."""
+        """Fill the best nodes of the fixed tree for each sequence, depth by depth, as far as pacing goes on."""
         trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
         for depth in range(len(self._widths)):
             families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]
             if not families:
                 break
-            found = following(depth, [(i, trees[i].path(parent)) for i, parent, _ in families])
-            for (i, _, nodes), ids in zip(families, found, strict=True):
+            guesses = following(depth, [(i, trees[i].path(parent)) for i, parent, _ in families])
+            for (i, _, nodes), ids in zip(families, guesses, strict=True):
                 for node, token in zip(nodes, ids, strict=False):  # fewer ids than nodes: a small vocabulary
                     if budget.go_on(ready[i], depth, Probs.of_point(token)):
                         trees[i].add(node, token)
@@ -195,7 +196,7 @@ class MedusaDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the heads' weights take. Refuses a folder without heads, or with those of another tokenizer."""
+    """Return what the heads' weights take. Refuses a folder without heads, or with heads of another tokenizer."""
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", target.fingerprint)
@@ -205,9 +206,9 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Read the heads. Raises what head_files.py and head_layouts.py raise."""
     path = head_files.located(options.path, "medusa")
-    if (found := head_layouts.find(path, "medusa")) is not None:
-        own = head_layouts.read_medusa(found, target)
-        heads = Heads(own.weights, own.num_heads, own.num_blocks, own.ids, target.model)
+    if (published := head_layouts.find(path, "medusa")) is not None:
+        stored = head_layouts.read_medusa(published, target)
+        heads = Heads(stored.weights, stored.num_heads, stored.num_blocks, stored.ids, target.model)
     else:
         heads = _read_own(path, target)
     return MedusaDrafter(heads, options.shape, target.model.rows)

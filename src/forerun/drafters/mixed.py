@@ -1,8 +1,8 @@
 """Several drafters in order: the first that finds something drafts.
 
-The order is that of the option. A search in the text costs next to nothing and is often right where it finds something,
-and a draft model guesses everywhere: together they are better than either. Whether a member finds something is known
-before any of its tokens is drawn, so the choice is admissible (docs/exactness.md).
+The option gives the order. A search in the text costs next to nothing and is often right where it finds something, and
+a draft model guesses everywhere: together they are better than either. Whether a member finds something is known before
+any of its tokens is drawn, so the choice is admissible (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Options:
 
 
 class MixedDrafter(Compound):
-    """Asks its members in turn, each for the sequences for which the earlier ones found nothing."""
+    """Asks its members in turn, each for the sequences where earlier members found nothing."""
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
-        found = [Draft.empty(1)] * len(seqs)
+        drafts = [Draft.empty(1)] * len(seqs)
         left = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
         for member in self.members:
             for b, draft in zip(left, self.ask(member, left, seqs, budget, coins), strict=True):
-                if draft.num_asked(0):  # extra rows alone cost something, too: a later member's nodes replace them
-                    found[b] = draft
-            left = [b for b in left if not found[b].tokens]
-        return Draft.joined(found)
+                if draft.num_asked(0):  # extra rows alone also cost something: a later member's nodes replace them
+                    drafts[b] = draft
+            left = [b for b in left if not drafts[b].tokens]
+        return Draft.joined(drafts)
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
         guesses = (member.ahead(seq, drafted, num_tokens) for member in self.members)
@@ -52,5 +52,5 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; one with a model loads it."""
+    """Build all members; a member with a model loads it."""
     return MixedDrafter(made(specs("mixed", options.of), target))

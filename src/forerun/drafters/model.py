@@ -1,11 +1,11 @@
 """An autoregressive draft model with its own cache, batched over requests (Leviathan et al. 2023; Chen et al. 2023).
 
-Its probabilities go through the same pipeline as the target's, with two options of its own: draft_temperature and
-draft_top_k replace the request's values for the draws only. The output's distribution does not depend on them, because
-the verifier is told the distribution that each token was drawn from. draft_vocab leaves only the first ids of the
-tokenizer to be drafted (short_vocab.py). The others have probability 0 in the draft.
+Its probabilities go through the same pipeline as the target's, with two options: draft_temperature and draft_top_k
+replace the request's values for the draws only. The output's distribution does not depend on them, because the verifier
+knows the distribution that each token was drawn from. With draft_vocab only the first ids of the tokenizer are drafted
+(short_vocab.py); all others have probability 0 in the draft.
 
-How it runs is in shared/model_drafter.py, what its cache holds in shared/feeding.py.
+shared/model_drafter.py says how it runs, shared/feeding.py what its cache holds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model. Refuses one whose tokenizer is another than the target's."""
+    """Return the draft model. Refuses a model with another tokenizer than the target's."""
     if options.path is not None and target.tokenizer is not None:
         compare(target.tokenizer, target.open(options.path).text_tokenizer, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
@@ -57,11 +57,11 @@ def build(options: Options, target: Target) -> Drafter:
     """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
 
     Raises VocabularyMismatch where an id has one token in the target's map and another in the draft's. Ids that only
-    one of them knows are never drafted. End-of-sequence ids may differ, as those of a chat model and of a base model
-    do: only the target's ids end the output, and a draft goes on past them.
+    one of them knows are never drafted. End-of-sequence ids may differ, as between a chat model and a base model: only
+    the target's ids end the output, and a draft goes on past them.
     """
-    found = loaded("model", options, target)
-    check_pair(found, target)
-    drafter = over(found.model, target, options, holes(found, target))
+    checkpoint = loaded("model", options, target)
+    check_pair(checkpoint, target)
+    drafter = over(checkpoint.model, target, options, holes(checkpoint, target))
     drafter.search_by(options.search, "model", target)
     return drafter

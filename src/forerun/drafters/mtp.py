@@ -1,9 +1,9 @@
 """MTP: the block in the target's own files that guesses further tokens (Gloeckle et al. 2024; DeepSeek-V3, 2.2).
 
-It pairs what the target has computed for a token, its row behind the final norm, with the embedding of the next token,
-and guesses the one behind. For more than one guess it is fed its own rows, as EAGLE's head is, and all but its weights
-is EAGLE's (eagle.py). Embedding and LM head are the target's. The LM head is most of what such a block reads, so that
-only the first ids of a large vocabulary are drafted, as many as the texts at hand use (short_vocab.py).
+It pairs the target's row of a token behind the final norm with the embedding of the next token, and guesses the token
+behind that. For more than one guess it is fed its own rows, as EAGLE's head is; all but its weights is EAGLE's
+(eagle.py). Embedding and LM head are the target's. The LM head is most of what such a block reads, so only the first
+ids of a large vocabulary are drafted, as many as the texts at hand use (short_vocab.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Options:
 class MtpDrafter(EagleDrafter):
     """Runs the target's own block ahead of it.
 
-    short: what chooses how many ids are drafted; None = nothing does.
+    short: chooses how many ids are drafted; None = a fixed number.
     """
 
     short: ShortVocabulary | None = None
@@ -83,7 +83,7 @@ class MtpDrafter(EagleDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the cache of its own, and what its weights take. Refuses a target that has no such block."""
+    """Return its own cache, and what its weights take. Refuses a target without such a block."""
     block = _block(options, target)
     spec = spec_of(block)
     beside = beside_of(spec, rounded(block.source, spec, options.quantization, target).tensors)
@@ -99,8 +99,10 @@ def build(options: Options, target: Target) -> Drafter:
     source = rounded(block.source, spec, options.quantization, target.opened)
     stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
     ids = list(range(spec.vocab_size))
-    made = load_model(spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids))
-    head, config = cast(HeadModel, made), EagleConfig(block.decoder, (), norm_output=True)
+    loaded = load_model(
+        spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids)
+    )
+    head, config = cast(HeadModel, loaded), EagleConfig(block.decoder, (), norm_output=True)
     drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
     if options.draft_vocab == AUTO:
@@ -110,7 +112,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def spec_of(block: NextTokens) -> Spec:
-    """Return what the block computes, as a head of its target."""
+    """Return the spec of the block as a head of its target."""
     norm = block.decoder.final_norm or Norm()
     features = Features(
         block.decoder.vocab_size, block.decoder.hidden_size, side_norms=True, feeds="normed", eps=norm.eps
@@ -120,7 +122,7 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights. offset: is added to the norms before the product, since norms of a head have none."""
+    """The stored weights. offset: added to the norms before the product, because a head's norms have no offset."""
 
     stored: StoredWeights
     offset: float
@@ -149,10 +151,10 @@ def _block(options: Options, target: Known) -> NextTokens:
         )
     if block is None:
         raise BadOption(f"mtp:path={shown(options.path)} holds no block that guesses further tokens: leave it out")
-    own, others = (block.decoder.hidden_size, block.decoder.vocab_size), (target.hidden_size, target.vocab_size)
-    if own != others:
+    sizes, others = (block.decoder.hidden_size, block.decoder.vocab_size), (target.hidden_size, target.vocab_size)
+    if sizes != others:
         raise BadOption(
-            f"mtp:path={shown(options.path)} is of a model with rows of {own[0]} and {own[1]} ids, and the target has "
-            f"rows of {others[0]} and {others[1]} ids: name the target's own"
+            f"mtp:path={shown(options.path)} is of a model with rows of {sizes[0]} and {sizes[1]} ids, and the target "
+            f"has rows of {others[0]} and {others[1]} ids: name the target's own"
         )
     return block

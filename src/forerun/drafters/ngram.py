@@ -1,12 +1,12 @@
 """A store of n-grams that grows with the text (NASD, n-gram assisted speculative decoding).
 
-Contexts of 1 to max_n - 1 tokens each know the token that followed them most often; the longest known context speaks.
+Each context of 1 to max_n - 1 tokens knows the token that followed it most often; the longest known context decides.
 Differences from the published code: a token is never drawn anew behind a rejection; contexts of one token are used,
 too; where no context is known the draft ends, because a filler token only costs rows of the target.
 
-Of equal counts the token that reached the count first stays. Only committed tokens are counted. filler_top_k makes the
-target's other likely tokens at a place known as well, as if each had occurred once: a context that later occurs with
-one of them changes its mind at once.
+Of equal counts the token that reached the count first stays. Only committed tokens are counted. filler_top_k adds the
+target's other likely tokens at a place, as if each had occurred once: a context that later occurs with one of them
+changes to it at once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Options:
 
 
 class Recent(Generic[V]):
-    """A dictionary of at most `most` entries, which forgets those that were not set for longest.
+    """A dictionary of at most `most` entries, which forgets the entries that were not set for longest.
 
-    It keeps two halves: when the new one is full the old one goes. So nothing is sorted, and no call takes long.
+    It keeps two halves: when the new half is full the old half goes. So nothing is sorted, and no call takes long.
     """
 
     def __init__(self, most: int) -> None:
@@ -63,9 +63,9 @@ class Recent(Generic[V]):
         return len(self._new) + len(self._old)
 
     def get(self, key: Gram) -> V | None:
-        """Return an entry, None where there is none."""
-        found = self._new.get(key)
-        return self._old.get(key) if found is None else found
+        """Return the entry of a key; None without one."""
+        entry = self._new.get(key)
+        return self._old.get(key) if entry is None else entry
 
     def set(self, key: Gram, value: V) -> None:
         """Set an entry."""
@@ -77,12 +77,12 @@ class Recent(Generic[V]):
 class Store:
     """The n-grams of one text: how often each occurred, and which token followed each context most often.
 
-    before: a text that was read to its end before this one, as a source is.
+    before: a text that was read to its end before, such as a source.
     """
 
     def __init__(self, options: Options, before: Seq[int] = ()) -> None:
         self.num_read = 0
-        self._lengths = range(options.min_n - 1, options.max_n)  # of contexts
+        self._lengths = range(options.min_n - 1, options.max_n)  # lengths of contexts
         self._counts, self._best = Recent[int](options.max_ngrams), Recent[int](options.max_ngrams)
         self.read(before, len(before))
         self.num_read = 0
@@ -95,7 +95,7 @@ class Store:
         self.num_read = stop
 
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
-        """Count these tokens once behind the contexts that end before `stop`, where they never occurred."""
+        """Count each filler once behind the contexts that end before `stop`, where it never occurred."""
         for token in fillers:
             for context in self._contexts(tokens, stop):
                 if self._counts.get((*context, token)) is None:
@@ -104,8 +104,8 @@ class Store:
     def guess(self, tokens: Seq[int]) -> int | None:
         """Return the most frequent token behind the longest known context at the end of `tokens`."""
         for length in reversed(self._lengths):
-            if length <= len(tokens) and (found := self._best.get(tuple(tokens[-length:]))) is not None:
-                return found
+            if length <= len(tokens) and (token := self._best.get(tuple(tokens[-length:]))) is not None:
+                return token
         return None
 
     def _contexts(self, tokens: Seq[int], stop: int) -> Iterable[Gram]:
@@ -131,13 +131,13 @@ class NgramDrafter(TextDrafter[Store]):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         super().observe(seqs, seen)
-        for seq, own in zip(seqs, seen, strict=True):
+        for seq, view in zip(seqs, seen, strict=True):
             store = self._texts.of(seq) if self.top_logits else None
-            ids = [] if store is None else own.top(self.top_logits)[0].tolist()
-            # Rows that were not kept stand behind rejected tokens: what the target says there is not learnt.
-            for i, row in enumerate(own.kept if ids else ()):
+            ids = [] if store is None else view.top(self.top_logits)[0].tolist()
+            # Rows that were not kept stand behind rejected tokens, and are not learnt from.
+            for i, row in enumerate(view.kept if ids else ()):
                 assert store is not None
-                store.make_known(seq.tokens, own.start + i + 1, ids[row - own.scored.start])
+                store.make_known(seq.tokens, view.start + i + 1, ids[row - view.scored.start])
 
     def behind(self, text: Store, seq: Sequence, drafted: Seq[int]) -> Probs | None:
         longest = self.options.max_n - 1
@@ -146,5 +146,5 @@ class NgramDrafter(TextDrafter[Store]):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return NgramDrafter(options)

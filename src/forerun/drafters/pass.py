@@ -1,13 +1,13 @@
 """PaSS: the target guesses several tokens at once behind trained look-ahead embeddings (Monea et al. 2023, 2311.13581).
 
-T trained vectors LA_1 .. LA_T stand in place of the next tokens. What the target computes behind LA_j is a distribution
-of the token j places behind the next one, whatever stands between. In the paper this takes a pass of its own, so that a
-round has two. Here the vectors are rows of the pass that verifies the draft before: behind each number of tokens that
-may be accepted stands a chain of its own, and that of the number that was accepted makes the next draft. So no pass is
-added, but rows; and the next token, which the paper's first pass draws, is the correction or bonus of the round.
+T trained vectors LA_1 .. LA_T stand in place of the next tokens. Behind LA_j the target computes a distribution of the
+token j places behind the next one, whatever stands between. In the paper this takes a separate pass, so that a round
+has two. Here the vectors are rows of the pass that verifies the previous draft: behind each number of tokens that may
+be accepted stands one chain of vectors, and the chain of the number that was accepted makes the next draft. So no pass
+is added, only rows; and the next token, which the paper's first pass draws, is the correction or bonus of the round.
 
-A budget is shared between drafted tokens and chains by what each row is expected to give. Tokens are drawn from what
-stands behind the vectors, with the request's temperature and filters. Keys and values of the rows are never kept.
+A budget is shared between drafted tokens and chains by what each row is expected to give. Tokens are drawn from the
+logits behind the vectors, with the request's temperature and filters. Keys and values of the rows are never kept.
 `forerun train head --method pass` trains the vectors.
 """
 
@@ -26,8 +26,8 @@ from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.models.configs import size
 from forerun.types import Budget, Coins, Draft, Extra, Rows, Sequence
 
-# P(a guess is accepted), given that those before it were; the last one for all that follow. Held-out agreement with
-# SmolLM2 after half a million tokens of training: 0.27, 0.14, 0.20, and overlap 0.25, 0.16, 0.13.
+# P(a guess is accepted), given that the guesses before it were; later guesses have the last value. Held-out agreement
+# with SmolLM2 after half a million tokens of training: 0.27, 0.14, 0.20, and overlap 0.25, 0.16, 0.13.
 RATES = (0.27, 0.15, 0.15)
 
 
@@ -40,9 +40,9 @@ class Options:
 
 @cache
 def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """How many vectors stand behind each number of accepted tokens, [num_nodes + 1], and what all rows may give.
+    """Return how many vectors stand behind each number of accepted tokens, [num_nodes + 1], and what all rows may give.
 
-    num_rows: vectors in all; depth: of one chain at most. A row is worth the chance that it is this number that is
+    num_rows: vectors in all. depth: of one chain at most. A vector is worth the chance that exactly this number is
     accepted, times the chance that its guess is accepted in the next round; a node, the chance that it is accepted.
     """
     reached = list(accumulate([1.0, *(RATES[min(i, len(RATES) - 1)] for i in range(max(num_nodes, depth)))], mul))
@@ -59,7 +59,7 @@ def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int,
 
 @cache
 def num_nodes(num_known: int, budget: int, depth: int) -> int:
-    """How many of the known guesses to draft, so that drafted tokens and vectors together may give most."""
+    """Return how many of the known guesses to draft, so that drafted tokens and vectors together give most."""
     return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
 
 
@@ -68,7 +68,7 @@ class _Text:
     """What is known of one sequence.
 
     rows: what the target computed behind the vectors, for the tokens behind the first `num_tokens`. asked: tokens of
-    all rows of the pass that was asked for; places: by number of accepted tokens, the rows of its chain.
+    all rows of the requested pass. places: number of accepted tokens -> the rows of its chain.
     """
 
     rows: Seq[Row] = ()
@@ -93,12 +93,12 @@ class PassDrafter(Drafter):
         self._texts.pop(seq.id, None)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for seq, own in zip(seqs, seen, strict=True):
+        for seq, view in zip(seqs, seen, strict=True):
             asked = self._texts[seq.id]
-            text = self._texts[seq.id] = _Text(num_tokens=own.start + len(own.kept) + 1)
-            if asked.asked and own.kept and list(own.tokens) == asked.asked:  # else another draft was scored
-                place = asked.places[len(own.kept) - 1]
-                best, logits = own.scores.best[own.run], own.scores.logits[own.run]
+            text = self._texts[seq.id] = _Text(num_tokens=view.start + len(view.kept) + 1)
+            if asked.asked and view.kept and list(view.tokens) == asked.asked:  # else another draft was scored
+                place = asked.places[len(view.kept) - 1]
+                best, logits = view.scores.best[view.run], view.scores.logits[view.run]
                 text.rows = best[place.start : place.stop] if best else list(logits[place.start : place.stop].copy())
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -109,8 +109,8 @@ class PassDrafter(Drafter):
         chain = Chain()
         rows = text.rows if text.num_tokens == len(seq.tokens) else ()
         for row in rows[: num_nodes(len(rows), most, depth)]:
-            found = next_of(row, seq, chain.tokens)
-            if found is None or not chain.grow(*found, seq, b, budget, coins):
+            following = next_of(row, seq, chain.tokens)
+            if following is None or not chain.grow(*following, seq, b, budget, coins):
                 break
         drafted = Draft.chains([chain.tokens], [chain.probs])
         counts, _ = chain_lengths(len(chain.tokens), most - len(chain.tokens), depth)
@@ -119,7 +119,7 @@ class PassDrafter(Drafter):
         return replace(drafted, extra={0: extra} if extra.tokens else {})
 
     def _extra(self, counts: Seq[int]) -> tuple[Extra, list[range]]:
-        """A chain of vectors behind each node, and which rows of the sequence they are."""
+        """Return a chain of vectors behind each node, and their rows in the sequence."""
         first = len(counts) - 1  # the nodes come first
         extra, places = Extra([], [], {}), list[range]()
         vectors = dict[int, Any]()
@@ -134,7 +134,7 @@ class PassDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the vectors take. Refuses a folder without such vectors, or with those of another tokenizer."""
+    """Return what the vectors take. Refuses a folder without such vectors, or of another tokenizer."""
     path = head_files.located(options.path, "pass")
     head_files.read_config(path, "pass", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=False))

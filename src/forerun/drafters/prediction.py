@@ -1,10 +1,10 @@
 """Copy a text that the output is expected to resemble: SamplingParams.prediction, as for an edit of a file.
 
-A pointer stands in the prediction behind what the output has followed; what comes there is drafted. Where the output
-leaves the prediction, the pointer is lost, until the last resync_n committed tokens occur in the prediction: then it
-stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, where the
-pointer is lost at first. The answer of an encoder-decoder stands beside its prompt, the source, from whose beginning it
-is copied then: this is shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970).
+A pointer stands in the prediction behind the part that the output has followed; the tokens behind it are drafted. Where
+the output leaves the prediction, the pointer is lost, until the last resync_n committed tokens occur in the prediction:
+then it stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, and
+the pointer is lost at first. An encoder-decoder's prompt is its source, which is copied from its beginning: this is
+shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970).
 
 The guesses are point masses and cost nothing. A prediction never changes the output, however wrong it is.
 """
@@ -53,7 +53,7 @@ class Copy:
             if self.at is not None and self.next_token(0) == tokens[i]:
                 self.at += 1
                 continue
-            if self.at is not None and self.at > self._found_at:  # else the place was wrong, and says nothing
+            if self.at is not None and self.at > self._found_at:  # else the place was wrong, and is no hint
                 self._lost_at = self.at
             last = tokens[max(0, i + 1 - self._resync_n) : i + 1]
             self.at = behind(self._ids, last, self._lost_at) if len(last) == self._resync_n else None
@@ -61,15 +61,15 @@ class Copy:
         self.num_read = stop
 
     def next_token(self, depth: int) -> int | None:
-        """Return the token of the prediction that is `depth` behind the next one; None where there is none."""
+        """Return the token of the prediction `depth` places behind the next one; None where there is none."""
         place = None if self.at is None else self.at + depth
         return None if place is None or place >= len(self.prediction) else self.prediction[place]
 
 
 def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
-    """Index behind an occurrence of the tokens `last` in ids [n], with a token there; None where there is none.
+    """Return an index behind an occurrence of `last` in ids [n], with a token there; None where there is none.
 
-    It is the first index from `place` on, else the last before.
+    It is the first index from `place` on, else the last before it.
     """
     num = len(ids) - len(last)
     if num <= 0:
@@ -84,7 +84,7 @@ def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
 
 
 class PredictionDrafter(TextDrafter[Copy]):
-    """Keeps, per sequence, its place in its prediction."""
+    """Keeps each sequence's place in its prediction."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(self._copy)
@@ -108,5 +108,5 @@ class PredictionDrafter(TextDrafter[Copy]):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return PredictionDrafter(options)

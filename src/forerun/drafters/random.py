@@ -19,7 +19,7 @@ class Options:
 
 
 class RandomDrafter(Drafter):
-    """Expects the same distribution everywhere."""
+    """Drafts from the same distribution everywhere."""
 
     def __init__(self, probs: Probs) -> None:
         self._probs = probs
@@ -29,7 +29,7 @@ class RandomDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter over the ids of the target that have a token."""
+    """Return a drafter over the target's ids that have a token."""
     weights = np.ones(target.num_ids)
     weights[list(target.holes)] = 0
     return RandomDrafter(Probs(dense=weights / mass(weights)))

@@ -2,9 +2,9 @@
 
 Every pass of the target computes logits behind each row, and decoding uses one row of them. This drafter keeps the ids
 of the largest logits behind each row, rejected drafts included, in a matrix: token -> what may follow it, best first
-(arXiv 2408.08696, section 3.1). A draft is a tree over that matrix in a fixed order of ranks. The order is best-first
-by the product of the acceptance rates of the ranks along the path, which is the tree of most expected tokens for each
-number of nodes where the rates fall with the rank (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+(arXiv 2408.08696, section 3.1). A draft is a tree over that matrix in a fixed order of ranks: best-first by the product
+of the acceptance rates of the ranks along the path. Where the rates fall with the rank, this is the tree with the most
+expected tokens for each number of nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 # P(the target's choice is the token of this rank), given that the parent is right. Measured; docs/methods/recycle.md.
 RANK_RATES = (0.44, 0.14, 0.05, 0.03, 0.025, 0.015, 0.01, 0.01)
-MAX_NODES = 128  # of the fixed order: more than a draft has, because tokens without a row have no children
+MAX_NODES = 128  # nodes of the fixed order: more than of a draft, because tokens without a row have no children
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the matrix holds and which drafts are made of it."""
+    """What the matrix holds and which drafts are made from it."""
 
     shape: str = field(default="tree", metadata={"help": "tree, or path: the likeliest token behind each, one by one"})
     top: int = field(
@@ -100,16 +100,16 @@ class RecycleDrafter(Drafter):
         return Draft.joined([self._tree(seq, b, budget) for b, seq in enumerate(seqs)])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for seq, own in zip(seqs, seen, strict=True):
-            matrix, ids = self._matrices.of(seq), own.top(self.options.top)[0].tolist()
+        for seq, view in zip(seqs, seen, strict=True):
+            matrix, ids = self._matrices.of(seq), view.top(self.options.top)[0].tolist()
             if ids:
-                for token, row in own.rows.items():
+                for token, row in view.rows.items():
                     matrix.put(token, ids[row])
             elif self.options.from_prompt:
-                self._read(seq, matrix, own.start + len(own.kept))
+                self._read(seq, matrix, view.start + len(view.kept))
 
     def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
-        """Take the pairs of the first `stop` tokens, and of the token behind them, that were not read yet."""
+        """Take the unread pairs of the first `stop` tokens and the token behind them."""
         start = self._num_read.get(seq.id, 0)
         for token, follower in pairwise(seq.tokens[start : stop + 1]):
             matrix.put_first(token, follower, self.options.top)
@@ -137,5 +137,5 @@ class RecycleDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return RecycleDrafter(options)

@@ -34,15 +34,15 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the model that it makes: the target once more, rounded."""
+    """Return the draft model: the target once more, rounded."""
     return Needs(makes=OwnModel(options.quantization))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Round the target's weights to a draft model beside it, once for all drafters of one engine.
 
-    Raises BadOption where they have no more bits already, as those of most GGUF files have in bfloat16: the same file
-    with dtype float32 is dequantised, and can be rounded.
+    Raises BadOption where the weights have no more bits than that, as most GGUF files in bfloat16: the same file with
+    dtype float32 is dequantised, and can be rounded.
     """
     holes: Seq[int] = target.holes
     bits = Quantization.parse(options.quantization)

@@ -1,9 +1,9 @@
 """Several drafters feed one tree: each drafts a chain, and the chains are siblings at the root (SpecInfer, Miao et al.
 2023, arXiv 2305.09781).
 
-Each token states the distribution that its own member drew it from. The chains are tested in the order of the option,
-which is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin alike the rule goes on
-with both.
+Each token states the distribution that its member drew it from. The chains are tested in the order of the option, which
+is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin alike the rule goes on with
+both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Options:
 
 
 class SeveralDrafter(Compound):
-    """Asks all members, which share the nodes that were granted; one that finds nothing leaves its share to others."""
+    """Asks all members, which share the granted nodes; a member without a guess leaves its share to the others."""
 
     def __init__(self, members: Seq[Drafter]) -> None:
         super().__init__(members)
@@ -39,7 +39,7 @@ class SeveralDrafter(Compound):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
-        budget.limits = []  # what is forced within a chain would take the nodes of the others
+        budget.limits = []  # forced tokens within a chain would take the nodes of the others
         left, chains = list(budget.num_tokens), [list[Draft]() for _ in seqs]
         for i, member in enumerate(self.members):
             num_left = len(self.members) - i
@@ -53,18 +53,18 @@ class SeveralDrafter(Compound):
 
 
 def _side_by_side(chains: Seq[Draft]) -> Draft:
-    """Return a tree of chains of one sequence, level by level, so that the first levels are what a cut leaves."""
-    made = Draft([], [], [0, 0], [])
+    """Return a tree of one sequence's chains, level by level, so that a cut leaves the first levels."""
+    tree = Draft([], [], [0, 0], [])
     tips = [-1] * len(chains)
     for depth in range(max((len(chain.tokens) for chain in chains), default=0)):
         for i, chain in enumerate(chains):
             if depth < len(chain.tokens):
-                made.parents.append(tips[i])
-                tips[i] = len(made.tokens)
-                made.tokens.append(chain.tokens[depth])
-                made.probs.append(chain.probs[depth])
-    made.node_starts[1] = len(made.tokens)
-    return made
+                tree.parents.append(tips[i])
+                tips[i] = len(tree.tokens)
+                tree.tokens.append(chain.tokens[depth])
+                tree.probs.append(chain.probs[depth])
+    tree.node_starts[1] = len(tree.tokens)
+    return tree
 
 
 def needs(options: Options, target: Known) -> Needs:
@@ -73,7 +73,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; one with a model loads it. Raises BadOption for one that drafts trees."""
+    """Build all members; a member with a model loads it. Raises BadOption for a member that drafts trees."""
     members = made(specs("several", options.of), target)
     for member, spec in zip(members, specs("several", options.of), strict=True):
         if member.shape != "chain":

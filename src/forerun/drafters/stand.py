@@ -2,23 +2,23 @@
 
 A table keeps the largest logits behind each context of 1 to `max_context` tokens, averaged over its occurrences (arXiv
 2506.04708, the logit-based n-gram module): of every row that the target scores, rejected guesses included. The longest
-context that is known speaks. What it keeps goes through the request's own pipeline, as the target's logits do, and the
-guess is *drawn* from the distribution q that comes out. So a guess is accepted with probability sum_x min(p(x), q(x)),
-which for p = q is 1, where a point mass at the likeliest token is accepted with max_x p(x). Siblings are drawn without
-replacement, each from what the earlier ones left, which is the order of Gumbel top-k; with the noise of the position
-where the target picks by it, too.
+known context counts. Its logits go through the request's own pipeline, as the target's logits do, and the guess is
+*drawn* from the resulting distribution q. So a guess is accepted with probability sum_x min(p(x), q(x)), which is 1 for
+p = q, where a point mass at the likeliest token is accepted with max_x p(x). Siblings are drawn without replacement,
+each from what the earlier ones left, which is the order of Gumbel top-k; they use the noise of the position where the
+target picks by it, too.
 
-Exactness. Every token is drawn from the distribution that is stated, as a function of earlier rounds and of tokens that
-were drawn before it, so by the rule's theorem the tokens of a round have the target's distribution *given all that the
+Exactness. Every token is drawn from the distribution that is stated, a function of earlier rounds and of tokens that
+were drawn before it. So by the rule's theorem the tokens of a round have the target's distribution *given all that the
 drafter has seen*: committed tokens, rejected draws, and what the table made of them. The coins of a round are new.
 Hence the distribution of the next tokens given the text is the target's, too, whatever the rejected draws were. The
 shape of a tree is fixed by counts; a node without a known context has no children, which is decided after it was drawn.
 
-An id that one of two lists lacks had at most the least logit of that list, and is averaged as if it had that one. A
+If one of two lists lacks an id, the id had at most the list's least logit, and is averaged as if it had this logit. A
 prompt is run without logits: its contexts guess the token that followed them last, until the target has computed logits
 behind them.
 
-The drafter runs no model, but it is not `is_free`: whoever drops its guess by looking at it takes a draw back.
+The drafter runs no model, but it is not `is_free`: dropping its guess after looking at it would take a draw back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 # P(the sibling drawn as this number is the accepted one), given that the parent is. Measured; docs/methods/stand.md.
 SHARES = (0.53, 0.11, 0.045, 0.04, 0.02, 0.01)
 MAX_NODES = 64  # of a draft
-PART = 256  # contexts that are learned together, at most as many as the smallest table has
+PART = 256  # contexts that are learned together, at most the size of the smallest table
 
 Gram = tuple[int, ...]
 
@@ -79,7 +79,7 @@ class Options:
 class Table:
     """Contexts, and the mean of the largest logits behind each: at most `max_contexts`, of `width` ids each.
 
-    A context of the prompt, behind which nothing was computed yet, has one id and a count of 0.
+    A context of the prompt without computed logits has one id and a count of 0.
     """
 
     def __init__(self, max_contexts: int, width: int, dtype: npt.DTypeLike) -> None:
@@ -95,7 +95,7 @@ class Table:
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
         """Return ids, ascending, and mean logits behind the longest known end of a context; None where none is known.
 
-        longest: tokens of an end at most.
+        longest: most tokens of an end.
         """
         for length in range(min(longest, len(context)), 0, -1):
             place = self._places.get(tuple(context[-length:]))
@@ -108,7 +108,9 @@ class Table:
 
     def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
         """Add an occurrence of each context [n], with ids and values of the largest logits behind it [n, width]."""
-        for start in range(0, len(contexts), PART):  # so that none of a part is forgotten before it is learned
+        for start in range(
+            0, len(contexts), PART
+        ):  # small enough that no context of a part is forgotten before it is learned
             part = slice(start, start + PART)
             places = np.array([self._place(context) for context in contexts[part]])
             part_ids, part_logits = ids[part], logits[part]
@@ -119,13 +121,13 @@ class Table:
                 left = np.setdiff1d(left, once, assume_unique=True) if len(once) < len(left) else left[:0]
 
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
-        """Let tokens follow contexts behind which no logits are known; of several the last one."""
+        """Let tokens follow contexts without known logits; the last of several tokens stays."""
         places = np.array([self._place(context) for context in contexts], np.intp)
         is_guess = self._counts[places] == 0
         self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
 
     def _place(self, context: Gram) -> int:
-        """Return the row of a context, which may be a new one."""
+        """Return the row of a context, a new row if necessary."""
         place = self._places.get(context)
         if place is not None:
             self._places.move_to_end(context)
@@ -148,12 +150,12 @@ class Table:
         )
 
     def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
-        """Add one occurrence to each of these rows, which differ."""
+        """Add one occurrence to each of these rows, which must differ."""
         counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
         is_same = known_ids[:, :, None] == ids[:, None, :]
         again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id
         again = np.where(is_same.any(2), again, logits.min(1, keepdims=True))
-        least = means.min(1, keepdims=True)  # what an id that is new had at most before
+        least = means.min(1, keepdims=True)  # the most that a new id can have had before
         old = means + (again - means) / (counts + 1)
         new = np.where(is_same.any(1), -np.inf, least + (logits - least) / (counts + 1))
         all_ids, all_means = np.concatenate((known_ids, ids), 1), np.concatenate((old, new), 1)
@@ -165,7 +167,7 @@ class Table:
 
 
 def _ends(tokens: Seq[int]) -> list[Gram]:
-    """Return every end of some tokens, the longest first."""
+    """Return all suffixes of some tokens, the longest first."""
     return [tuple(tokens[start:]) for start in range(len(tokens))]
 
 
@@ -173,9 +175,9 @@ def _ends(tokens: Seq[int]) -> list[Gram]:
 class _Request:
     """What the drafter knows of a request.
 
-    params: what kept logits go through; of a greedy one, whose tokens are drafted by rank, without filters at
-    temperature 1. only_filters: whether that is done to the kept logits alone. num_read: tokens of the prompt that are
-    in the table.
+    params: of the pipeline for kept logits; for a greedy request, whose tokens are drafted by rank, with temperature 1
+    and without filters. only_filters: whether the pipeline runs on the kept logits alone. num_read: prompt tokens in
+    the table.
     """
 
     params: SamplingParams
@@ -220,17 +222,17 @@ class StandDrafter(Drafter):
         return Draft.joined([self._tree(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for seq, own in zip(seqs, seen, strict=True):
-            table, (ids, logits) = self._tables.of(seq), own.top(self.top_logits)
+        for seq, view in zip(seqs, seen, strict=True):
+            table, (ids, logits) = self._tables.of(seq), view.top(self.top_logits)
             if len(ids):
-                self._learn(table, seq, own, ids, logits)
+                self._learn(table, seq, view, ids, logits)
             elif self.options.from_prompt:
-                request, stop = self._requests[seq.id], own.start + len(own.kept)
+                request, stop = self._requests[seq.id], view.start + len(view.kept)
                 self._read(table, seq.tokens, range(max(request.num_read, stop - READ_TOKENS), stop))
                 request.num_read = stop
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
-        """Guess by a text what follows the contexts that end at these tokens."""
+        """Guess from a text what follows the contexts that end at these tokens."""
         contexts, followers = list[Gram](), list[int]()
         for end in ends:
             known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])
@@ -239,13 +241,13 @@ class StandDrafter(Drafter):
         table.guess(contexts, followers)
 
     def _learn(self, table: Table, seq: Sequence, own: Seen, ids: Ids, logits: Rows) -> None:
-        """Learn what the target computed behind each row, with the tokens on the way to it as its context."""
+        """Learn the target's logits behind each row, whose context is the path of tokens down to it."""
         run, longest = own.scores.runs[own.run], self.options.max_context
-        before = {-1: seq.tokens[max(0, own.start + 1 - longest) : own.start]}  # of a row: the last tokens up to it
+        before = {-1: seq.tokens[max(0, own.start + 1 - longest) : own.start]}  # by row: the last tokens up to it
         contexts, rows = list[Gram](), list[int]()
         is_number = np.isfinite(logits.sum(1)).tolist()
         for row, (token, parent) in enumerate(zip(run.tokens, run.behind(0), strict=True)):
-            if parent in before and not (run.vectors and row in run.vectors):  # else what was read is no token
+            if parent in before and not (run.vectors and row in run.vectors):  # else the row read a vector, not a token
                 before[row] = [*before[parent], token][-longest:]
                 if is_number[row]:
                     contexts += _ends(before[row])
@@ -274,7 +276,7 @@ class StandDrafter(Drafter):
             parents.append(places[parent])
             drawn_from.append(stated)
             goes_on = stop is None or stop.goes_on(confidence)
-            if goes_on and token not in seq.end_ids:  # which is decided behind a token that stays
+            if goes_on and token not in seq.end_ids:  # decided after the token was drawn, which stays
                 paths[i] = [*paths[parent], token]
         return Draft(tokens, parents, [0, len(tokens)], drawn_from)
 
@@ -284,15 +286,15 @@ class StandDrafter(Drafter):
         """Yield at most `num` tokens behind a path, as `children_of` does."""
         depth, expected = len(path), self.expected(seq, path)
         if expected is not None and budget.go_on(b, depth, expected):
-            # A greedy request takes the likeliest ids of the logits that are kept, as they are at temperature 1.
+            # A greedy request takes the likeliest ids of the kept logits, at temperature 1.
             kind = "point" if seq.params.greedy else kind_of(self.draws, seq.params, seq)
             yield from children_of(expected, kind, num, depth, coins, lane)
 
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
-        """What the request's pipeline makes of the logits that are kept for the context at the end of a path.
+        """Return the distribution that the request's pipeline makes of the logits kept for the end of a path.
 
-        None where none is known, or masks leave none of its ids. The pipeline of filters runs on the kept ids alone;
-        bias, penalties and masks name ids, so a row of the whole vocabulary is made for these.
+        None where no context is known, or masks leave none of its ids. Filters run on the kept ids alone; bias,
+        penalties and masks name ids, so they need a row of the whole vocabulary.
         """
         longest, request = self.options.max_context, self._requests[seq.id]
         kept = self._tables.of(seq).find([*seq.tokens[-longest:], *path], longest)
@@ -312,5 +314,5 @@ class StandDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter that needs no model."""
+    """Return a drafter that needs no model."""
     return StandDrafter(options, target.num_ids, float_type(target.model))

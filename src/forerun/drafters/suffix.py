@@ -1,12 +1,12 @@
 """Suffix decoding: continue as texts went on most often behind the longest ends of this one (Oliaro et al. 2411.04975).
 
-Two histories are searched: the request's own prompt and output, and the texts of requests that have finished. Each
-suffix of the text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m +
-max_spec_offset of them, because a long match is rarely an accident. Of the occurrences of a suffix the latest
-NUM_OCCURRENCES are counted: the token that followed most often comes next, and its share of them is its probability
-under the count model. The score of a guess is the sum of the probabilities of its nodes, which is how many are accepted
-on average if the counts are right; the guess with the best score is drafted. Of equal scores the longer suffix
-wins, and finished texts are asked only for longer suffixes than the one that the request's own text was found by.
+Two histories are searched: the request's own prompt and output, and the texts of finished requests. Each suffix of the
+text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m + max_spec_offset tokens,
+because a long match is rarely an accident. The latest NUM_OCCURRENCES of a suffix are counted: the token that followed
+most often comes next, and its share of the counts is its probability. The score of a guess is the sum of the
+probabilities of its nodes, the number of tokens accepted on average if the counts are right; the guess with the best
+score is drafted. Of equal scores the longer suffix wins, and finished texts are searched only for longer suffixes than
+the match in the request's own text.
 
 The paper keeps suffix trees. Here the tokens themselves are searched by numpy, so that nothing has to be built while a
 prompt is read and a token of history costs four bytes; docs/methods/suffix.md has the times of both.
@@ -26,7 +26,7 @@ from forerun.drafters.shared.chains import TextDrafter, Tokens
 from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
 from forerun.types import Budget, Coins, Draft, Sequence
 
-NUM_OCCURRENCES = 64  # of a suffix that are counted: more change no draft by much, and cost time
+NUM_OCCURRENCES = 64  # counted occurrences of a suffix: more would change drafts little, and cost time
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Options:
 
 
 class Past:
-    """The texts of finished requests, of each cache salt apart; the oldest go first.
+    """The texts of finished requests, separate for each cache salt; the oldest go first.
 
-    max_tokens counts one more token for each text, its end.
+    max_tokens counts an END_OF_TEXT for each text.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests, self._max_tokens, self._num_tokens = max_requests, max_tokens, 0
-        self._texts: dict[str | None, array[int]] = {}  # of a salt: text, END_OF_TEXT, text, END_OF_TEXT ...
+        self._texts: dict[str | None, array[int]] = {}  # by salt: text, END_OF_TEXT, text, END_OF_TEXT ...
         self._order: deque[tuple[str | None, int]] = deque()  # salt and length of each text, the oldest first
 
     def of(self, salt: str | None) -> array[int]:
@@ -71,7 +71,7 @@ class Past:
         return self._texts.get(salt, array("i"))
 
     def add(self, salt: str | None, text: array[int]) -> None:
-        """Remember a text; of one that is too long its end."""
+        """Remember a text, or only its end if it is too long."""
         if not self._max_requests or self._max_tokens < 2:
             return
         text = text[-(self._max_tokens - 1) :]
@@ -91,7 +91,7 @@ class Past:
 
 
 class SuffixDrafter(TextDrafter[Tokens]):
-    """Searches the texts of a sequence and of those that finished before it."""
+    """Searches the text of a sequence and the texts that finished before."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(Tokens, is_fast=True)
@@ -107,36 +107,36 @@ class SuffixDrafter(TextDrafter[Tokens]):
         return draft
 
     def end(self, seq: Sequence) -> None:
-        """Remember a text that came to its end; forget one that was aborted, or preempted and is begun again."""
+        """Remember a finished text; forget a text that was aborted, or preempted and is begun again."""
         if seq.finish_reason in ("stop", "length"):
             self._past.add(seq.params.cache_salt, self._texts.whole(seq).ids)
         super().end(seq)
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
-        own = self._texts.whole(seq).ids
-        context = own[-self.options.max_match :]
+        text = self._texts.whole(seq).ids
+        context = text[-self.options.max_match :]
         # The text's last token is left out of the search: nothing followed its end yet.
-        guess = self._better(Guess(), own, len(own) - 1, context, most, seq.end_ids)
+        guess = self._better(Guess(), text, len(text) - 1, context, most, seq.end_ids)
         past = self._past.of(seq.params.cache_salt)
         return self._better(guess, past, len(past), context, most, seq.end_ids)
 
     def _better(
         self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
     ) -> Guess:
-        """Return the best guess by the first `stop` tokens of a text, or `guess` where none has a better score."""
+        """Return the best guess by the first `stop` tokens of a text, or `guess` if no score is better."""
         o = self.options
         if most <= guess.score:
             return guess
-        least = guess.match  # what is known of this text by as long a match says more than other texts do
+        least = guess.match  # an equally long match in the request's own text says more than one in other texts
         for level in reversed(levels(np.frombuffer(text, np.intc)[:stop], context)):
             limit = min(most, int(o.max_spec_factor * level.length + o.max_spec_offset))
             if level.length <= least or limit <= guess.score:
                 break  # no node has more than probability 1, and a shorter suffix may draft no more
             rows = [text[end : end + limit] for end in level.ends(NUM_OCCURRENCES)]
-            found = grow(rows, limit, self.shape == "tree", o.min_token_prob, end_ids)
-            if found.score > guess.score:
-                found.match = level.length
-                guess = found
+            candidate = grow(rows, limit, self.shape == "tree", o.min_token_prob, end_ids)
+            if candidate.score > guess.score:
+                candidate.match = level.length
+                guess = candidate
         return guess
 
 

@@ -1,12 +1,12 @@
 """Each request is drafted for by the member that promises it the most tokens per second, chosen anew in every round.
 
 Leviathan et al. 2023 (section 6) leave it open to vary the approximation model; here any drafters are members. The
-promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the length that was
-granted; drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request and rank,
-and begin with the member's own average. How long drafts are is the pacing policy's to say: where they were shortened
-here as well, it saw no later ranks and granted less and less. Free members are asked in every round, which costs no
-rows, and what they guessed is compared with what was committed, whoever drafted. The others are known only where they
-drafted, so one that looks hopeless is probed after pauses that double in length.
+promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the granted length;
+drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request and rank, and begin
+with the member's own average. The pacing policy alone decides how long drafts are: where they were shortened here as
+well, it saw no later ranks and granted less and less. Free members are asked in every round, which costs no rows, and
+their guesses are compared with what was committed, whoever drafted. Other members are known only where they drafted, so
+a member that looks hopeless is probed after pauses that double in length.
 
 A decision looks at past rounds and at point masses alone, so it is admissible (docs/exactness.md). It depends on
 measured seconds, so it may differ from run to run; the texts of greedy and of `match` requests do not.
@@ -22,11 +22,11 @@ from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.types import Budget, Coins, Draft, Sequence
 
 MOST_NODES = 16  # of a guess that is scored
-FIRST_GUESS = 0.6  # acceptance of a member of which no round was seen
+FIRST_GUESS = 0.6  # acceptance of a member before its first round
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # rounds between two probes of a member
-MEMORY = 30  # rounds until the weight of one is 1/e
+MEMORY = 30  # rounds until the weight of a round is 1/e
 PROBE_NODES = 4
-FIRST_SLOPE = 0.05  # of the target's pass per row, in passes of one row, until widths of both kinds were timed
+FIRST_SLOPE = 0.05  # growth of the target's pass per row, in passes of one row, until different widths were timed
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Line:
         self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, seconds: float) -> None:
-        """Add a measurement; one that is far above the others counts as three times what was expected."""
+        """Add a measurement; one far above the line counts as three times the expected seconds."""
         if self.weight:
             seconds = min(seconds, 3 * self.at(x))
         keep = 1 - 1 / MEMORY
@@ -145,7 +145,7 @@ class SwitchDrafter(Compound):
         self.hysteresis = hysteresis
         self._mean = [_Gains() for _ in members]
         self._draft_s = [_Rate() for _ in members]
-        self._pass_s = _Line(FIRST_SLOPE)  # of the rest of a step, by its rows
+        self._pass_s = _Line(FIRST_SLOPE)  # seconds of the rest of a step, by its rows
         self._ready_at: float | None = None  # when the drafts of this step were ready
         self._requests: dict[int, _Request] = {}
 
@@ -159,29 +159,29 @@ class SwitchDrafter(Compound):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
-        budget.limits = []  # what is forced says nothing of a member
+        budget.limits = []  # forced tokens say nothing about a member
         asked = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
-        found = [Draft.empty(1)] * len(seqs)
+        drafts = [Draft.empty(1)] * len(seqs)
         guesses = self._free_guesses(asked, seqs, budget, coins)
         groups: dict[int, list[int]] = {}
         for b in asked:
             member, length = self._choose(self._requests[seqs[b].id], guesses[b], budget.num_tokens[b], len(seqs))
             if member in guesses[b]:
-                found[b] = guesses[b][member]
+                drafts[b] = guesses[b][member]
             elif member is not None:
                 budget.num_tokens[b] = length
                 groups.setdefault(member, []).append(b)
         for member, chosen in groups.items():
             for b, draft in zip(chosen, self._timed(member, chosen, seqs, budget, coins), strict=True):
                 others = guesses[b].values() if not draft.tokens else ()  # a model that is behind draws nothing
-                found[b] = next((_first(guess, budget.num_tokens[b]) for guess in others), draft)
+                drafts[b] = next((_first(guess, budget.num_tokens[b]) for guess in others), draft)
         self._ready_at = self.clock()
-        return Draft.joined(found)
+        return Draft.joined(drafts)
 
     def _free_guesses(
         self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> dict[int, dict[int, Draft]]:
-        """By sequence and member: what the free members guess, where they guess something."""
+        """Return the guesses of the free members by sequence and member, without empty ones."""
         guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
         for i, member in enumerate(self.members):
             if member.is_free:
@@ -195,7 +195,7 @@ class SwitchDrafter(Compound):
     def _timed(
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Ask a member that costs something, and note what it took and what it drafted."""
+        """Ask a member that is not free, and note its time and drafts."""
         drafter, begun, had = self.members[member], self.clock(), self.catchup_s
         drafts = self.ask(drafter, chosen, seqs, budget, coins)
         self._draft_s[member].add(sum(len(d.tokens) for d in drafts), self.clock() - begun - self.catchup_s + had)
@@ -212,9 +212,9 @@ class SwitchDrafter(Compound):
     def _choose(
         self, request: _Request, guesses: Mapping[int, Draft], most: int, num_sequences: int
     ) -> tuple[int | None, int]:
-        """Return the member that drafts for a request and how many nodes; None where it decodes plainly.
+        """Return the member that drafts for a request, None for plain decoding, and how many nodes it may draft.
 
-        guesses: of the free members, by member. most: nodes that were granted.
+        guesses: of the free members, by member. most: the granted nodes.
         """
         request.num_rounds += 1
         rates: dict[int | None, float] = {None: 1 / self._seconds(0, 0.0, num_sequences)}
@@ -244,9 +244,9 @@ class SwitchDrafter(Compound):
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return what a round of one sequence takes: its share of a pass, and its own rows and draft.
+        """Return the seconds of a round of one sequence: its share of a pass, and its own rows and draft.
 
-        Passes of one row where nothing was measured.
+        In passes of one row where nothing was measured.
         """
         plain = self._pass_s.at(num_sequences)
         if plain <= 0:
@@ -266,14 +266,14 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the best nodes of a draft of one sequence; its extra rows only where all nodes stay."""
+    """Return the best nodes of one sequence's draft; its extra rows stay only if all nodes do."""
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
 
 
 def _score(known: _Known, text: Seq[int]) -> None:
-    """Compare a guess with what was committed since, as soon as that shows how much of it was right."""
+    """Compare a guess with the tokens committed since, as soon as they show how much of it was right."""
     if known.guess is None:
         return
     start, draft = known.guess
@@ -294,5 +294,5 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; one with a model loads it."""
+    """Build all members; a member with a model loads it."""
     return SwitchDrafter(made(specs("switch", options.of), target), options.hysteresis)

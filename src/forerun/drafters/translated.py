@@ -4,8 +4,8 @@ how=tokens: the draft's logits of the tokens that both vocabularies have, renorm
 (token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the draft goes on greedily in
 its own vocabulary, its text is encoded with the target's tokenizer, and the ids are proposed as point masses.
 
-Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py), of which only the
-end changes when the text grows: its cache is cut to what is still the same.
+Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py). When the text
+grows only the last ids change: the cache is cut to the ids that are still the same.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Options:
 class Intersection(ModelDrafter):
     """A draft model that draws only tokens of both vocabularies, and states them in the target's ids.
 
-    Its sequences are in its own ids. sources: the target's sequences, by id, which penalties and masks look at.
+    Its sequences hold its own ids. sources: the target's sequences, by id, for penalties and masks.
     """
 
     def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
         super().__init__(runner, options)
         self.sources: dict[int, Sequence] = {}
         self.width = width
-        # The largest logit may be that of a token which the target lacks.
+        # The token of the largest logit may be one that the target lacks.
         self.finds_best = self.draws_ahead = False
         self._ids = ids
         self._target_ids, self._own_ids = np.array(list(ids)), np.array(list(ids.values()))
@@ -91,9 +91,9 @@ class Intersection(ModelDrafter):
 class Translated(Drafter):
     """Hands each sequence to a draft model in the ids of its tokenizer. Subclasses translate its drafts back.
 
-    tokenizers: the target's and the draft model's; None where ids are all there is, and then they name the same tokens.
-    It has no `free_tokens`: a text may be longer in other ids, and where the model's cache has no room for one, that
-    sequence has no drafts; the target must not wait for it.
+    tokenizers: the target's and the draft model's; None where ids are all there is, and name the same tokens. It has no
+    `free_tokens`: a text may be longer in other ids. A sequence without room in the draft's cache has no drafts, and
+    the target must not wait for it.
     """
 
     def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
@@ -123,11 +123,11 @@ class Translated(Drafter):
         self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
 
     def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
-        """Return what the draft model sees of a sequence that has these tokens in its ids."""
+        """Return the sequence as the draft model sees it. tokens: in the draft model's ids."""
         return dataclasses.replace(seq, tokens=tokens)
 
     def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return how many tokens the model is to draft where so many of the target's are wanted."""
+        """Return how many tokens the draft model must draft for `num_tokens` of the target's."""
         return num_tokens
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -149,7 +149,7 @@ class Translated(Drafter):
 
 
 class TranslatedTokens(Translated):
-    """how=tokens. The model's drafts are in the target's ids already."""
+    """how=tokens: the model's drafts are in the target's ids already."""
 
     own: Intersection
 
@@ -167,9 +167,9 @@ class TranslatedTokens(Translated):
 
 
 class TranslatedText(Translated):
-    """how=text. Nothing is random in a draft: it is a function of the committed tokens.
+    """how=text: nothing is random in a draft, which is a function of the committed tokens.
 
-    num_ids: of the target, which proposes no others.
+    num_ids: of the target; no other ids are proposed.
     """
 
     draws = "point"
@@ -184,9 +184,11 @@ class TranslatedText(Translated):
         return dataclasses.replace(seq, tokens=tokens, params=params, bad_word_ids=())
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        # No policy stops the model's own draft: one stops what becomes of it, which is of point masses.
-        own = self.ask(seqs, Budget(budget.num_tokens, budget.catchup_tokens), coins)
-        texts = {seq.id: self._text(seq, [own.tokens[i] for i in own.nodes(b)]) for b, seq in enumerate(seqs)}
+        # No policy stops the model's own draft; it stops the translated draft, which is made of point masses.
+        model_draft = self.ask(seqs, Budget(budget.num_tokens, budget.catchup_tokens), coins)
+        texts = {
+            seq.id: self._text(seq, [model_draft.tokens[i] for i in model_draft.nodes(b)]) for b, seq in enumerate(seqs)
+        }
         guesses = {seq.id: continuation(self._target, seq.tokens, texts[seq.id]) for seq in seqs if texts[seq.id]}
 
         def expected(seq: Sequence, drafted: Seq[int]) -> Probs | None:
@@ -197,12 +199,12 @@ class TranslatedText(Translated):
         return draw_chains(seqs, budget, coins, expected)
 
     def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return as many as make one more of the target's, by the lengths of the text so far in both; at most twice."""
+        """Return enough for one more token, by the lengths of the text so far in both ids; at most twice as many."""
         more = num_tokens + 1
         return min(2 * more, -(-more * len(mirror.tokens) // len(seq.tokens))) if num_tokens else 0
 
     def _text(self, seq: Sequence, drafted: Seq[int]) -> str:
-        """The text of drafted own tokens, up to a control token and without an unfinished character."""
+        """Return the text of tokens drafted in the draft's ids, up to a control token or an unfinished character."""
         if not drafted:
             return ""
         end = next((i for i, token in enumerate(drafted) if token in self._draft.special_ids), len(drafted))
@@ -210,7 +212,7 @@ class TranslatedText(Translated):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model. Refuses one that shares no token with the target."""
+    """Return the draft model. Refuses a model that shares no token with the target."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
         shared_ids(target.tokenizer, target.open(options.path).text_tokenizer)
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
@@ -221,24 +223,24 @@ def build(options: Options, target: Target) -> Drafter:
 
     Raises VocabularyMismatch as `shared_ids` does, and BadOption for how=text where there are no tokenizers.
     """
-    found = loaded("translated", options, target)
-    if has_encoder(found.model):
+    checkpoint = loaded("translated", options, target)
+    if has_encoder(checkpoint.model):
         raise BadOption(
-            f"translated cannot draft by {found.name}, an encoder-decoder, because sources are not translated: name a "
-            "model without an encoder, or one with the target's vocabulary as the draft"
+            f"translated cannot draft by {checkpoint.name}, an encoder-decoder, because sources are not translated: "
+            "name a model without an encoder, or one with the target's vocabulary as the draft"
         )
-    model, tokenizers = found.model, None
+    model, tokenizers = checkpoint.model, None
     num_ids, holes = target.num_ids, list(target.holes)
     ids = {i: i for i in range(num_ids) if i not in target.holes}
     if target.tokenizer is not None:
-        draft = found.tokenizer or found.opened.text_tokenizer
+        draft = checkpoint.tokenizer or checkpoint.opened.text_tokenizer
         tokenizers = (target.tokenizer, draft)
         num_ids, holes = draft.num_ids, sorted(draft.holes)
         ids = shared_ids(*tokenizers) if options.how == "tokens" else {}
     runner = Runner(model, cache_for(model, target), num_ids, holes)
     draws = Draws(draft_temperature=options.draft_temperature, draft_top_k=options.draft_top_k)
     if options.how == "tokens":
-        known = {i: own for i, own in ids.items() if i < target.num_ids and own < runner.width}
+        known = {i: draft_id for i, draft_id in ids.items() if i < target.num_ids and draft_id < runner.width}
         return TranslatedTokens(Intersection(runner, draws, known, target.num_ids), tokenizers)
     if tokenizers is None:
         raise BadOption("translated:how=text needs the tokenizers of both models: use how=tokens")

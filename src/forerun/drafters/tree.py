@@ -1,9 +1,9 @@
 """A draft model that guesses a tree: several tokens for each position, so that a wrong first guess is not the end.
 
 The tree grows level by level. Each level is one pass of the draft model, whose rows stay pending in its cache until the
-next level has read them; of the accepted path they are kept, so no node is run twice. Three ways to choose a shape:
+next level has read them; the rows of the accepted path are kept, so no node is run twice. Three ways to choose a shape:
 
-    4x2x1        children of each node by depth; where fewer nodes are granted, those that are the likeliest to be
+    4x2x1        children of each node by depth; where fewer nodes are granted, the nodes that are likeliest to be
                  accepted by the usual shares of ranks
     sequoia      the same with shares that were measured for this pair and no fixed widths (`forerun train tree`; Chen
                  et al. 2024, arXiv 2402.12374)
@@ -33,7 +33,8 @@ from forerun.sampling.arithmetic import Row
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
-USUAL_SHARES = (0.6, 0.2, 0.08, 0.04, 0.02, 0.01, 0.008, 0.006)  # of children by rank, where none were measured
+# Accepted shares of children by rank, where none were measured.
+USUAL_SHARES = (0.6, 0.2, 0.08, 0.04, 0.02, 0.01, 0.008, 0.006)
 KIND = "tree"  # of the file of shares
 
 
@@ -91,7 +92,7 @@ class _Node:
 
 @dataclass
 class _Tree:
-    """The tree of one sequence while it grows. shape: of the nodes that are wanted; None where confidence decides."""
+    """The tree of one sequence while it grows. shape: the wanted nodes; None where confidence decides."""
 
     nodes: list[_Node]
     limit: int
@@ -109,7 +110,7 @@ class _Tree:
 
 
 class TreeDrafter(Compound):
-    """Drafts trees with `model`. shares: by rank, for greedy requests and for the others."""
+    """Drafts trees with `model`. shares: by rank, for greedy requests and for all others."""
 
     branches = True
 
@@ -124,7 +125,7 @@ class TreeDrafter(Compound):
         super().end(seq)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Keep the rows of the accepted path, all but that of the last token, which a round runs."""
+        """Keep the rows of the accepted path, except the last token's, which a round runs."""
         for seq in seqs:
             if (tree := self._trees.pop(seq.id, None)) is not None:
                 self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
@@ -132,9 +133,9 @@ class TreeDrafter(Compound):
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
         self.start()
-        found = self.model.branch(seqs, levels, catchup_tokens)
+        following = self.model.branch(seqs, levels, catchup_tokens)
         self.count(self.model)
-        return found
+        return following
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
@@ -161,7 +162,7 @@ class TreeDrafter(Compound):
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
     def _first_rows(self, feeds: Feeds) -> dict[int, Seq[Row]]:
-        """Run the committed tokens that the model lacks; by sequence, the row behind the last of them."""
+        """Run the committed tokens that the model lacks; return the last row by sequence."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
         self.model.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
@@ -214,14 +215,14 @@ class TreeDrafter(Compound):
             above = tree.nodes[at].value if at >= 0 else 1.0
             children = list(children_of(draft_probs, kind, len(wanted), depth, coins, lane))
             lane += len(wanted)
-            for place, (token, own, confidence) in zip(wanted, children, strict=False):
+            for place, (token, stated, confidence) in zip(wanted, children, strict=False):
                 tree.places[place] = len(tree.nodes)
                 value = above * confidence if tree.shape is None else tree.shape[place].value
                 goes_on = budget.go_behind(b, depth, token, draft_probs, row)
-                tree.nodes.append(_Node(token, own, at, depth, value, goes_on))
+                tree.nodes.append(_Node(token, stated, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
-        """Return the nodes of the shape that are children of a node; without a shape as many new ones as may be."""
+        """Return a node's children in the shape; without a shape, `top_k` new nodes."""
         if tree.shape is None:
             return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
         return [
@@ -268,7 +269,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def _shares(options: Options, fingerprint: str | None) -> tuple[list[float], list[float]]:
-    """Return the shares of a file, for greedy requests and for the others; the usual ones without a file."""
+    """Return the shares in a file, for greedy requests and for all others; without a file the usual shares."""
     if options.file is None:
         return list(USUAL_SHARES), list(USUAL_SHARES)
     arrays, _ = artifacts.load(options.file, KIND, fingerprint)

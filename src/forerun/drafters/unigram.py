@@ -20,5 +20,5 @@ class Options(TableOptions):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """A drafter with a fitted table or none. Raises UserError for a file that is not of this target."""
+    """Make a drafter with a fitted table or none. Raises UserError for a file of another target."""
     return tables.drafter(options, target, order=1)

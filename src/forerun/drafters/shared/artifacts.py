@@ -1,7 +1,7 @@
 """Files that drafters are fitted into: arrays, and the fingerprint of the tokenizer whose ids they hold.
 
 `forerun train ...` writes them, and the drafter reads them when it is built. A file is a safetensors file whose
-metadata name its kind. Ids mean something else in another tokenizer, so a file of another one is refused.
+metadata name its kind. Ids mean something else in another tokenizer, so files of another tokenizer are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
-    """Return what identifies the ids of a target: of its map of ids to tokens, or their number where it has no map."""
+    """Return what identifies a target's ids: its tokenizer's fingerprint, or without one the number of ids."""
     return f"{num_ids} ids" if tokenizer is None else tokenizer.fingerprint
 
 
@@ -38,10 +38,10 @@ def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDA
     """Return arrays and facts of a fitted file. tokenizer: the `fingerprint` that it must have; None = not compared.
 
     Raises NotFound where there is no file, UnsupportedModel where it is empty, truncated or no safetensors file, and
-    BadOption where another method, or the ids of another tokenizer, made it.
+    BadOption where it is of another method or tokenizer.
     """
     file = Path(path)
-    if not os.path.isfile(file):  # False also for a name that no file may have
+    if not os.path.isfile(file):  # False also for an impossible file name
         raise NotFound(f"there is no file {shown(path)}: `forerun train {kind} --help` says how to make one")
     try:
         with safe_open(str(file), framework="numpy") as opened:

@@ -38,7 +38,7 @@ class BranchingModel(FedModel):
         self._searches.pop(seq.id, None)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""
+        """Free the cache rows of rejected tokens, before the scheduler asks how much room there is."""
         if not self.guessing and not self._searches:
             return
         for seq in seqs:
@@ -48,7 +48,7 @@ class BranchingModel(FedModel):
                 self._follow(seq)
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Run the nodes of a level of all searches, and those between them and the base, in one pass."""
+        """Run a level of nodes of all searches, with the nodes between them and the base, in one pass."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
         read, catchup_tokens = self._read_sources(seqs, catchup_tokens)
@@ -70,7 +70,7 @@ class BranchingModel(FedModel):
         ]
 
     def _nodes(self, seq: Sequence, branches: Branches, level: Seq[int]) -> list[int]:
-        """Return the nodes to run for a level, each behind its parent; none where one of them cannot be run."""
+        """Return the nodes to run for a level, each behind its parent; none if one of them cannot be run."""
         tree, config = seq.hypotheses, self.runner.model.config
         if tree is None or self.num_unread(seq) > 1:
             return []
@@ -90,7 +90,7 @@ class BranchingModel(FedModel):
         return partial(likeliest, row, self.params(seq), history)
 
     def _follow(self, seq: Sequence) -> None:
-        """Keep the rows of what a search has committed, and give those of the texts that it has given up back."""
+        """Keep the rows of the tokens that a search has committed, and free the rows of abandoned texts."""
         search, tree = self._searches[seq.id], seq.hypotheses
         if tree is not None:
             held = self.num_held(seq)

@@ -1,4 +1,4 @@
-"""Tables that drafters learn: one for each request, or one for all requests of a cache salt, which outlives them."""
+"""Tables that drafters learn: one per request, or one for all requests of a cache salt, which outlives them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class BySalt(Generic[T]):
-    """The tables of the requests that run, and where they are shared those that nobody uses, within a limit.
+    """The tables of running requests, and if tables are shared the unused ones too, within a limit.
 
-    make: returns a new table. size: returns how much a table holds. most: what unused tables hold together; the one
-    that a request left last always stays. tables: by salt or request, the one that was left last comes last.
+    make: returns a new table. size: returns how much a table holds. most: the limit for all unused tables together; the
+    table that was left last always stays. tables: by salt or request; the table that was left last comes last.
     """
 
     def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:
@@ -36,7 +36,7 @@ class BySalt(Generic[T]):
         return self.tables[self._key(seq)]
 
     def end(self, seq: Sequence) -> None:
-        """Let go of a request's table, and forget what is unused beyond the limit, the oldest first."""
+        """Release a request's table, and drop unused tables beyond the limit, the oldest first."""
         key = self._key(seq)
         self.num_users[key] -= 1
         if self.num_users[key] <= 0:

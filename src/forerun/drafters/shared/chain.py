@@ -1,4 +1,4 @@
-"""The draft of one sequence while a model makes it, token by token."""
+"""The draft of one sequence, which a model makes token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = Logits | int  # logits [V] of a sequence's next token, or the id of the la
 class Chain:
     """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from.
 
-    forced: places of tokens that a grammar leaves no choice about.
+    forced: places of tokens that a grammar forces.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,13 +29,13 @@ class Chain:
     forced: list[int] = field(default_factory=list)
 
     def force(self, run: Seq[int]) -> None:
-        """Add tokens that the grammar forces behind those that were drawn."""
+        """Add tokens that the grammar forces behind the drawn ones."""
         self.forced += range(len(self.tokens), len(self.tokens) + len(run))
         self.tokens += run
         self.probs += map(Probs.of_point, run)
 
     def draft(self) -> Draft:
-        """Return it as a draft of one sequence."""
+        """Return the chain as a draft of one sequence."""
         return dataclasses.replace(Draft.chains([self.tokens], [self.probs]), forced=frozenset(self.forced))
 
     def grow(
@@ -55,7 +55,7 @@ class Chain:
 
 
 def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
-    """The probability of a drawn token: of a point mass, which says nothing, by softmax(logits) [V]."""
+    """Return the probability of a drawn token; for a point mass, which tells nothing, by softmax(logits) [V]."""
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
     return arithmetic.chance(logits, token)
@@ -68,10 +68,11 @@ def next_of(
     ids: Seq[int] | None = None,
     spread: Callable[[Logits], Logits] | None = None,
 ) -> tuple[Probs, Logits | None] | None:
-    """What a request's sampling makes of a head's row behind the drafted tokens: the distribution, and its logits [V].
+    """Return the distribution that a request's sampling makes of a head's row behind drafted tokens, and logits [V].
 
-    None where the row has no numbers or masks leave no token: the target raises where none is left there either. A row
-    that is a token has no logits. ids: the target's ids of a head's own; spread: its logits as logits of the target's.
+    None where the row has no numbers or masks leave no token: the target raises if it has no token left, either. A row
+    that is a token has no logits. ids: the target's id of each of the head's ids. spread: spreads the head's logits
+    over the target's ids.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

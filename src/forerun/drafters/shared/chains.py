@@ -11,7 +11,7 @@ from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.sampling.arithmetic import Row
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
+READ_TOKENS = 2048  # read of a text in one call: a prompt found in the prefix cache comes as one long piece
 
 Expected = Callable[[Sequence, Seq[int]], Probs | None]
 Logits = Callable[[Sequence, int], Row | None]
@@ -22,8 +22,8 @@ def draw_chains(
 ) -> Draft:
     """Draft a chain for each sequence, within a budget.
 
-    expected(seq, drafted): the distribution of the token behind the committed ones and the drafted ones; None where
-    none is known, which ends the chain. logits(seq, depth): a model's own [V] at that depth, None where it has not
+    expected(seq, drafted): the distribution of the token behind the committed and the drafted ones; None where none is
+    known, which ends the chain. logits(seq, depth): the model's logits [V] at that depth, None where it has not
     computed them; left out by a drafter without a model.
     """
     chains = [_chain(seq, b, budget, coins[b], expected, logits) for b, seq in enumerate(seqs)]
@@ -41,13 +41,13 @@ def _chain(
         next_probs, depth = expected(seq, tokens), len(tokens)
         if next_probs is None:
             break
-        own = () if logits is None else (logits(seq, depth),)
-        if not budget.go_on(b, depth, next_probs, *own):
+        logits_here = () if logits is None else (logits(seq, depth),)
+        if not budget.go_on(b, depth, next_probs, *logits_here):
             break
         token = draw(next_probs, depth)
         tokens.append(token)
         probs.append(next_probs)
-        if logits is not None and not budget.go_behind(b, depth, token, next_probs, *own):
+        if logits is not None and not budget.go_behind(b, depth, token, next_probs, *logits_here):
             break
         if next_probs.point is not None and token in seq.end_ids:
             break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
@@ -59,10 +59,10 @@ class Text(Protocol):
 
     @property
     def num_read(self) -> int:
-        """How many tokens were read, the first ones."""
+        """How many of the first tokens were read."""
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Read on, up to the token with index `stop`, which is not read."""
+        """Read on, up to the token with index `stop`, exclusive."""
 
 
 T = TypeVar("T", bound=Text)
@@ -71,7 +71,7 @@ T = TypeVar("T", bound=Text)
 class Tokens:
     """The committed tokens themselves, in an array that numpy can search; no view of it may live while it grows.
 
-    Those of an encoder-decoder's source stand before them, as a text of its own.
+    The source of an encoder-decoder stands before them, as a separate text.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -91,17 +91,17 @@ class Tokens:
 class Texts(Generic[T]):
     """What a drafter learns from each text by itself, in order, at most READ_TOKENS in one call.
 
-    A prompt is read chunk by chunk while the target runs it. new(seq): what is known before any token was read.
-    is_fast: reading is a copy, and no call is bounded.
+    A prompt is read chunk by chunk while the target runs it. new(seq): makes the state before any token was read.
+    is_fast: reading only copies, so that a call may read any number of tokens.
     """
 
     def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
         self._new, self._is_fast, self.by_id = new, is_fast, dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Read what a pass has run, and the token behind it, which is committed, too."""
-        for seq, own in zip(seqs, seen, strict=True):
-            self._read(seq, own.start + len(own.kept) + 1)
+        """Read the tokens that a pass has run and kept, and the token behind them, which is committed, too."""
+        for seq, view in zip(seqs, seen, strict=True):
+            self._read(seq, view.start + len(view.kept) + 1)
 
     def catch_up(self, seqs: Seq[Sequence]) -> None:
         """Read on to the ends of these texts."""
@@ -109,7 +109,7 @@ class Texts(Generic[T]):
             self._read(seq, len(seq.tokens))
 
     def of(self, seq: Sequence) -> T | None:
-        """Return what is known of a sequence; None where tokens are left to read: then nothing is to be drafted."""
+        """Return what is known of a sequence; None while tokens are left to read: then nothing is drafted."""
         text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
@@ -134,7 +134,7 @@ class Texts(Generic[T]):
 
 
 class TextDrafter(Drafter, Generic[T]):
-    """Drafts by what it knows of each text by itself; a subclass says in `behind` what comes next.
+    """Drafts by what it knows of each text; a subclass says in `behind` what comes next.
 
     new, is_fast: see Texts.
     """
@@ -156,7 +156,7 @@ class TextDrafter(Drafter, Generic[T]):
         self._texts.end(seq)
 
     def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token behind a text, all of which was read, and the drafted ones."""
+        """Return the distribution of the token behind a fully read text and the drafted tokens."""
         raise NotImplementedError
 
     def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:

@@ -1,7 +1,7 @@
-"""Drafters that were published for a target and lie beside it, found by their names.
+"""Drafters that were published for a target and lie beside it, found by name.
 
 A folder some-model-it has its assistant in some-model-it-assistant. A GGUF file has an assistant, or a head of EAGLE-3
-or DFlash, in a file of the same folder whose name says so. Of the hub what is in its cache is found, and no more.
+or DFlash, in a file of the same folder whose name says so. From the hub only cached models are found.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from forerun.models.opened import OpenedCheckpoint
 from forerun.models.refusals import SINGLE
 
 ENDING = "-assistant"
-NUM_ALIKE = 4  # letters of a target's file that its drafter's name has as well
+NUM_ALIKE = 4  # first letters of a target's file name that its drafter's name contains
 WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of them in its name
 
 
 def find(target: OpenedCheckpoint) -> str | None:
     """Return the spec of a drafter that lies beside a target and fits it; None where there is none.
 
-    target: of one that somebody has loaded, and may have changed, what it was loaded from is looked at.
+    target: where it was loaded already, and may have been changed, its original checkpoint is looked at.
     """
     target = target.original or target
     return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
 
 
 def _candidates(target: OpenedCheckpoint) -> list[str]:
-    """Return the names that say so, those first that have most in common with the target's."""
+    """Return the names of possible drafters, first the names most like the target's."""
     if target.source is None:
         return []
     if is_hub_id(target.asked) and not target.path.is_file():
@@ -45,7 +45,7 @@ def _candidates(target: OpenedCheckpoint) -> list[str]:
 
 
 def _beside(path: Path) -> list[str]:
-    """Return the names of a folder or of files that lie beside a target and say so."""
+    """Return the folder or files beside a target that are drafters by name."""
     if path.is_dir():
         beside = path.with_name(path.name + ENDING)
         return [str(beside)] if beside.is_dir() else []
@@ -56,7 +56,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _alike(name: str, other: str) -> int:
-    """Return how many letters two names begin alike with."""
+    """Return the length of the common beginning of two names."""
     pairs = zip(name.lower(), other.lower(), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -71,7 +71,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _spec(name: str, target: OpenedCheckpoint) -> str | None:
-    """Return the spec of a drafter whose rows are as wide as the target's; None for what is none, or another's."""
+    """Return the spec of a drafter with rows as wide as the target's; None for anything else."""
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
             is_plain = re.search(r"[,+()]", name) is None  # which mean something in a spec

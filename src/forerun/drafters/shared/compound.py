@@ -1,7 +1,7 @@
-"""What drafters that are made of other drafters share: the members see everything, and one round asks some of them.
+"""What drafters made of other drafters share: all members see everything, and a round asks some of them.
 
-Every member keeps up with every sequence, whoever drafts for it, because another round may ask another one. A draft
-model that was not asked for some rounds is behind; it runs the committed tokens that it lacks when it is asked.
+Every member follows every sequence, whoever drafts for it, because another round may ask another member. A draft model
+that was not asked for some rounds is behind; when asked it runs the committed tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Lanes:
-    """The coins of one member: its draws have lanes that no other member's have."""
+    """The coins of one member, which draws on lanes that no other member has."""
 
     def __init__(self, coins: Coins, member: int, num_members: int) -> None:
         self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
@@ -32,7 +32,7 @@ class _Lanes:
 
 
 class Compound(Drafter):
-    """A drafter with members. What it needs of the target is what they need together.
+    """A drafter with members. It needs from the target whatever its members need.
 
     Raises BadOption where the members draw the siblings of their trees in different ways and no rule could know how.
     """
@@ -72,11 +72,11 @@ class Compound(Drafter):
             member.end(seq)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        found = [member.free_tokens(without) for member in self.members]
-        return min([free for free in found if free is not None], default=None)
+        by_member = [member.free_tokens(without) for member in self.members]
+        return min([free for free in by_member if free is not None], default=None)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Let the members run the tokens in turn; the earlier ones first."""
+        """Let the members catch up in turn, the earlier ones first."""
         self.start()
         for member in self.members:
             member.catch_up(seqs, num_tokens - sum(self.caught_up.values()))
@@ -91,25 +91,25 @@ class Compound(Drafter):
     ) -> list[Draft]:
         """Return a member's draft for each of the chosen sequences, which are indices of `seqs`.
 
-        A member may toss coins and draft nothing, and another may be asked then: so each has lanes of its own.
+        A member may toss coins and draft nothing, and another may be asked then: so each has its own lanes.
         """
         if not chosen:
             return []
-        own = budget.only(chosen, budget.catchup_tokens - sum(self.caught_up.values()))
+        share = budget.only(chosen, budget.catchup_tokens - sum(self.caught_up.values()))
         lanes = [_Lanes(coins[b], self.members.index(member), len(self.members)) for b in chosen]
-        draft = member.propose([seqs[b] for b in chosen], own, lanes)
+        draft = member.propose([seqs[b] for b in chosen], share, lanes)
         self.count(member)
         return [draft.only(i) for i in range(len(chosen))]
 
     def count(self, member: Drafter) -> None:
-        """Add what a member just ran to catch up."""
+        """Add the tokens and seconds that a member just spent on catching up."""
         for sequence_id, num_tokens in member.caught_up.items():
             self.caught_up[sequence_id] = self.caught_up.get(sequence_id, 0) + num_tokens
         self.catchup_s += member.catchup_s
 
 
 def _draws(members: Seq[Drafter]) -> str:
-    """How the siblings of all members are drawn. A chain has none, and fits to every kind."""
+    """Return how the siblings of all members are drawn. A chain has none, and fits every kind."""
     trees = {member.draws for member in members if member.shape == "tree"}
     if len(trees) == 1:
         (only,) = trees
@@ -120,17 +120,17 @@ def _draws(members: Seq[Drafter]) -> str:
 
 
 def specs(name: str, texts: str, least: int = 1) -> list[str]:
-    """Return the specs of a list of members, each known. Raises BadOption for fewer than `least`, or an unknown one."""
-    found = parse_list(texts)
-    if len(found) < least:
+    """Return the specs in a list of members. Raises BadOption for fewer than `least`, or an unknown one."""
+    parsed = parse_list(texts)
+    if len(parsed) < least:
         raise BadOption(f"{name}:of={shown(texts)} is not possible: name at least {least} drafters, as in lookup+model")
-    for spec in found:
+    for spec in parsed:
         drafters.resolve(spec)
-    return found
+    return parsed
 
 
 def of_model(name: str, spec: str) -> None:
-    """Refuse a spec that is of another drafter than a model."""
+    """Refuse the spec of anything but a draft model."""
     method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")

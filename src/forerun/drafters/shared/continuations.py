@@ -1,7 +1,7 @@
-"""Where the end of a text occurred before, and what followed there: the two halves of a drafter that looks things up.
+"""Where the end of a text occurred before, and what followed there: the two halves of a text search.
 
-`levels` finds the occurrences of every suffix of a context, and `grow` turns what followed them into a chain or a tree
-by its frequency. Both work on plain tokens, without an index: docs/methods/suffix.md says why.
+`levels` finds the occurrences of every suffix of a context, and `grow` turns their continuations into a chain or a tree
+by frequency. Both work on plain tokens, without an index: docs/methods/suffix.md says why.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy.typing as npt
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Draft, Probs, Sequence
 
-END_OF_TEXT = -1  # stands behind each of several texts in one array: no suffix reaches across it, no guess either
-NUM_FOLLOWED = 128  # occurrences of a suffix whose further length is found; a mask of the text is searched before
-NUM_MASKS = 8  # tokens of a suffix that masks are made for; what occurs more often is followed at its latest places
+END_OF_TEXT = -1  # stands behind each text of an array: no suffix and no guess reaches across it
+NUM_FOLLOWED = (
+    128  # occurrences of a suffix whose longer matches are looked for; before that a mask of the text is searched
+)
+NUM_MASKS = 8  # longest suffix, in tokens, that masks are made for; if it occurs often, its latest places are followed
 
 Tokens = npt.NDArray[np.intc]
 
-SHAPES = {"path": "chain", "tree": "tree"}  # values of an option `shape`, and the drafter's word for the drafts
+SHAPES = {"path": "chain", "tree": "tree"}  # value of an option `shape` -> shape of the drafts
 SHAPE_HELP = "path = the most frequent chain, tree = the likeliest nodes"
 
 
@@ -44,32 +46,32 @@ class Level:
         """Return the indices behind the last `most` occurrences, the latest first."""
         is_mask = self.found.dtype == np.bool_
         ends = np.flatnonzero(self.found) + self.length if is_mask else self.found
-        found: list[int] = ends[-most:][::-1].tolist()
-        return found
+        latest: list[int] = ends[-most:][::-1].tolist()
+        return latest
 
 
 def levels(text: Tokens, context: Seq[int]) -> list[Level]:
     """Return where suffixes of a context occur in a text [L], the shortest suffix first.
 
-    Of suffixes that occur at the same places, and so say the same, only the longest is returned. An occurrence may end
-    at the end of the text. A suffix of NUM_MASKS tokens or more is looked for only where the suffix of NUM_MASKS tokens
-    occurred the last NUM_FOLLOWED times. So the work is bounded whatever the text: NUM_MASKS passes over it, and one
+    If several suffixes occur at the same places, and so say the same, only the longest is returned. An occurrence may
+    end at the end of the text. A suffix of NUM_MASKS tokens or more is looked for only where the suffix of NUM_MASKS
+    tokens occurred the last NUM_FOLLOWED times. So the work is bounded for any text: NUM_MASKS passes over it, and one
     comparison of NUM_FOLLOWED places with the context.
     """
-    found: list[Level] = []
+    suffixes: list[Level] = []
     mask, num_before, length = np.ones(len(text) + 1, dtype=bool), -1, 0  # mask[i]: the last `length` tokens are at i
     while length < min(len(context), len(text)):
         length += 1
         mask = (text[: len(text) - length + 1] == context[-length]) & mask[1:]
         num_places = int(np.count_nonzero(mask))
         if num_places == num_before:
-            found.pop()
+            suffixes.pop()
         if num_places <= NUM_FOLLOWED or length == NUM_MASKS:
             ends = (np.flatnonzero(mask) + length)[-NUM_FOLLOWED:]
-            return found + _longer(text, context, ends)
-        found.append(Level(length, mask))
+            return suffixes + _longer(text, context, ends)
+        suffixes.append(Level(length, mask))
         num_before = num_places
-    return found
+    return suffixes
 
 
 def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list[Level]:
@@ -84,9 +86,9 @@ def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list
 
 @dataclass
 class Guess:
-    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each.
+    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each node.
 
-    match: length of the suffix that it was found by.
+    match: length of the suffix that led to the guess.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -96,18 +98,18 @@ class Guess:
 
     @property
     def score(self) -> float:
-        """How many nodes are accepted on average if the text goes on as it did before."""
+        """The expected number of accepted nodes if the text goes on as it did before."""
         return sum(self.probs)
 
     def confidence(self, node: int) -> float:
-        """How sure a node of a path is: by what followed the match before, and the more the longer the match is."""
+        """Return the confidence in a node of a path: its share of what followed the match, more for long matches."""
         before = self.probs[node - 1] if node else 1.0
         return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
 
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Return the nodes, as point masses, that the budget of sequence b lets through: each has its parent.
+        """Return the nodes, as point masses, that the budget of sequence b lets through together with their parents.
 
-        Those that the grammar refuses are left out. Those that it forces are marked, and the budget is not asked.
+        Nodes that the grammar refuses are left out. Nodes that it forces are marked, without asking the budget.
         """
         places, paths, forced = {-1: -1}, {-1: list[int]()}, set[int]()
         tokens, parents, probs = list[int](), list[int](), list[Probs]()
@@ -118,32 +120,32 @@ class Guess:
             is_possible, is_forced = _judged(seq, paths[parent], token)
             if not is_possible:
                 continue
-            own = Probs.of_point(token)
+            mass = Probs.of_point(token)
             if is_forced and is_held:
                 forced.add(len(tokens))
             elif stop is not None and not stop.takes(self.confidence(node)):
                 break
-            elif not budget.go_on(b, len(paths[parent]), own):
+            elif not budget.go_on(b, len(paths[parent]), mass):
                 continue
             places[node], paths[node] = len(tokens), [*paths[parent], token]
             tokens.append(token)
             parents.append(places[parent])
-            probs.append(own)
-        while tokens and len(tokens) - 1 in forced:  # whether what is forced behind the last guess pays is asked later
+            probs.append(mass)
+        while tokens and len(tokens) - 1 in forced:  # whether forced tokens behind the last guess pay is decided later
             forced.remove(len(tokens) - 1)
             del tokens[-1], parents[-1], probs[-1]
         return Draft(tokens, parents, [0, len(tokens)], probs, forced=frozenset(forced))
 
 
 def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
-    """Whether a token may follow drafted ones by the grammar of a sequence, and whether no other may."""
+    """Return whether the grammar of a sequence allows a token behind drafted ones, and whether it allows no other."""
     if seq.grammar is None:
         return True, False
     if not seq.grammar.may_draft:
         return False, False
     try:
         allowed = seq.grammar.allowed(seq.tokens, drafted)
-    except BadOption:  # behind an end of the output; and what is too much is refused where it is judged
+    except BadOption:  # behind an end of the output, or over the grammar's limits: verification refuses that
         return False, False
     return token < len(allowed.bits) and bool(allowed.bits[token]), allowed.only == token
 
@@ -153,11 +155,11 @@ def grow(
 ) -> Guess:
     """Make at most num_nodes nodes of what followed the occurrences of a suffix.
 
-    rows: what followed each, num_nodes tokens or up to END_OF_TEXT; of equally frequent tokens that of the first row
-    wins. A row that is shorter ran into the end of the text that is being continued, and reads on in the draft: so "ab
-    ab ab" goes on. The probability of a node is its share of the rows; nodes below min_prob are left out. Nodes come
-    best first, equal ones in the order in which they were found. A chain takes the most frequent token each time.
-    Nothing follows an end id.
+    rows: what followed each, num_nodes tokens or up to END_OF_TEXT; of equally frequent tokens the one in the first row
+    wins. A shorter row ran into the end of the text that is being continued, and reads on in the draft: so "ab ab ab"
+    goes on. The probability of a node is its share of the rows; nodes below min_prob are left out. Nodes come best
+    first, equal ones in the order of discovery. A chain takes the most frequent token each time. Nothing follows an end
+    id.
     """
     guess = Guess()
     open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows

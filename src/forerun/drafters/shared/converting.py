@@ -1,6 +1,6 @@
-"""Heads that were published as pickles only, as a folder that loads.
+"""Converting heads that were published as pickles only.
 
-torch unpickles tensors and plain containers alone (weights_only), so that nothing of the file is run.
+torch unpickles only tensors and plain containers (weights_only), so no code in the file is run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from forerun.text.files import unreadable
 
 
 def convert_head(folder: Path, out: Path) -> int:
-    """Write config.json and all tensors of a folder's pickles into a new folder; returns how many tensors there are.
+    """Write config.json and all tensors of a folder's pickles into a new folder; return the number of tensors.
 
-    Raises NotFound for a folder without them, UnsupportedModel for a pickle of anything but tensors by their names,
-    BadOption for an output folder that is not empty.
+    Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle of anything but tensors
+    by name, BadOption for an output folder that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
@@ -45,7 +45,7 @@ def convert_head(folder: Path, out: Path) -> int:
 
 def _tensors(file: Path) -> dict[str, Tensor]:
     try:
-        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+        loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModel(
             f"{file} holds more than tensors, and loading it would run code ({shown(str(error).partition('.')[0])}): "
@@ -53,7 +53,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise unreadable(file, error, "a file that torch.save has written") from error
-    entries = found.items() if isinstance(found, Mapping) else [(None, found)]
+    entries = loaded.items() if isinstance(loaded, Mapping) else [(None, loaded)]
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in entries):
         raise UnsupportedModel(f"{file} holds no tensors by their names alone: ask its authors for safetensors")
-    return dict(found)
+    return dict(loaded)

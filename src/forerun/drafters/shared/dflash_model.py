@@ -21,28 +21,28 @@ from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
 from forerun.types import RaggedBatch
 
-OWN_KEYS = {  # of config.json, beside those of a decoder
+OWN_KEYS = {  # keys of config.json besides a decoder's
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
     *("is_causal", "mask_token_id", "draft_vocab_size"),
 }
-BLOCK = 16  # tokens, where a published config does not say it
+BLOCK = 16  # tokens of a block, if a published config does not say
 NEUTRAL = {"input_embedding_scale": (1, None), "output_multiplier": (1, None), "final_logit_softcapping": (0, None)}
 
 
 class ContextModel(Model, Protocol):
-    """A model whose blocks see the tokens before a run by what they keep of its target's rows."""
+    """A model whose blocks see earlier tokens by keys and values that are made of the target's rows."""
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
-        """Keep keys and values of these tokens, by the target's rows behind each of the layers that it reads [n, H]."""
+        """Keep keys and values of these tokens. layer_rows: the target's rows behind each layer it reads, [n, H]."""
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
     """The sizes of a block drafter.
 
-    decoder: its layers. layers: behind which of the target's layers it reads. block: rows of a pass, the last committed
-    token and those that are guessed. mask_id: the id whose embedding stands for a token that is guessed. draft_vocab:
-    ids that are drafted; None = all.
+    decoder: its layers. layers: behind which of the target's layers it reads. block: rows of a pass: the last committed
+    token and the guessed tokens. mask_id: the id whose embedding stands for a guessed token. draft_vocab: how many ids
+    are drafted; None = all.
     """
 
     decoder: Spec
@@ -56,30 +56,30 @@ class DFlashConfig:
         return self.decoder.cache_shape
 
     def to_json(self, num_target_layers: int) -> dict[str, Any]:
-        """For config.json; a layer id is that of the layer whose output is read, as published DFlash models count."""
+        """Return config.json; as in published DFlash models a layer id names the layer whose output is read."""
         ids = {"mask_token_id": self.mask_id, "target_layer_ids": [k - 1 for k in self.layers]}
-        own = {
+        keys = {
             "architectures": ["ForerunDFlash"],
             "block_size": self.block,
             "num_target_layers": num_target_layers,
             "dflash_config": ids,
         }
         vocab = {} if self.draft_vocab is None else {"draft_vocab_size": self.draft_vocab}
-        return {**config_to_dict(self.decoder), **own, **vocab}
+        return {**config_to_dict(self.decoder), **keys, **vocab}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
-        """Read what `to_json` wrote, or what z-lab's models have. Raises UnsupportedModel for what is not computed."""
+        """Read config.json of `to_json` or of z-lab's models. Raises UnsupportedModel for what is not computed."""
         _refuse_others(raw, path)
-        own = dict(raw["dflash_config"])
-        layers, mask_id = own.get("target_layer_ids"), own.get("mask_token_id", raw.get("mask_token_id"))
+        nested = dict(raw["dflash_config"])
+        layers, mask_id = nested.get("target_layer_ids"), nested.get("mask_token_id", raw.get("mask_token_id"))
         if not isinstance(layers, list) or not layers or not all(type(j) is int and j >= 0 for j in layers):
             raise UnsupportedModel(
                 f"{shown(path)} has target_layer_ids={shown(str(layers))} in its dflash_config: it must list layers"
             )
         if type(mask_id) is not int or mask_id < 0:
             raise UnsupportedModel(f"{shown(path)} has mask_token_id={shown(str(mask_id))}: it must be an id")
-        block = {"block_size": own.get("block_size", raw.get("block_size", BLOCK))}
+        block = {"block_size": nested.get("block_size", raw.get("block_size", BLOCK))}
         vocab = size(raw, "draft_vocab_size") if "draft_vocab_size" in raw else None
         rest = {key: value for key, value in raw.items() if key not in (*OWN_KEYS, "mask_token_id", "draft_vocab_size")}
         config = cls(
@@ -115,7 +115,7 @@ def _refuse_others(raw: Mapping[str, Any], path: str) -> None:
 
 
 def layer_shapes(config: Spec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights of all layers, under the published names."""
+    """Return the shapes of the weights of all layers, by their published names."""
     return {
         name.removeprefix("model."): shape
         for name, shape in weight_shapes(config).items()
@@ -124,17 +124,17 @@ def layer_shapes(config: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every weight, under the published names; d2t where not all ids are drafted."""
+    """Return the shapes of all weights by their published names, with d2t where not all ids are drafted."""
     h = config.decoder.hidden_size
-    own: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "hidden_norm.weight": (h,)}
+    context: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "hidden_norm.weight": (h,)}
     vocab = {} if config.draft_vocab is None else {"d2t": (config.draft_vocab,)}
-    return {**own, "norm.weight": (h,), **layer_shapes(config.decoder), **vocab}
+    return {**context, "norm.weight": (h,), **layer_shapes(config.decoder), **vocab}
 
 
 def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
-    """What the layers compute: rows that see their whole block, and a context that is made of the target's rows.
+    """Return the spec of the layers: rows see their whole block, and a context that is made of the target's rows.
 
-    num_ids: that are drafted.
+    num_ids: how many ids are drafted.
     """
     decoder, norm, has_head = config.decoder, config.decoder.final_norm, config.draft_vocab is not None
     whole = [replace(b, attention=b.attention and replace(b.attention, sees="all")) for b in decoder.blocks]
@@ -163,7 +163,7 @@ def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
 def make(
     config: DFlashConfig, weights: Mapping[str, Weight], ids: Ids, target: Model, rounded: Quantization | None
 ) -> ContextModel:
-    """Make the layers on their target's backend. weights: by their published names; ids [n]: those that are drafted."""
+    """Make the layers on their target's backend. weights: by their published names. ids [n]: the drafted ids."""
     spec = spec_of(config, target, len(ids))
     named = {f"model.{name}" if name.startswith(("layers.", "norm.")) else name: w for name, w in weights.items()}
     if spec.head:

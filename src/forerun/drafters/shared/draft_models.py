@@ -1,4 +1,4 @@
-"""How a draft model comes beside its target: which one is loaded, with what cache, and which ids it never drafts."""
+"""Loading a draft model beside its target: which model, with what cache, and which ids it never drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forerun.text.tokenizer import compare
 def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
     """Make a drafter that runs this model beside the target, with a cache as large as the target's.
 
-    holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
+    holes: ids that are never drafted. layers: the layers that run and are cached; None = all.
     """
     cache = cache_for(model, target, layers)
     rows = head_rows("model", options.draft_vocab)
@@ -37,7 +37,7 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
 
 
 def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> ShortVocabulary | None:
-    """What chooses how many ids a draft model drafts. Weights stand for bytes, and bytes for time."""
+    """Make what chooses how many ids a draft model drafts. Weights stand for bytes, and bytes for time."""
     if not isinstance(own, Spec) or not isinstance(others, Spec):
         return None
     head, tables = num_ids * own.hidden_size, 0 if own.tied else own.vocab_size * own.hidden_size
@@ -47,10 +47,10 @@ def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> Sh
 def cache_for(
     model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False, **options: Any
 ) -> KVCache:
-    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
+    """Make a cache for a draft model, as large as the target's. layers: the layers with rows; None = all.
 
-    keeps_all: whether layers with windows give nothing back, for drafters that cannot run a text again. options: of the
-    engine, that are others for this cache.
+    keeps_all: whether layers with windows free no rows, for drafters that cannot run a text again. options: engine
+    options that differ for this cache.
     """
     if isinstance(model, KeepsCache):
         return model.own_cache()
@@ -80,7 +80,7 @@ def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     """Return the draft model that a method's options name: loaded now, by the caller, or the shipped one.
 
-    Drafters of one engine that name the same one get the same. Raises BadOption where there is none.
+    Drafters of one engine that name the same model share it. Raises BadOption where there is none.
     """
     quantization = rounding(options.quantization)
     if options.path is None and target.loaded_draft is not None:

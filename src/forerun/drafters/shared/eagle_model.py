@@ -1,7 +1,7 @@
 """The head of the drafter eagle as a model: its sizes, its weights, and the spec that backends compute.
 
-One spec tells the heads of `forerun train head`, of EAGLE-1 and 2, of EAGLE-3 and of 3.1. They differ in a few switches
-of EagleConfig, and in which norms, biases and matrices they have: what a head has no weights for is left out.
+One kind of spec describes the heads of `forerun train head`, EAGLE-1 and 2, EAGLE-3 and 3.1. They differ in a few
+switches of EagleConfig, and in their norms, biases and matrices: parts without weights are left out.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from forerun.ops.model import Model
 from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
 
-OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # of heads that do not use the target's
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # names in heads that do not use the target's
 
 
 class HeadModel(Model, Protocol):
-    """A model whose tokens are its target's ids, and which is given their features as hidden rows.
+    """A model that reads the target's ids, with their features as hidden rows.
 
-    feeds_itself: whether `run_ahead` puts its own rows behind what it finds.
+    feeds_itself: whether `run_ahead` feeds its own rows to its next steps.
     """
 
     feeds_itself: bool
 
     def features(self, layer_rows: Seq[Any]) -> Any:
-        """Return what it makes of the target's rows behind each of the layers that it reads [n, size]: rows [n, H]."""
+        """Return features [n, H] made of the target's rows behind each layer that it reads, each [n, size]."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """The sizes of a head. decoder: its layers, as a decoder over the ids that it drafts, tied to its LM head.
 
-    layers: behind which of the target's layers it reads; () = behind the target's final norm. The rest is of published
-    heads. target_size: the width of the target's rows; None = that of its own. norm_before_residual: the residual
-    stream begins with the features behind their norm. norm_output: the next step's features are the rows behind the
-    final norm (EAGLE 3.1).
+    layers: behind which of the target's layers it reads; () = behind the target's final norm. The other fields are for
+    published heads. target_size: the width of the target's rows; None = the head's width. norm_before_residual: whether
+    the residual stream begins with the features behind their norm. norm_output: whether the next step's features are
+    the rows behind the final norm (EAGLE 3.1).
     """
 
     decoder: Spec
@@ -59,13 +59,13 @@ class EagleConfig:
         return self.target_size or self.decoder.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """For config.json; a layer id is that of the layer whose input is read, as published EAGLE-3 heads count."""
-        own = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
-        return {**config_to_dict(self.decoder), **own}
+        """Return config.json; as in published EAGLE-3 heads a layer id names the layer whose input is read."""
+        keys = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        return {**config_to_dict(self.decoder), **keys}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EagleConfig:
-        """Read what `to_json` wrote. Raises UnsupportedModel for what would be computed wrongly."""
+        """Read what `to_json` wrote. Raises UnsupportedModel for settings that would be computed wrongly."""
         rest = dict(raw)
         layers = rest.pop("eagle_aux_hidden_state_layer_ids", None)
         if not isinstance(layers, list) or not layers or not all(type(k) is int and k >= 0 for k in layers):
@@ -79,9 +79,10 @@ class EagleConfig:
 
 
 def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights before the layer.
+    """Return the shapes of the weights before the layer, by name.
 
-    fc_norm: of each of the target's rows, before `fc` joins them. embedding_norm, hidden_norm: of what `input` joins.
+    fc_norm: norms of the target's rows before `fc` joins them. embedding_norm, hidden_norm: norms of the two sides that
+    `input` joins.
     """
     h, num = config.decoder.hidden_size, len(config.layers)
     norms = {f"{name}.weight": (h,) for name in (*(f"fc_norm.{i}" for i in range(num)), *SIDES)}
@@ -89,15 +90,15 @@ def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights of the layer and of the norm behind it."""
+    """Return the shapes of the weights of the layer and of the norm behind it, by name."""
     return {name: shape for name, shape in weight_shapes(config.decoder).items() if name != EMBEDDING}
 
 
 def spec_of(config: EagleConfig, weights: Collection[str], target: Model, num_embeddings: int | None) -> Spec:
-    """What a head computes: its decoder behind what makes that one's first rows.
+    """Return the spec of a head: its decoder, and the features that make the decoder's first rows.
 
-    weights: the names of those that it has, which say what is left out. num_embeddings: rows of an embedding of its
-    own; None = it has the target's.
+    weights: the names of the head's weights, which say what is left out. num_embeddings: rows of its own embedding;
+    None = it uses the target's.
     """
     decoder, own_head, first = config.decoder, HEAD in weights, config.decoder.blocks[0]
     features = Features(
@@ -138,9 +139,9 @@ def make(
 ) -> HeadModel:
     """Make a head on its target's backend.
 
-    weights: by our names, of `input_shapes`, `layer_shapes` and what published heads have besides. ids [n]: the
-    target's of its own. lends_head: without an LM head of its own it uses the target's, whose first ids are its own;
-    else it takes their rows of it.
+    weights: by our names, as in `input_shapes`, `layer_shapes` and further ones of published heads. ids [n]: the
+    target's id of each id of the head. lends_head: whether a head without an LM head uses the target's, whose first ids
+    are its own; else it copies the rows of its ids.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

@@ -1,8 +1,8 @@
-"""What the cache of a draft model holds of each sequence, and how it catches up with what is committed.
+"""What the cache of a draft model holds of each sequence, and how it catches up with the committed tokens.
 
 After a round the cache lacks one committed token, or two when everything was accepted, because the last drafted token
 was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
-prompt) within a budget; until that is done the sequence has no draft and decodes plainly.
+prompt) within a budget; until then the sequence has no draft and decodes plainly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.models.runner import Run, Runner, Scores
 from forerun.sampling import only_filters, takes_the_best
 from forerun.types import ROUND_TOKENS, Budget, SamplingParams, Sequence
 
-SHORT_TOKENS = 32  # forced by a grammar, that a model reads in one pass with the token that it drafts behind
+SHORT_TOKENS = 32  # tokens forced by a grammar that a model reads in one pass with the token that it drafts behind
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
 
 
@@ -29,7 +29,7 @@ Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`
 class _Fed:
     """The tokens of one sequence that the draft's cache holds; the first `num_sure` of them are committed.
 
-    best_only: whether its draws need only the largest logit. only_filters: whether they need nothing but filters.
+    best_only: whether its draws only need the largest logit. only_filters: whether they only need filters.
     """
 
     tokens: list[int]
@@ -40,13 +40,13 @@ class _Fed:
 
 
 class Space:
-    """The blocks that a pass may still reserve, counted over all its sequences."""
+    """The cache blocks that a pass may still reserve, over all its sequences."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
 
     def take(self, slot: int, num_tokens: int) -> int:
-        """Set blocks aside for `num_tokens` more rows of a slot, and return how many of the rows there is room for."""
+        """Set blocks aside for `num_tokens` more rows of a slot; return how many of the rows have room."""
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
@@ -56,12 +56,12 @@ class Space:
 
 
 class FedModel(SearchingDrafter):
-    """A drafter that runs a model whose cache follows what is committed. options: how it draws."""
+    """A drafter that runs a model whose cache follows the committed tokens. options: how it draws."""
 
     def __init__(self, runner: Runner, options: Draws = USUAL) -> None:
         self.runner: Runner = runner
         self.options = options
-        self.width = runner.width  # ids of the distributions that a row gives
+        self.width = runner.width  # ids in the distribution of a row
         self.short: ShortVocabulary | None = None
         self.finds_best = runner.finds_best
         self.caught_up: dict[int, int] = {}
@@ -69,7 +69,7 @@ class FedModel(SearchingDrafter):
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def shorten(self, short: ShortVocabulary | None) -> None:
-        """Draft only so many ids as pay, from now on."""
+        """Draft only as many ids as pay, from now on."""
         if short is None:
             return
         self.short = short
@@ -77,13 +77,13 @@ class FedModel(SearchingDrafter):
         self.runner.narrow(short.best())
 
     def begin(self, seq: Sequence) -> None:
-        found = self.runner.cache.open(seq.id, seq.tokens, seq.salt)
+        num_cached = self.runner.cache.open(seq.id, seq.tokens, seq.salt)
         if self.runner.sources is not None:
             self.runner.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
         params = self._draft_params(seq.params)
         only = only_filters(params, seq.bad_word_ids)
         best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
-        self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only, only)
+        self._fed[seq.id] = _Fed(seq.tokens[:num_cached], num_cached, params, best_only, only)
         super().begin(seq)
 
     def end(self, seq: Sequence) -> None:
@@ -101,12 +101,12 @@ class FedModel(SearchingDrafter):
         return self.runner.cache.free_tokens(without if sources is None else sources.slots(without))
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
+        """Run committed tokens except the last, which the round runs, because it needs the logits behind it."""
         self.caught_up, self.catchup_s = {}, 0.0
         self._catch_up(*self._read_sources(seqs, num_tokens))
 
     def _catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Do what `catch_up` does for sequences whose sources are read."""
+        """Run `catch_up` for sequences whose sources are read."""
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -125,15 +125,15 @@ class FedModel(SearchingDrafter):
         self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
-        """Add what was run only to catch up, by sequence."""
+        """Add tokens that were run only to catch up, by sequence, and the seconds."""
         self.caught_up |= {id_: self.caught_up.get(id_, 0) + num for id_, num in num_tokens.items()}
         self.catchup_s += seconds
 
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
-        """Run the sources that an encoder-decoder is to read first, not before it is to draft.
+        """Run the sources that an encoder-decoder must read first, once it has to draft.
 
-        Those that fit are run at once: within so many tokens, but one at least, and within the cache. Returns the
-        sequences whose sources are read, and how many tokens are left.
+        Sources are run at once if they fit into the cache and into `num_tokens`, which one source alone may exceed.
+        Returns the sequences whose sources are read, and how many tokens are left.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
@@ -151,10 +151,10 @@ class FedModel(SearchingDrafter):
         return [seq for seq in seqs if not sources.num_unrun(seq.id)], num_tokens
 
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
-        """Catch up within the budget. Returns how many tokens may be drafted, [B], and what has to be run first.
+        """Catch up within the budget. Returns how many tokens may be drafted, [B], and the tokens to run first.
 
-        Only sequences that can be drafted for are fed: those whose committed tokens a round can run. There is room in
-        the cache for what is fed first and for all but one of the drafted tokens.
+        A sequence is only fed if a round can run the committed tokens that it lacks. The cache has room for the tokens
+        that are fed first and for all but one of the drafted tokens.
         """
         if self.short is not None:
             self.short.read(seqs)
@@ -177,7 +177,7 @@ class FedModel(SearchingDrafter):
         return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= most[b]}
 
     def _granted(self, seq: Sequence, b: int, is_unread: bool, budget: Budget, room: Space) -> int:
-        """How many tokens the model may draft; and set how many nodes it may have with those that are forced."""
+        """Return how many tokens the model may draft; set `budget.limits` to its nodes with forced tokens included."""
         granted = 0 if is_unread else budget.num_tokens[b]
         most = budget.limits[b] if budget.limits else 0
         if not granted or not most:
@@ -201,20 +201,20 @@ class FedModel(SearchingDrafter):
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
         """Return a run of these tokens of a sequence.
 
-        It asks for the largest logits alone, where the draws need no others and pacing does not read them, either.
+        It asks only for the largest logit where the draws need no others and pacing does not read them.
         """
         return Run(seq.id, tokens, wanted, None, self._fed[seq.id].best_only and not reads_logits)
 
     def rows(self, scores: Scores, b: int) -> Seq[Row]:
-        """Return the rows of run b that were asked for."""
+        """Return the wanted rows of run b: best ids or logits."""
         return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
 
     def params(self, seq: Sequence) -> SamplingParams:
-        """Return the parameters that a sequence's draws use."""
+        """Return the parameters of a sequence's draws."""
         return self._fed[seq.id].params
 
     def doubt(self, seq: Sequence, start: int) -> None:
-        """Record that tokens of a sequence that were committed may be others, from the index `start` on."""
+        """Record that committed tokens of a sequence may have changed from the index `start` on."""
         fed = self._fed[seq.id]
         fed.num_sure = min(fed.num_sure, start)
 
@@ -223,17 +223,17 @@ class FedModel(SearchingDrafter):
         return len(seq.tokens) - self.num_held(seq) + (0 if sources is None else sources.num_unrun(seq.id))
 
     def num_held(self, seq: Sequence) -> int:
-        """Return how many of the committed tokens the cache holds, pending rows not counted."""
+        """Return how many committed tokens the cache holds, without pending rows."""
         return len(self._fed[seq.id].tokens)
 
     def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
-        """Keep these pending rows, which are of the committed tokens behind those that the cache holds; drop others."""
+        """Keep these pending rows, of the committed tokens behind the cached ones, and drop all others."""
         self.runner.cache.keep({seq.id: rows})
         held = self.num_held(seq)
         self.commit(seq, seq.tokens[held : held + len(rows)])
 
     def _forget_rejected(self, seq: Sequence) -> None:
-        """Cut the cache to the committed tokens that it holds, at most all but the last, which is fed next."""
+        """Cut the cache to its committed tokens, without the last one, which is fed next."""
         fed = self._fed[seq.id]
         end = min(len(fed.tokens), len(seq.tokens) - 1)
         same = min(fed.num_sure, end)
@@ -262,13 +262,13 @@ class FedModel(SearchingDrafter):
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
-        """Return how many of these tokens can be run: all, or 0 where the model lacks a position or an id for one."""
+        """Return how many of these tokens can be run: all, or 0 if the model lacks a position or an id."""
         config = self.runner.model.config
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: Feeds, wanted: str = "last", reads_logits: bool = False) -> dict[int, Row]:
-        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last"."""
+        """Run these tokens and keep their rows. Returns the row behind each sequence's last token, if wanted="last"."""
         if not feeds:
             return {}
         scores = self.runner.forward([self.run(seq, tokens, wanted, reads_logits) for seq, tokens in feeds.values()])
@@ -280,8 +280,8 @@ class FedModel(SearchingDrafter):
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters with the drafter's own options put in.
 
-        Log-probabilities and biases of ids that the draft model does not have are left out. A beam search draws
-        nothing, so that the options of draws say nothing to it.
+        Log-probabilities and biases of ids that the draft model lacks are left out. A beam search draws nothing, so the
+        options of draws do not apply to it.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}

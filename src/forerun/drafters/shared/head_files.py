@@ -1,8 +1,8 @@
 """Folders of trained heads: config.json, and model.safetensors under the names that published heads use.
 
-`forerun train head` writes them. config.json has under "forerun" which method reads the folder and which tokenizer its
-ids are of; the tensor `target_probe` holds some embeddings of the target that it was trained on. A head of another
-target would draft what is rejected, so it is refused; one of the same target with weights of fewer bits is not.
+`forerun train head` writes them. The entry "forerun" of config.json names the method that reads the folder and the
+tokenizer of its ids. The tensor `target_probe` holds some embeddings of the target that the head was trained on: drafts
+of a head for another target would be rejected, so it is refused. The same target with fewer bits passes.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 SHIPPED = named.DATA / "heads"  # a folder for each head that ships with the package, called as it is named
 IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
 OWN_IDS = ("d2t", "token_map")  # tensors that say which ids are drafted
-LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # of a head's own, as published ones call it
+LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # an LM head that a head brings along, by its published names
 LOOK_AHEAD = "look_ahead"  # the vectors of pass
-EMBEDDINGS = "embed_tokens.weight"  # of a head's own
-TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are no product's, but hold a row for each of something
+EMBEDDINGS = "embed_tokens.weight"  # that a head brings along
+TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that no product uses: their rows are looked up
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT = "convert it with `forerun convert-head FOLDER OUT`, which runs none of it"
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
 MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
-LARGEST = Features.largest  # of what a head reads of hidden states
+LARGEST = Features.largest  # bound on the hidden states that a head reads
 
 
 def probe(model: Model, num_ids: int) -> HostTensor:
-    """Some embeddings of a target, bfloat16 [n, H]."""
+    """Return some embeddings of a target, bfloat16 [n, H]."""
     step = max(1, num_ids // NUM_PROBES)
     rows = model.rows.to_host(model.embed(list(range(0, num_ids, step))[:NUM_PROBES]))
     model.wait()
@@ -66,7 +66,7 @@ def probe(model: Model, num_ids: int) -> HostTensor:
 def save(
     folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
 ) -> None:
-    """Write a head; the old files stay until the new ones are whole. tokenizer: a fingerprint of `artifacts`."""
+    """Write a head; the old files stay until the new ones are complete. tokenizer: its `artifacts.fingerprint`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, "forerun": {"method": method, "tokenizer": tokenizer}}, indent=2) + "\n"
     partial = folder / f"{WEIGHTS}.partial"
@@ -77,15 +77,15 @@ def save(
 
 
 def path_help(method: str) -> str:
-    """What is said of the option that names a head."""
+    """Return the help text of the option that names a head."""
     return f"what `forerun train head --method {method}` made, or a published head: a folder, a name, or a hub id"
 
 
 def located(path: str | None, method: str) -> str:
-    """The folder of a head that is named as a model is; one of the hub is fetched whole into huggingface_hub's cache.
+    """Return the folder of a head; a head of the hub is fetched whole into huggingface_hub's cache.
 
-    path: a folder, or a GGUF file, which is unpacked; where there is none, a head that ships with the package, or a hub
-    id org/name[@revision]. Raises BadOption without one, NotFound for what is not there or cannot be had,
+    path: a folder, or a GGUF file, which is unpacked; else the name of a head that ships with the package, or a hub id
+    org/name[@revision]. Raises BadOption without a path, NotFound where there is no such head or it cannot be fetched,
     UnsupportedModel for a pickle.
     """
     if path is None:
@@ -102,42 +102,42 @@ def located(path: str | None, method: str) -> str:
     shipped = shipped_names()
     if path in shipped:
         return str(SHIPPED / path)
-    found = hub.fetch_files(path, partial(_wanted, method))
-    if found is None:
+    fetched = hub.fetch_files(path, partial(_wanted, method))
+    if fetched is None:
         near = difflib.get_close_matches(path.lower(), shipped, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise NotFound(f"there is no head {shown(path)}{hint}: name {_known(method)}")
-    return str(found)
+    return str(fetched)
 
 
 def shipped_names() -> list[str]:
-    """The heads that ship with the package."""
+    """Return the names of the heads that ship with the package."""
     return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG}"))
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """Those of these files that hold a head's weights, shards in order."""
+    """Return the names of the files that hold a head's weights, shards in order."""
     return [MEDUSA_WEIGHTS] if MEDUSA_WEIGHTS in names else sorted(n for n in names if fnmatch(n, "model*.safetensors"))
 
 
 def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
-    """The files of a head of the hub, less config.json. Raises for what is none, before anything is fetched."""
-    found = weight_files(names)
+    """Return the weight files of a head on the hub. Raises where there is no head, before anything is fetched."""
+    files = weight_files(names)
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
-    if not found and pickles:
+    if not files and pickles:
         raise UnsupportedModel(
             f"{where} has weights in {pickles[0]} only, which is a pickle and runs code when it is loaded: fetch it "
             f"with `hf download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=OUT"
         )
-    if CONFIG not in names or not found:
-        raise NotFound(f"{where} holds no {CONFIG if found else WEIGHTS}, and is no head: name {_known(method)}")
-    return found
+    if CONFIG not in names or not files:
+        raise NotFound(f"{where} holds no {CONFIG if files else WEIGHTS}, and is no head: name {_known(method)}")
+    return files
 
 
 def _known(method: str) -> str:
-    """What a head may be named by, for messages."""
-    own = shipped_names()
-    listed = f", or one that ships here ({', '.join(own)})" if own else ""
+    """Return the ways to name a head, for messages."""
+    shipped = shipped_names()
+    listed = f", or one that ships here ({', '.join(shipped)})" if shipped else ""
     return (
         f"a folder with {CONFIG} and {WEIGHTS}, which `forerun train head --method {method} --out FOLDER` writes as "
         f"FOLDER/head, one that was published for the target, by its folder or as org/name of the hub{listed}"
@@ -145,9 +145,9 @@ def _known(method: str) -> str:
 
 
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
-    """The config.json of a head, less what is forerun's own. tokenizer: the fingerprint that it must have.
+    """Return config.json of a head, without the entry "forerun". tokenizer: the fingerprint that it must name.
 
-    Raises NotFound where there is none, BadOption for a head of another method or tokenizer, UnsupportedModel for a
+    Raises NotFound where there is no head, BadOption for a head of another method or tokenizer, UnsupportedModel for a
     file that cannot be read or a pickle.
     """
     folder = Path(path)
@@ -158,33 +158,33 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise NotFound(f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: name {_known(method)}")
     config = dict(read_json(folder / CONFIG))
-    own = config.pop("forerun", None)
-    if not isinstance(own, dict):
+    entry = config.pop("forerun", None)
+    if not isinstance(entry, dict):
         raise BadOption(f"{shown(path)} is no head that {method} reads: name {_known(method)}")
-    if own.get("method") != method:
+    if entry.get("method") != method:
         raise BadOption(
-            f"{shown(path)} is a head of {shown(str(own.get('method')))} and not of {method}: name it as the drafter "
+            f"{shown(path)} is a head of {shown(str(entry.get('method')))} and not of {method}: name it as the drafter "
             "that it is for"
         )
-    if tokenizer is not None and own.get("tokenizer") != tokenizer:
+    if tokenizer is not None and entry.get("tokenizer") != tokenizer:
         raise BadOption(f"{shown(path)} holds ids of another tokenizer than the target's: train a head for this target")
     return config
 
 
 def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model, num_ids: int) -> dict[str, Any]:
-    """The weights of a head as they are stored, by name: tensors, and matrices that are quantised.
+    """Return the weights of a head as they are stored, by name: tensors, and quantised matrices.
 
-    shapes: those that it must have. Raises UnsupportedModel for a file that is cut short, lacks a tensor, or has one of
-    another shape or one that is not known; BadOption for a head of another target.
+    shapes: of the weights that it must have. Raises UnsupportedModel for a truncated file and for a tensor that is
+    missing, misshapen or unknown; BadOption for a head of another target.
     """
-    file, found = Path(path) / WEIGHTS, stored(Path(path))
-    had = found.pop(PROBE, None)
+    file, weights = Path(path) / WEIGHTS, stored(Path(path))
+    had = weights.pop(PROBE, None)
     if had is not None:
         _check_probe(path, had.float32(), probe(target, num_ids).float32())
     check_shapes(
-        str(file), {name: tuple(tensor.shape) for name, tensor in found.items()}, shapes, "train the head again"
+        str(file), {name: tuple(tensor.shape) for name, tensor in weights.items()}, shapes, "train the head again"
     )
-    return found
+    return weights
 
 
 def check_target(path: str, target: Model, num_ids: int) -> None:
@@ -195,38 +195,42 @@ def check_target(path: str, target: Model, num_ids: int) -> None:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """All that a head's file has, by name: tensors, and QuantisedMatrix. Raises UnsupportedModel for a broken file."""
+    """Return a head's weights by name: tensors, and QuantisedMatrix. Raises UnsupportedModel for a broken file."""
     source, matrices = _quantised(folder)
-    parts = {name for own in matrices.values() for name in own.names.values()}
-    found: dict[str, Any] = {n: own for n, own in tensors(folder / WEIGHTS).items() if n not in parts}
-    return found | {name: source.quantised(name) for name in matrices}
+    parts = {name for matrix in matrices.values() for name in matrix.names.values()}
+    whole: dict[str, Any] = {n: tensor for n, tensor in tensors(folder / WEIGHTS).items() if n not in parts}
+    return whole | {name: source.quantised(name) for name in matrices}
 
 
 def _quantised(folder: Path) -> tuple[SafetensorsFolder, Mapping[str, Parts]]:
-    """A folder, and its quantised matrices by name, of which none is read; published heads have none."""
+    """Open a folder, and return its quantised matrices by name, unread; published heads have none."""
     source = SafetensorsFolder(folder)
     return source, source.matrices if "forerun" in source.config else {}
 
 
 def is_head(folder: Path) -> bool:
-    """Whether this is a folder that `forerun train head` has written."""
+    """Return whether `forerun train head` has written this folder."""
     return (folder / CONFIG).is_file() and "forerun" in read_json(folder / CONFIG)
 
 
 def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
     """Write a head with matrices of fewer bits into a new folder; returns its weights' bytes before and after.
 
-    Raises BadOption for a folder that is not empty, for groups that do not divide rows, and for what is rounded.
+    Raises BadOption for an output folder that is not empty, groups that do not divide rows, and a quantised head.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
     config, weights = dict(read_json(folder / CONFIG)), stored(folder)
-    own, made, scheme = config.pop("forerun"), dict[str, HostTensor](), scheme_of(quantization.bits, quantization.group)
+    entry, written, scheme = (
+        config.pop("forerun"),
+        dict[str, HostTensor](),
+        scheme_of(quantization.bits, quantization.group),
+    )
     for name, weight in weights.items():
         if isinstance(weight, QuantisedMatrix):
             raise BadOption(f"{folder} is quantised already ({name}: {weight.scheme}): name the unquantised head")
         if weight.ndim != 2 or name in (*TABLES, PROBE):
-            made[name] = weight
+            written[name] = weight
             continue
         if weight.shape[1] % scheme.group:
             raise BadOption(
@@ -234,21 +238,21 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
                 f"{weight.shape[1]} inputs of {name}"
             )
         parts = parts_of(quantised(weight, scheme))
-        made |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
+        written |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
     said = {"quantization_config": said_of(quantization)}
-    save(out, own["method"], made, {**config, **said}, own["tokenizer"])
-    before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, made))
+    save(out, entry["method"], written, {**config, **said}, entry["tokenizer"])
+    before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, written))
     return before, after
 
 
 def tensors(file: Path, names: Container[str] | None = None) -> dict[str, HostTensor]:
-    """The tensors of a safetensors file, of these names; None = all. Raises UnsupportedModel for a broken file."""
+    """Read the tensors of these names from a file; None = all. Raises UnsupportedModel for a broken file."""
     entries = safetensors_file.read_header(OpenFile(file))
     return {name: entry.whole() for name, entry in entries.items() if names is None or name in names}
 
 
 def shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors of a safetensors file, of which none is read."""
+    """Return the shapes of a safetensors file's tensors by name, without reading them."""
     return {name: entry.shape for name, entry in safetensors_file.read_header(OpenFile(file)).items()}
 
 
@@ -259,20 +263,21 @@ def own_weights(
     *,
     all_rows: bool,
 ) -> Beside:
-    """What a head in a folder keeps in memory beside its target, by the headers of its files.
+    """Return what a head in a folder keeps in memory beside its target, by the headers of its files.
 
-    rounded: what its matrices are rounded to, an LM head to no fewer bits than that of a model. Where it has none of
-    its own it keeps a copy of the rows of the target's, of the ids that it drafts. all_rows: whether it copies all of
-    them where it drafts every id. Embeddings that turn out to be the target's are counted, for only their numbers tell
-    it.
+    rounded: what its matrices are rounded to; its LM head gets no fewer bits than a model's. A head without an LM head
+    copies the target's rows for the ids that it drafts. all_rows: whether it copies all rows where it drafts every id.
+    Embeddings that turn out to be the target's are counted: only their values would tell.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
-    found = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
-    for name, own in _quantised(folder)[1].items():
-        found = {n: s for n, s in found.items() if n not in own.names.values()} | {name: own.shape}
-    num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), target.vocab_size if all_rows else 0)
-    kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
+    head_shapes = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
+    for name, parts in _quantised(folder)[1].items():
+        head_shapes = {n: s for n, s in head_shapes.items() if n not in parts.names.values()} | {name: parts.shape}
+    num_rows = next(
+        (head_shapes[ids][0] for ids in OWN_IDS if ids in head_shapes), target.vocab_size if all_rows else 0
+    )
+    kept = {n: s for n, s in head_shapes.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
     matrices = [
         ((s[0], s[1]), _scheme(rounded, TABLE_BITS if LM_HEAD.match(n) else MATRIX_BITS))
         for n, s in kept.items()
@@ -293,7 +298,7 @@ def check_shapes(
 ) -> None:
     """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
 
-    where: the file. again: what to do about a file that is not whole.
+    where: the file. again: what to do about a file with missing or unknown tensors.
     """
     for name, shape in wanted.items():
         if name not in found:
@@ -308,11 +313,11 @@ def check_shapes(
 
 
 def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
-    """The ids that a head drafts, ascending [n].
+    """Return the target's ids that a head drafts, ascending [n].
 
-    d2t: what is to be added to its own ids [n]; None = it drafts all of its target's.
+    d2t: the offset from each of the head's ids to the target's [n]; None = it drafts all ids of the target.
 
-    Raises UnsupportedModel where they are no different ids of the target.
+    Raises UnsupportedModel where the ids do not ascend or are not the target's.
     """
     if d2t is None:
         return np.arange(num_ids)
@@ -323,7 +328,7 @@ def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
 
 
 def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer of blockwise. inner: units of the hidden layer; width: of the target's rows."""
+    """Return the shapes of blockwise's layer by name. inner: units of the hidden layer; width: of the target's rows."""
     outer = num_heads * width
     return {
         "hidden.weight": (inner, width),
@@ -350,7 +355,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def published_config(path: str, key: str) -> dict[str, Any] | None:
-    """The config.json of a folder with weights that others have published, where it has this key; else None."""
+    """Return config.json of a folder that others have published, where it has this key; else None."""
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return None

@@ -1,8 +1,8 @@
 """EAGLE-3 and DFlash heads in GGUF files, as llama.cpp's converter writes them.
 
-Such a file is unpacked once, into a folder of the cache that is what was published: the same names, sizes and layer
-ids, so that one reader serves both. Its blocks are a llama's or a Qwen 3's and are read as one; what is around them has
-names of its own. Quantised weights become bfloat16, and are rounded again when they are loaded, as of folders.
+Such a file is unpacked once, into a cache folder like the published one: with the same names, sizes and layer ids, so
+that one reader serves both. Its blocks are a llama's or a Qwen 3's and are read as such; the tensors around them have
+special names. Quantised weights become bfloat16, and are rounded again on loading, as in folders.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from forerun.models.source.gguf import SUFFIX, GgufFile
 
 VERSION = 1  # of the folders that are written
 EMBEDDING = "token_embd.weight"
-WRONG = (ValueError, TypeError, LookupError, ArithmeticError, StopIteration)  # what comes of values that no head has
+WRONG = (ValueError, TypeError, LookupError, ArithmeticError, StopIteration)  # raised by values that no head has
 MOST_PADDING = 1024  # rows of a target's embedding without a token
 LAYER = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What files of one architecture hold. method: the drafter. blocks: the architecture that their blocks have.
+    """What files of one architecture hold. method: the drafter. blocks: the architecture of their blocks.
 
-    outer: published names of tensors around the blocks. layer: how published names of a block begin; inner: ends of the
-    names that a block has beside the usual ones. keys: of the metadata, that say something of the head.
+    outer: published names of tensors around the blocks. layer: beginning of a block's published names. inner: endings
+    of a block's names beside the usual ones. keys: metadata keys that describe the head.
     """
 
     method: str
@@ -72,7 +72,7 @@ KINDS = {
 
 
 def is_file(path: str) -> bool:
-    """Whether this is a GGUF file, by its name."""
+    """Return whether this is a GGUF file, by its name."""
     return path.lower().endswith(SUFFIX) and Path(path).is_file()
 
 
@@ -83,7 +83,7 @@ def method_of(header: Header) -> str | None:
 
 
 def fits(path: str, target: Spec) -> bool:
-    """Whether a file says that its target has such rows, and as many ids, padding apart. Raises as `read_model`."""
+    """Return whether a file names the target's width and number of ids, padding apart. Raises as `read_model`."""
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))
     width = metadata.get(f"{name}.target_hidden_size", metadata.get(f"{name}.embedding_length"))
@@ -93,9 +93,9 @@ def fits(path: str, target: Spec) -> bool:
 
 
 def unpacked(path: str, method: str) -> str:
-    """Return the folder that a file is unpacked into, which is made where it is missing.
+    """Return the folder that a file is unpacked into, and unpack it where the folder is missing.
 
-    Raises BadOption for a file that another drafter reads, or none, UnsupportedModel for what is no such head,
+    Raises BadOption for a file that another drafter or no drafter reads, UnsupportedModel for an invalid head,
     CapacityError where the folder cannot be written.
     """
     header = read_model(Path(path))
@@ -118,13 +118,13 @@ def unpacked(path: str, method: str) -> str:
 
     files = ("config.json", "model.safetensors")
     folder = kept_folder(f"heads/{of_place}-{of_content}", files, write, f"the head of {shown(path)}")
-    for older in set(folder.parent.glob(f"{of_place}-*")) - {folder}:  # what the file was before
+    for older in set(folder.parent.glob(f"{of_place}-*")) - {folder}:  # folders of earlier versions of the file
         shutil.rmtree(older, ignore_errors=True)
     return str(folder)
 
 
 def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
-    """Return config.json and tensors as they were published."""
+    """Return config.json and the tensors in published form."""
     said = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
     of_head: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
     around = {tensor: ours for tensor, ours in kind.outer.items() if tensor in header.tensors}
@@ -160,12 +160,12 @@ def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict
 
 
 def _at(kind: _Kind, tensor: str) -> str:
-    """Return how the published names of a block's tensors begin."""
+    """Return the beginning of the published names of a block's tensors."""
     return kind.layer.format(tensor.split(".")[1]) if tensor.startswith("blk.") else ""
 
 
 def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) -> Header:
-    """Return the header of a model with the same blocks. A head may have no embedding of its own: then of no bytes."""
+    """Return the header of a model with the same blocks. A head without an embedding gets one without bytes."""
     kept = {key: value for key, value in header.metadata.items() if not key.startswith(("general.arch", "split."))}
     metadata = {"general.architecture": kind.blocks.encode(), **kept}
     metadata |= {f"{kind.blocks}.{key}": value for key, value in said.items()}

@@ -1,11 +1,11 @@
 """Folders of heads that others have published: their tensors and config.json in terms of our own.
 
-What a folder holds is told by the names of its tensors, or by `speculators_model_type`. What a layer id means differs:
-in `eagle_aux_hidden_state_layer_ids` of config.json itself (EAGLE-3's reference code, vLLM, speculators) j is the layer
+The names of the tensors, or `speculators_model_type`, tell what a folder holds. There are two ways to count layers: in
+`eagle_aux_hidden_state_layer_ids` of config.json itself (EAGLE-3's reference code, vLLM, speculators) j is the layer
 whose *input* is read, inside of `eagle_config` (SGLang, SpecForge) the layer whose *output* is. A reader that is off by
-one loses a few per cent of acceptance and says nothing. Our count is that of layers behind which a row is taken.
+one loses a few per cent of acceptance and says nothing. We count how many layers a row has passed when it is taken.
 
-Such a folder names no tokenizer of its target, so that sizes are all that can be compared with it.
+Such a folder names no tokenizer, so only sizes can be compared with the target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forerun.text.json_files import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE_1, EAGLE_3, MEDUSA = "EAGLE-1", "EAGLE-3", "Medusa"
-# What a folder is, by how a name among its tensors begins; the first that fits.
+# Kind of head -> what the name of one of its tensors begins with; the first match counts.
 SIGNS = {
     "P-EAGLE": r"mask_hidden$",
     "DSpark": r"(markov|confidence)_head\.",
@@ -48,18 +48,18 @@ NOT_COMPUTED = ("P-EAGLE", "DSpark")
 DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash",
             "MTP": "mtp"}  # fmt: skip
 MOST_PADDING = 1024  # rows of a vocabulary without a token
-COMPARED_ROWS = 4096  # of embeddings, at a time
+COMPARED_ROWS = 4096  # of embeddings, compared at a time
 
 FIRST = "model.layers.0."
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = frozenset({"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"})
 EAGLE_KEYS = SWITCHES | {"draft_vocab_size", "target_hidden_size", "eagle_config", "qkv_bias", LAYER_IDS}
-# Of speculators' config.json, beside those and what changes nothing.
+# Keys of speculators' config.json: the ones above, and keys that change nothing.
 SPECULATORS_KEYS = EAGLE_KEYS | {
     *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config", "model_type"),
     *("has_no_defaults_at_init", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "dtype"),
 }
-# What `eagle_config` may say, beside layer ids and switches: it changes nothing, or is computed so.
+# What `eagle_config` may say beside layer ids and switches: these values change nothing, or are what is computed.
 NESTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -72,7 +72,7 @@ NESTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """A folder of which no weight was read yet. config: its config.json. kind: of SIGNS. shapes: of its tensors."""
+    """A published head, weights unread. config: its config.json. kind: a key of SIGNS. shapes: of its tensors."""
 
     path: str
     files: tuple[Path, ...]
@@ -86,44 +86,44 @@ class Published:
 
     @property
     def decoder(self) -> Mapping[str, Any]:
-        """The part of config.json that is a decoder's."""
+        """The part of config.json that describes the decoder."""
         if not self.is_speculators:
             keys = EAGLE_KEYS if self.kind == EAGLE_3 else {"bias", "qkv_bias"}
-            own = {key: value for key, value in self.config.items() if key not in keys}
-            # Some files have the target's own number of layers there, beside the one that this name says.
+            rest = {key: value for key, value in self.config.items() if key not in keys}
+            # Some files give the target's number of layers there, though the name says that the head has one.
             is_one = self.kind == EAGLE_3 and any(name.startswith("midlayer.") for name in self.shapes)
-            return own | ({"num_hidden_layers": 1} if is_one else {})
-        found = self.config.get("transformer_layer_config")
-        if not isinstance(found, Mapping):
-            raise UnsupportedModel(f"config.json has transformer_layer_config={shown(found)}: it must be a mapping")
-        return found
+            return rest | ({"num_hidden_layers": 1} if is_one else {})
+        decoder = self.config.get("transformer_layer_config")
+        if not isinstance(decoder, Mapping):
+            raise UnsupportedModel(f"config.json has transformer_layer_config={shown(decoder)}: it must be a mapping")
+        return decoder
 
     @property
     def nested(self) -> Mapping[str, Any]:
-        """What config.json has inside of `eagle_config`."""
-        found = self.config.get("eagle_config") or {}
-        if not isinstance(found, Mapping):
-            raise UnsupportedModel(f"config.json has eagle_config={shown(found)}: it must be a mapping")
-        return found
+        """The entries of `eagle_config` in config.json."""
+        nested = self.config.get("eagle_config") or {}
+        if not isinstance(nested, Mapping):
+            raise UnsupportedModel(f"config.json has eagle_config={shown(nested)}: it must be a mapping")
+        return nested
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """What config.json sets of the head, inside of `eagle_config` or not."""
+        """The settings of the head in config.json, inside of `eagle_config` or not."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:
-        """The tensors of these names. Raises UnsupportedModel for one that is missing, misshapen or not known."""
-        found = {name: shape for name, shape in self.shapes.items() if not head_files.IGNORED.match(name)}
-        wanted = {**must, **{name: shape for name, shape in may.items() if name in found}}
-        head_files.check_shapes(str(self.files[0]), found, wanted, "fetch the head again, or name one of this target")
+        """Read the tensors in `must`, and any in `may`. Raises UnsupportedModel for a missing or other tensor."""
+        present = {name: shape for name, shape in self.shapes.items() if not head_files.IGNORED.match(name)}
+        wanted = {**must, **{name: shape for name, shape in may.items() if name in present}}
+        head_files.check_shapes(str(self.files[0]), present, wanted, "fetch the head again, or name one of this target")
         return {name: tensor for file in self.files for name, tensor in head_files.tensors(file, wanted).items()}
 
 
 def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | None:
-    """A published head in this folder; None where there are no such files, or `forerun train head` has made them.
+    """Return the published head in a folder; None where there is none, or `forerun train head` has made it.
 
     ignore: keys of config.json that do not count. Raises BadOption for a head that another drafter than `method` reads,
-    UnsupportedModel for one that none does.
+    UnsupportedModel for a head that no drafter reads.
     """
     folder = Path(path)
     files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
@@ -148,7 +148,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
 
 
 def _unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of a head of EAGLE-1 as its authors have it, from around which vLLM's wrapper was taken."""
+    """Return config.json as the authors of EAGLE-1 write it: vLLM's wrapper, if there is one, is taken off."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, Mapping):
         return config
@@ -179,7 +179,7 @@ def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
-    """Behind which of the target's `num_layers` layers a head reads; () = behind its final norm."""
+    """Return behind which of the target's `num_layers` layers a head reads; () = behind its final norm."""
     if found.kind == EAGLE_1:
         return ()
     inputs, outputs = _layer_ids(found.config), _layer_ids(found.nested)
@@ -193,31 +193,32 @@ def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
 
 
 def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig:
-    """The sizes and switches of a head. num_layers: the target's; None = not known, and `layers` is then ().
+    """Return the sizes and switches of a head. num_layers: the target's; None = not known, and `layers` is then ().
 
     Raises UnsupportedModel for what would be computed wrongly.
     """
     _check_switches(found)
-    own, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
+    settings, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
     decoder = _head_spec(read_config(found.decoder), has_bias, is_first=found.kind == EAGLE_1)
     layers = () if num_layers is None else eagle_layers(found, num_layers)
     if found.kind == EAGLE_1:
         return EagleConfig(decoder, layers)
-    if "draft_vocab_size" in own:
-        decoder = replace(decoder, vocab_size=size(own, "draft_vocab_size"))
+    if "draft_vocab_size" in settings:
+        decoder = replace(decoder, vocab_size=size(settings, "draft_vocab_size"))
     return EagleConfig(
         decoder,
         layers,
-        size(own, "target_hidden_size") if "target_hidden_size" in own else None,
-        norm_before_residual=flag(own, "norm_before_residual"),
-        norm_output=flag(own, "norm_output"),
+        size(settings, "target_hidden_size") if "target_hidden_size" in settings else None,
+        norm_before_residual=flag(settings, "norm_before_residual"),
+        norm_output=flag(settings, "norm_output"),
     )
 
 
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
-    """The blocks of a head in a decoder's place: the first reads what was normed before, or nothing norms it.
+    """Turn a decoder's spec into a head's: no norm before the first block, whose input is normed already or never.
 
-    is_first: of EAGLE-1, which has no final norm. Of EAGLE-3 the first block's attention reads embedding and features.
+    is_first: whether the head is of EAGLE-1, which has no final norm. In EAGLE-3 the first block's attention reads
+    embedding and features.
     """
     changed = [replace(block, attention=block.attention and replace(block.attention, qkv_bias=has_bias))
                for block in decoder.blocks]  # fmt: skip
@@ -230,7 +231,7 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
 
 
 def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
-    """Read a head: its configuration over the ids that it drafts, its weights by our names, and those ids.
+    """Read a head: its configuration over the ids that it drafts, its weights by our names, and these ids.
 
     Raises BadOption for a head of another target, UnsupportedModel for tensors that do not fit.
     """
@@ -260,7 +261,7 @@ def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_switches(found: Published) -> None:
-    """Refuse what config.json says of the head beyond its decoder and is not computed."""
+    """Refuse settings of the head in config.json, beyond its decoder, that are not computed."""
     if found.is_speculators:
         refuse_unknown(found.config, SPECULATORS_KEYS)
         if found.config.get("norm_before_residual") is None:
@@ -282,7 +283,7 @@ def _check_switches(found: Published) -> None:
 def _eagle_shapes(
     found: Published, config: EagleConfig, num_vocab: int, width: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Our names of the weights, with shapes: what a head must have, and what it may. width: of the target's rows."""
+    """Return by our names the shapes that a head must have, and those it may have. width: of the target's rows."""
     if config.reads_size != width:
         raise BadOption(
             f"{shown(found.path)} reads rows of {config.reads_size}, and the target has rows of {width}: name a head "
@@ -293,7 +294,7 @@ def _eagle_shapes(
     may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
     if found.kind == EAGLE_1:
         must["input.weight"] = (h, 2 * h)
-        may[OWN_HEAD] = (num_ids, h)  # else the target's is used, of which it mostly is a copy
+        may[OWN_HEAD] = (num_ids, h)  # mostly a copy of the target's, which is used without it
         (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
         return must, may
     num = len(config.layers)
@@ -309,7 +310,7 @@ def _eagle_shapes(
 
 
 def _published_name(found: Published, ours: str) -> str:
-    """The name under which a folder has a weight."""
+    """Return the name of a weight in a folder, given our name."""
     if found.kind == EAGLE_1:
         return ours.replace("input.", "fc.", 1) if ours.startswith("input.") else ours.removeprefix("model.")
     first = "midlayer." if any(name.startswith("midlayer.") for name in found.shapes) else "layers.0."
@@ -320,15 +321,18 @@ def _published_name(found: Published, ours: str) -> str:
 
 
 def _is_of_target(table: HostTensor, target: Target) -> bool:
-    """Whether embeddings are the target's, which then need not be in memory twice."""
+    """Return whether embeddings are the target's, and need not be in memory twice."""
     model: Model = target.model
     if table.shape[1] != model.config.hidden_size:
         return False
     for first in range(0, target.num_ids, COMPARED_ROWS):
         ids = range(first, min(first + COMPARED_ROWS, target.num_ids))
-        own, theirs = table[ids.start : ids.stop].to(model.weight_dtype), model.rows.to_host(model.embed(list(ids)))
+        head_rows, target_rows = (
+            table[ids.start : ids.stop].to(model.weight_dtype),
+            model.rows.to_host(model.embed(list(ids))),
+        )
         model.wait()
-        if not np.array_equal(own.float32(), theirs.astype(np.float32)):
+        if not np.array_equal(head_rows.float32(), target_rows.astype(np.float32)):
             return False
     return True
 
@@ -338,7 +342,7 @@ def _is_of_target(table: HostTensor, target: Target) -> bool:
 
 @dataclass(frozen=True)
 class MedusaHeads:
-    """Heads under the names of `forerun train head`, and `lm_head.{head}.weight`, or `lm_head.weight` for all."""
+    """Heads as `forerun train head` names them. LM heads: `lm_head.{head}.weight`, or `lm_head.weight` for all."""
 
     num_heads: int
     num_blocks: int
@@ -364,19 +368,19 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
             ours, theirs = f"{head}.{i}.linear.", block.format(head, i)
             must[theirs + "weight"], may[theirs + "bias"] = (width, width), (width,)
             names |= {ours + part: theirs + part for part in ("weight", "bias")}
-    own = {f"lm_head.{head}.weight": lm_head.format(head, num_blocks) for head in range(num_heads)}
-    if found.config.get("original_lm_head"):  # vLLM's word for one that all heads share
-        shared = [n for n in ("lm_head.weight", own["lm_head.0.weight"]) if n in found.shapes] if own else []
+    lm_names = {f"lm_head.{head}.weight": lm_head.format(head, num_blocks) for head in range(num_heads)}
+    if found.config.get("original_lm_head"):  # vLLM's word for an LM head that all heads share
+        shared = [n for n in ("lm_head.weight", lm_names["lm_head.0.weight"]) if n in found.shapes] if lm_names else []
         if not shared:
             raise UnsupportedModel(
                 f"{shown(found.path)} has original_lm_head=true in config.json and no LM head: add the tensor "
                 "lm_head.weight, or drop that key, and the heads use the target's"
             )
-        own = {"lm_head.weight": shared[0]}
-    num_rows = [found.shapes[name][0] for name in own.values() if name in found.shapes]
+        lm_names = {"lm_head.weight": shared[0]}
+    num_rows = [found.shapes[name][0] for name in lm_names.values() if name in found.shapes]
     if num_rows:  # else they are the target's
-        must |= dict.fromkeys(own.values(), (num_rows[0], width))
-        names |= own
+        must |= dict.fromkeys(lm_names.values(), (num_rows[0], width))
+        names |= lm_names
     if "token_map" in found.shapes:
         must["token_map"] = found.shapes["token_map"][:1]
     tensors = found.read(must, may)
@@ -384,14 +388,14 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
     token_map = tensors["token_map"].values.astype(np.int64) if "token_map" in tensors else None
     ids, rows = _medusa_ids(found, token_map, num_rows[0] if num_rows else None, target)
     if rows is not None:
-        weights |= {name: weights[name][rows] for name in own}
+        weights |= {name: weights[name][rows] for name in lm_names}
     return MedusaHeads(num_heads, num_blocks, weights, ids)
 
 
 def _medusa_ids(
     found: Published, token_map: Ids | None, num_rows: int | None, target: Target
 ) -> tuple[Ids, Ids | None]:
-    """The ids that heads draft, and which rows of their LM heads those are; None = there are none, or all."""
+    """Return the ids that heads draft, and their rows in the LM heads; None = all rows, or there are no LM heads."""
     if token_map is None:
         if num_rows is not None:
             _check_vocabulary(found, num_rows, target)
@@ -415,7 +419,7 @@ def _medusa_ids(
 
 
 def _check_vocabulary(found: Published, num_vocab: int, target: Target) -> None:
-    """Raise BadOption for a head of another number of ids than the target's, padding apart."""
+    """Raise BadOption for a head with another vocabulary size than the target's, padding apart."""
     num_ids, padded = target.num_ids, target.model.config.vocab_size
     if num_vocab != padded and not num_ids <= num_vocab <= num_ids + MOST_PADDING:
         raise BadOption(

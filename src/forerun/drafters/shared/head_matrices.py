@@ -1,4 +1,4 @@
-"""Matrices of trained heads, as the operators of their target take them."""
+"""Matrices of trained heads, in the form that the operators of their target take."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from forerun.ops.model import Model
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.quantising import is_rounded, quantise, scheme_for
 
-Weight = HostTensor | QuantisedMatrix  # of a head, as its file has it
+Weight = HostTensor | QuantisedMatrix  # a head's weight as stored in its file
 
 
 def loadable(
     spec: Spec, weights: Mapping[str, Weight], target: Model, rounded: Quantization | None
 ) -> Mapping[str, Weight]:
-    """Return the weights of a head's spec as its target's backend loads them.
+    """Return the weights of a head's spec in the form that its target's backend loads.
 
-    rounded: to how many bits matrices are; None = not. Raises BadOption where groups do not divide their rows.
+    rounded: what matrices are rounded to; None = nothing. Raises BadOption where groups do not divide their rows.
     """
     loaded = dict[str, Weight]()
     for weight in blocks.weights(spec):
@@ -37,7 +37,7 @@ def loadable(
 
 
 def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
-    """Return a weight in the target's type, or a matrix rounded, which one of that scheme is already."""
+    """Return a weight in the target's dtype, or rounded to `scheme` unless it has that scheme already."""
     if isinstance(part, QuantisedMatrix):
         if part.scheme == scheme:
             return part
@@ -47,21 +47,21 @@ def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
 
 
 def beside_of(spec: Spec, tensors: Mapping[str, Stored]) -> Beside:
-    """Return what the weights of a spec take in memory, as their files store them."""
+    """Return what the weights of a spec take in memory as stored in their files."""
     stored = [tensors[weight.name] for weight in blocks.weights(spec)]
     matrices = [((one.shape[0], one.shape[1]), one.scheme) for one in stored if len(one.shape) == 2]
     return Beside(tuple(matrices), 0, sum(one.shape[0] for one in stored if len(one.shape) == 1))
 
 
 def dense_of(weight: Weight) -> HostTensor:
-    """Return what a weight of a head stands for: in its own type, or float32."""
+    """Return a head's weight unquantised: as it is, or dequantised to float32."""
     return dequantised(weight, "float32") if isinstance(weight, QuantisedMatrix) else weight
 
 
 def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
-    """Return what a head is rounded to: what an option says, or by auto 8 bits where that pays and groups divide rows.
+    """Return a head's rounding: the option's, or with auto 8 bits where that pays and groups divide the rows.
 
-    shapes: of its weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8.
+    shapes: of its weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8 bits.
     """
     if option != "auto":
         return None if option == "none" else Quantization.parse(option)
@@ -71,12 +71,12 @@ def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: b
 
 
 def is_packed(target: Model) -> bool:
-    """Whether a target has weights of 4 or 8 bits in memory."""
+    """Return whether a target has weights of 4 or 8 bits in memory."""
     return bool(target.weight_bits)
 
 
 def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:
-    """Return a matrix that is rounded when it is read."""
+    """Return a matrix that is rounded on reading."""
     return QuantisedMatrix(
         scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight.float32(), scheme)])
     )

@@ -1,6 +1,6 @@
 """Drafters whose weights are in the files of a model: the block of mtp, and an assistant.
 
-They are rounded as the target is, and draft the first ids of a large vocabulary, as many as pay (short_vocab.py).
+They are rounded like the target, and draft the first ids of a large vocabulary, as many as pay (short_vocab.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AS_TARGET = {"help": "int8 or int4[:group=N], none, or auto: as the target's wei
 
 
 def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
-    """Return a source whose matrices are rounded as the option says. Raises BadOption where that is not possible."""
+    """Return a source with matrices rounded as the option says. Raises BadOption where that is not possible."""
     said = target.config.quantization if option == AUTO else option
     if said in (None, "none", AUTO):
         return source
@@ -31,9 +31,9 @@ def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
 
 
 def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:
-    """Return what chooses how many ids are drafted; None where there are few. Weights stand for bytes, bytes for time.
+    """Make what chooses how many ids are drafted; None for a small vocabulary. Weights stand for bytes and time.
 
-    model: the target. spec: of the drafter, whose LM head is the target's where it has none.
+    model: the target. spec: the drafter's; without an LM head it uses the target's.
     """
     if num_ids <= LARGE or not isinstance(model.config, Spec):
         return None
@@ -44,7 +44,7 @@ def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary 
 
 
 def spread(logits: Row, num_ids: int, dtype: npt.DTypeLike) -> Row:
-    """Return logits of the first ids as logits of all, -inf elsewhere."""
+    """Spread logits of the first ids over all ids, -inf elsewhere."""
     whole: Row = np.full(num_ids, -np.inf, dtype)
     whole[: len(logits)] = logits[:num_ids]
     return whole

@@ -1,4 +1,4 @@
-"""The options that every drafter with a model has: which model is loaded, and how it draws."""
+"""The options of every drafter with a model: which model is loaded, and how it draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB = {
 
 
 class Draws(Protocol):
-    """How a draft model draws: the options that every drafter with a model has."""
+    """The options of every drafter with a model: how it draws."""
 
     @property
     def draft_temperature(self) -> float | None: ...
@@ -37,7 +37,7 @@ class Draws(Protocol):
 
 
 class Loads(Protocol):
-    """Which draft model is loaded: the options that every drafter with a checkpoint has."""
+    """The options of every drafter with a checkpoint: which model is loaded."""
 
     @property
     def path(self) -> str | None: ...
@@ -58,7 +58,7 @@ USUAL = UsualDraws()
 
 
 def head_rows(method: str, draft_vocab: str) -> int | None:
-    """How many ids are drafted at most, None = all. Raises BadOption."""
+    """Return how many ids are drafted at most, None = all. Raises BadOption."""
     if draft_vocab in ("none", AUTO):
         return None
     if not draft_vocab.isdecimal() or int(draft_vocab) < 1:
@@ -69,13 +69,13 @@ def head_rows(method: str, draft_vocab: str) -> int | None:
 
 
 def check_temperature(method: str, value: float | None) -> None:
-    """Raise BadOption for a temperature between greedy and the least that the pipeline takes."""
+    """Raise BadOption for a temperature between 0 and the least that the pipeline takes."""
     if value is not None and 0 < value < 1e-5:
         raise BadOption(f"{method}:draft_temperature={value} must be 0 (greedy) or at least 1e-5")
 
 
 def rounding(quantization: str) -> str | None:
-    """What a draft model's weights are rounded to, as it is loaded; None = nothing. Raises BadOption."""
+    """Return what a draft model's weights are rounded to on loading; None = nothing. Raises BadOption."""
     if quantization not in ("none", AUTO):
         Quantization.parse(quantization)
     return None if quantization == "none" else quantization

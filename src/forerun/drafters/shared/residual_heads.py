@@ -1,4 +1,4 @@
-"""Heads of residual blocks, x + silu(W x + b), each of which guesses one token, as specs that any backend runs."""
+"""Heads of residual blocks, x + silu(W x + b), as specs that any backend runs; each head guesses one token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ResidualHead:
         num_ids: int,
         beside: ResidualHead | None = None,
     ) -> ResidualHead:
-        """Make a head. features: how its first block begins; num_ids: that it drafts.
+        """Make a head. features: how its first block begins. num_ids: how many ids it drafts.
 
-        weights: of these features by the names of their spec, of block i as "{i}.weight" and perhaps "{i}.bias", and
-        those of an LM head; without one it has the LM head of another head, `beside`.
+        weights: of the features by the names of their spec, of block i as "{i}.weight" and perhaps "{i}.bias", and of
+        an LM head; without one it uses the LM head of another head, `beside`.
         """
         width, blocks, named = target.config.hidden_size, list[Block](), dict(weights)
         while f"{(i := len(blocks))}.weight" in weights:
@@ -57,12 +57,12 @@ class ResidualHead:
         return cls(cast(HeadModel, loaded))
 
     def rows(self, read: Seq[Any]) -> Any:
-        """What its LM head reads [n, H]. read: the rows that its features are made of, each [n, H]."""
+        """Return the rows for its LM head [n, H]. read: the rows that its features are made of, each [n, H]."""
         features = self.model.features(read)
         num = len(features)
         batch = RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0])
         return self.model.forward(batch, None, None, features).hidden
 
     def logits(self, rows: Any) -> Any:
-        """Rows [n, H] -> logits of its ids [n, ids]."""
+        """Return the logits of its ids [n, ids] for rows [n, H]."""
         return self.model.logits(rows)

@@ -1,7 +1,7 @@
 """What drafters share that search the text before they ask their model.
 
-A search costs little, and its guess is drafted where it promises more than the model does (`Stop.search`).
-Whether it does is known before any token is drawn, so that the choice is admissible (docs/exactness.md).
+A search costs little, and its guess is drafted where it promises more than the model's (`Stop.search`). The choice is
+made before any token is drawn, so it is admissible (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEARCH = {
 
 
 class SearchingDrafter(Drafter):
-    """A drafter with a model, which is asked where the search finds nothing better.
+    """A drafter with a model that is asked where the search finds nothing better.
 
     A subclass has `own_draft` and `num_unread`.
     """
@@ -29,9 +29,9 @@ class SearchingDrafter(Drafter):
     search: Drafter | None = None
 
     def search_by(self, spec: str, method: str, target: Target) -> None:
-        """Search the text first, by the drafter of this spec, where the model tells how sure it is.
+        """Search the text first, by the drafter of this spec, where the model tells its confidence.
 
-        Raises BadOption for a drafter that cannot be compared with it. method: the name of this one.
+        Raises BadOption for a drafter that cannot be compared with the model. method: the name of this drafter.
         """
         if spec == "none" or not self.tells_confidence:
             return
@@ -50,11 +50,11 @@ class SearchingDrafter(Drafter):
             self.search.end(seq)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        found = self._search(seqs, budget, coins)
+        guesses = self._search(seqs, budget, coins)
         draft = self.own_draft(seqs, budget, coins)
         self.num_passes = max(map(draft.num_own, range(len(seqs))), default=0)
-        self.num_found = sum(len(guess.tokens) for guess in found.values())
-        return Draft.joined([found.get(b, draft.only(b)) for b in range(len(seqs))]) if found else draft
+        self.num_found = sum(len(guess.tokens) for guess in guesses.values())
+        return Draft.joined([guesses.get(b, draft.only(b)) for b in range(len(seqs))]) if guesses else draft
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """Return the model's chains, as `propose` would."""
@@ -65,19 +65,19 @@ class SearchingDrafter(Drafter):
         raise NotImplementedError
 
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return what the text itself promises, where that is more than the model does, which then is not asked."""
-        found = dict[int, Draft]()
+        """Return guesses from the text that promise more than the model's; the model is not asked there."""
+        guesses = dict[int, Draft]()
         begun, self.search_s, self.num_searched = self.clock(), 0.0, 0
         for b, stop in budget.stops.items():
             if self.search is not None and stop.search is not None and budget.num_tokens[b] > 0:
                 stop.num_unread = self.num_unread(seqs[b])
-                own = Budget([budget.num_tokens[b]], 0, stops={0: stop.search}, limits=budget.limits[b : b + 1])
-                draft = self.search.propose([seqs[b]], own, [coins[b]])
+                share = Budget([budget.num_tokens[b]], 0, stops={0: stop.search}, limits=budget.limits[b : b + 1])
+                draft = self.search.propose([seqs[b]], share, [coins[b]])
                 self.num_searched += 1
                 if draft.tokens and stop.search.gain >= stop.bar:
-                    found[b] = draft
-            if b in found or stop.is_shut:
+                    guesses[b] = draft
+            if b in guesses or stop.is_shut:
                 budget.num_tokens[b] = 0
         if self.num_searched:
             self.search_s = self.clock() - begun
-        return found
+        return guesses

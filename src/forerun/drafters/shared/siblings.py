@@ -1,8 +1,8 @@
 """How drafters of trees draw the children of a node from one distribution, and what each child states.
 
 Siblings are drawn without replacement ("distinct"; each states what the earlier ones left), independently, or they are
-the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the first ones of log
-probabilities plus the noise that the target shares.
+the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the tokens with the
+largest sums of log-probability and the noise that the target shares.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 
 
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
-    """Return how the siblings of one request are drawn: as its drafter's `draws` say, as "point", or by "match".
+    """Return how the siblings of one request are drawn: by its drafter's `draws`, as "point", or by "match".
 
-    params: what the drafter samples with, which may be another temperature than the request's.
+    params: the drafter's sampling parameters; their temperature may differ from the request's.
     """
     if seq.acceptance == "match" and not seq.params.greedy:
         return "match"
@@ -29,9 +29,9 @@ def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
 
 
 def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
-    """Return what the children of a node are drawn from; None where masks leave no token.
+    """Return the distribution that a node's children are drawn from; None where masks leave no token.
 
-    A greedy model knows one token; its further ones are the next in the order of its probabilities.
+    A greedy model knows one token; its further children are the next in the order of its probabilities.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -46,7 +46,7 @@ def children_of(
 ) -> Iterator[tuple[int, Probs, float]]:
     """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it.
 
-    kind: see `kind_of`. lane: of the first one's coin; the others have the lanes behind it. Points need no coins.
+    kind: see `kind_of`. lane: of the first child's coin; further children have the next lanes. Points need no coins.
     """
     if draft_probs.point is not None:
         yield draft_probs.point, draft_probs, 1.0
@@ -68,17 +68,17 @@ def children_of(
 
 
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
-    """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
+    """Return the `num` ids of the largest probabilities above 0; ties by lowest id, except for the last place."""
     weights = draft_probs.weights
-    found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
-    found = found[weights[found] > 0]
-    found = found[np.lexsort((found, -weights[found]))]
-    best: list[int] = (found if draft_probs.ids is None else draft_probs.ids[found]).tolist()
+    places = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
+    places = places[weights[places] > 0]
+    places = places[np.lexsort((places, -weights[places]))]
+    best: list[int] = (places if draft_probs.ids is None else draft_probs.ids[places]).tolist()
     return best
 
 
 def without(draft_probs: Probs, token: int) -> Probs | None:
-    """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
+    """Return the distribution without a token; None where nothing is left."""
     weights = draft_probs.weights.copy()
     weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
     mass = arithmetic.mass(weights)

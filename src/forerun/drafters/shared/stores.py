@@ -21,13 +21,13 @@ class Datastore:
         self._tokens, self._suffixes = tokens, suffixes
 
     def places(self, pattern: Seq[int]) -> range:
-        """Return which entries of the suffix array begin with a pattern."""
+        """Return the entries of the suffix array that begin with a pattern."""
         wanted, length = list(pattern), len(pattern)
 
         def beginning(entry: int) -> list[int]:
             start = self._suffixes[entry]
-            found: list[int] = self._tokens[start : start + length].tolist()
-            return found
+            tokens: list[int] = self._tokens[start : start + length].tolist()
+            return tokens
 
         entries = range(len(self._suffixes))
         first = bisect.bisect_left(entries, wanted, key=beginning)
@@ -36,20 +36,20 @@ class Datastore:
     def longest(self, context: Seq[int], min_match: int) -> tuple[int, range]:
         """Return the length of the longest suffix of a context that occurs, and its places; (0, none) without one.
 
-        Where a suffix occurs every shorter one does, so the length itself is found by binary search.
+        Where a suffix occurs every shorter suffix does, so a binary search finds the length.
         """
-        found = (0, range(0))
+        match = (0, range(0))
         low, high = min_match, len(context)
         while low <= high:
             length = (low + high + 1) // 2
             if places := self.places(context[len(context) - length :]):
-                found, low = (length, places), length + 1
+                match, low = (length, places), length + 1
             else:
                 high = length - 1
-        return found
+        return match
 
     def continuations(self, length: int, places: range, most: int, num_tokens: int) -> list[list[int]]:
-        """Return what follows a suffix of `length` tokens at `most` of its places, num_tokens each."""
+        """Return what follows a suffix of `length` tokens at up to `most` of its places, num_tokens each."""
         chosen = [places[i * len(places) // most] for i in range(most)] if len(places) > most else places
         ends = self._suffixes[list(chosen)] + length
         return [self._tokens[end : end + num_tokens].tolist() for end in ends]

@@ -1,6 +1,6 @@
 """Tables of how often tokens occur, and occur behind another: counted in one text, or fitted to many beforehand.
 
-`unigram` and `bigram` draw from them. A distribution lists at most MOST_IDS ids: a draw from all ids of a wide
+`unigram` and `bigram` draw from them. A distribution lists at most MOST_IDS ids: a draw from all ids of a large
 vocabulary takes longer than the rest of a draft, and the tail hardly ever agrees with the target.
 """
 
@@ -23,7 +23,7 @@ from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
 MOST_IDS = 1024
-_DRAWS_AS = {"point": "point", "sampled": "independent"}  # the word of the drafters for an option's value
+_DRAWS_AS = {"point": "point", "sampled": "independent"}  # option's value -> `Drafter.draws`
 
 Ids = npt.NDArray[np.int64]
 Row = tuple[Ids, Ids]  # ids [n] ascending, and their counts [n]
@@ -40,7 +40,7 @@ class Table(Protocol):
         """Return the most frequent ids behind a token, at most MOST_IDS."""
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, behind `token` if one is given: the lowest of equal ones, None of none."""
+        """Return the most frequent id, behind `token` if one is given: of equal ids the lowest, None without any."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TableOptions:
 
 
 def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
-    """Return the `most` ids with the highest counts, in ascending order; of equal counts the lowest ids."""
+    """Return the `most` ids with the highest counts, ascending; of equal counts the lowest ids."""
     if len(ids) > most:
         kept = np.lexsort((ids, -counts))[:most]
         ids, counts = ids[kept], counts[kept]
@@ -77,7 +77,7 @@ def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
 def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.float64]]:
     """Return ids and probabilities of (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
 
-    row: C2; back_off: C1. With k = 0, or without a back-off, it is the row alone; without a row, the back-off alone.
+    row: C2. back_off: C1. With k = 0, or without a back-off, the row counts alone; without a row, the back-off alone.
     """
     ids = np.union1d(row[0], back_off[0])
     weights = np.zeros(len(ids))
@@ -90,7 +90,7 @@ def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.floa
 
 
 class Counter:
-    """Counts of tokens that grow, with the most frequent one (the lowest id of equal ones) at hand."""
+    """Growing counts of tokens, with the most frequent token (of equal ones the lowest id) at hand."""
 
     __slots__ = ("best", "counts")
 
@@ -112,12 +112,12 @@ class Counter:
 
 
 class TextTable:
-    """The table of one text, which is read in order. before: a text that was read to its end, as a source is."""
+    """The table of one text, read in order. before: a text that was read to its end, such as a source."""
 
     def __init__(self, before: Seq[int] = ()) -> None:
         self.num_read = 0
         self._alone, self._behind = Counter(), dict[int, Counter]()
-        self._unigram: tuple[int, Row] = (-1, NOTHING)  # tokens read when it was made
+        self._unigram: tuple[int, Row] = (-1, NOTHING)  # num_read when it was computed, and the row
         self.read(before, len(before))
         self.num_read = 0
 
@@ -137,13 +137,13 @@ class TextTable:
 
     def behind(self, token: int) -> Row:
         """Return the most frequent ids behind a token."""
-        found = self._behind.get(token)
-        return NOTHING if found is None else found.row()
+        counter = self._behind.get(token)
+        return NOTHING if counter is None else counter.row()
 
     def best(self, token: int | None) -> int | None:
         """Return the most frequent id, behind `token` if one is given."""
-        found = self._alone if token is None else self._behind.get(token)
-        return None if found is None else found.best
+        counter = self._alone if token is None else self._behind.get(token)
+        return None if counter is None else counter.best
 
 
 class FittedTable:
@@ -175,14 +175,14 @@ class FittedTable:
 
 
 def needs(options: TableOptions, target: Known) -> Needs:
-    """Need nothing that is counted. Refuses a file of another tokenizer, or one that is not whole."""
+    """Need nothing that is counted. Refuses a file that is incomplete or of another tokenizer."""
     if options.path is not None:
         artifacts.load(options.path, KIND, target.fingerprint)
     return Needs()
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:
-    """Read a fitted file. Raises UserError for one that is not of this target, not whole, or of a lower order."""
+    """Read a fitted file. Raises UserError for a file of another target, of a lower order, or incomplete."""
     arrays, _ = artifacts.load(path, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
     _check_arrays(path, arrays, target.num_ids)
     if order > 1 and "starts" not in arrays:
@@ -191,7 +191,7 @@ def load(path: str, target: Target, order: int) -> FittedTable:
 
 
 def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_ids: int) -> None:
-    """Raise UnsupportedModel where lengths or ids are not those of a table of so many ids."""
+    """Raise UnsupportedModel where lengths or ids do not fit a table of `num_ids` ids."""
     wide = {name: array.astype(np.int64) for name, array in arrays.items() if array.dtype.kind in "iu"}
     empty = np.zeros(0, np.int64)
     counts, starts = wide.get("counts", empty), wide.get("starts", np.zeros(num_ids + 1, np.int64))
@@ -213,7 +213,7 @@ Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether
 
 
 class _FittedDrafter(Drafter):
-    """Drafts from one table for all texts, and remembers what it made of it."""
+    """Drafts from one table for all texts, and caches the distributions."""
 
     def __init__(self, draws: str, table: Table, after: Make) -> None:
         self.draws, self.is_free = _DRAWS_AS[draws], draws == "point"
@@ -240,10 +240,10 @@ class _TextTableDrafter(TextDrafter[TextTable]):
 def drafter(options: TableOptions, target: Target, order: int, k: float = 1.0) -> Drafter:
     """Make a drafter with a fitted table, or with the table of each text where none is named.
 
-    order: 2 = it looks at the last token, 1 = at none. k: see `mixture`. Raises UserError for a file that is not of
-    this target.
+    order: 2 = it looks at the last token, 1 = at no token. k: see `mixture`. Raises UserError for a file of another
+    target.
     """
-    dtype = float_type(target.model)  # of the target's own probabilities
+    dtype = float_type(target.model)  # of the target's probabilities
 
     def after(table: Table, token: int, samples: bool) -> Probs | None:
         if not samples:

@@ -1,6 +1,6 @@
 """Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
 
-`forerun train head --keep` puts a head there, and `auto` drafts with it wherever that target is run, behind a search of
+`forerun train head --keep` puts a head there, and `auto` drafts with it whenever that target is run, after a search of
 the text, whose guesses cost nothing.
 """
 
@@ -31,13 +31,13 @@ def find(target: OpenedCheckpoint) -> str | None:
         if not (folder / head_files.CONFIG).is_file():
             return None
         method = read_json(folder / head_files.CONFIG)["forerun"]["method"]
-    except (UserError, OSError, KeyError, TypeError):  # what loads the target or the head says more
+    except (UserError, OSError, KeyError, TypeError):  # loading the target or the head reports more
         return None
     return f"mixed:of=({WITHOUT_MODEL})+({method}:path={folder})"
 
 
 def keep(target: OpenedCheckpoint, head: Path) -> Path:
-    """Copy a head's folder to where `find` looks, in place of one that is kept there, and return that place.
+    """Copy a head's folder to where `find` looks, replacing a head that is kept there, and return the new folder.
 
     Raises CapacityError where it cannot be written.
     """
