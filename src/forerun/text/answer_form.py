@@ -1,4 +1,4 @@
-"""The form of an answer: which marks a model's answers have, by its chat template, and what a request asks of one.
+"""The form of an answer: the marks of a model's answers, by its chat template, and what a request asks of one.
 
 A tool call goes through four stages: a ToolRequest (what a request says of tools), the AnswerForm (how its answer is
 read and held), the Grammar (what that compiles to) and its GrammarState (how far one text has come in it).
@@ -23,7 +23,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import AUTO, REQUIRED, ToolRequest, Tools
 from forerun.types import SamplingParams
 
-# What reasoning stands between, of the families that have marks for it.
+# The marks around reasoning, of the families that have such marks.
 THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -38,9 +38,9 @@ _TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """The marks of one model's answers. dialect: of its calls. thoughts: what its reasoning stands between.
+    """The marks of one model's answers. dialect: of its calls. thoughts: marks around its reasoning.
 
-    declared: how the model itself says that its answers are to be read, which goes before both.
+    declared: how the model itself declares that its answers are read, which goes before both.
     """
 
     dialect: Dialect | None
@@ -50,11 +50,11 @@ class AnswerMarks:
 
     @classmethod
     def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> AnswerMarks:
-        """As a chat template says, and what the model declares. reads_tools: whether it tells the model of tools."""
-        found = of_template(source)
-        if found is None and reads_tools:
-            found = dialect(USUAL)
-        return cls(found, tuple(pair for pair in THOUGHTS if pair[1] in source), source, declared)
+        """Read the marks in a chat template. reads_tools: whether it knows tools. declared: of the model itself."""
+        known = of_template(source)
+        if known is None and reads_tools:
+            known = dialect(USUAL)
+        return cls(known, tuple(pair for pair in THOUGHTS if pair[1] in source), source, declared)
 
     @property
     def reads_always(self) -> bool:
@@ -62,16 +62,16 @@ class AnswerMarks:
         return self.dialect is not None and self.dialect.reads_always
 
     def with_tools(self, use: ToolRequest | None, max_thinking_tokens: int | None = None) -> AnswerForm | None:
-        """What reads answers to a request that has these tools; None where there is nothing to be found in them."""
+        """Return the form of answers to a request with these tools; None where they are text alone."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
         return AnswerForm(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What reads the answers to one request, and holds them to what it asks. tool_request: None = it has no tools.
+    """Reads the answers to one request, and constrains them as it asks. tool_request: None = it has no tools.
 
-    max_thinking_tokens: of the reasoning, which is closed behind them; None = as many as the model likes.
+    max_thinking_tokens: the reasoning is closed behind so many; None = as many as the model likes.
     """
 
     answer_marks: AnswerMarks
@@ -79,7 +79,7 @@ class AnswerForm:
     max_thinking_tokens: int | None = None
 
     def constrained(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
-        """The parameters, with a grammar where an answer must be a call, calls must be valid, or reasoning is limited.
+        """Return the parameters, with a grammar where a call is forced, calls must be valid, or reasoning is limited.
 
         A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
         some; one in Lark's form or llama.cpp's stays as it is. Where the answer must be a call, a form in JSON says
@@ -108,7 +108,7 @@ class AnswerForm:
         return dataclasses.replace(params, **{**plain, "grammar": grammar})
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Whether the reasoning can be closed behind a limit: a single token does so, or there is none."""
+        """Return whether the reasoning can be closed behind a limit: a single token does so, or there is none."""
         thought = self._thinks(None)
         try:
             return thought is None or bool(_ids(thought, tokenizer, 0))
@@ -116,7 +116,7 @@ class AnswerForm:
             return False
 
     def _thinks(self, begun: str | None) -> Thought | None:
-        """What the reasoning of the answer stands between; None where there is none. begun: as `begun` says."""
+        """Return the marks around the reasoning of the answer; None where there is none. begun: as `begun` says."""
         if begun == "":
             return None
         if self.dialect is not None and self.dialect.thought is not None:
@@ -126,7 +126,7 @@ class AnswerForm:
         return next((Thought((opening,), closing) for opening, closing in self.answer_marks.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
-        """What the answer is held to behind the reasoning; None where it is held to nothing else than before."""
+        """Return the rule of the answer behind the reasoning; None where the request adds no constraint."""
         use, one, limit = self.tool_request, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
         if use is not None and use.is_forced:
@@ -148,7 +148,7 @@ class AnswerForm:
         return None
 
     def _calls(self, rules: Rules, answer: str = "") -> str:
-        """The calls that the answer must be or may have. answer: what it is else; '' = any text."""
+        """Return the rule of calls that the answer must or may have. answer: the rule without calls; '' = any text."""
         use, one = self.tool_request, self.dialect
         assert use is not None
         assert one is not None
@@ -159,9 +159,9 @@ class AnswerForm:
         return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=may_say, answer=answer))
 
     def begun(self, prompt: str) -> str | None:
-        """The mark that closes the reasoning which a prompt has begun at its end.
+        """Return the mark that closes the reasoning which a prompt has begun at its end.
 
-        None where it has not; '' where it has closed it, too, so that none follows.
+        None where it has begun none; '' where it has closed it, too, so that no reasoning follows.
         """
         end = prompt.rstrip()
         for opening, closing in self.answer_marks.thoughts:
@@ -171,23 +171,25 @@ class AnswerForm:
 
     @property
     def tools(self) -> Tools:
-        """Those that an answer may call."""
+        """The tools that an answer may call."""
         return Tools({}) if self.tool_request is None else self.tool_request.tools
 
     @property
     def dialect(self) -> Dialect | None:
-        """That of the calls which are looked for."""
-        found = self.answer_marks.dialect
-        return found if found is not None and (self.tool_request is not None or found.reads_always) else None
+        """The dialect of the calls that are looked for; None where none are."""
+        candidate = self.answer_marks.dialect
+        return (
+            candidate if candidate is not None and (self.tool_request is not None or candidate.reads_always) else None
+        )
 
     @cached_property
     def marks(self) -> frozenset[str]:
         """The texts that are looked for."""
-        own = () if self.dialect is None else self.dialect.marks
-        return frozenset((*own, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
+        call_marks = () if self.dialect is None else self.dialect.marks
+        return frozenset((*call_marks, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
-        """The parts of an answer. prompt: the end of its prompt."""
+        """Yield the parts of an answer. prompt: the end of its prompt."""
         if (declared := self.answer_marks.declared) is not None:
             yield from declared.read(scan, self.tools, prompt)
             return
@@ -197,11 +199,11 @@ class AnswerForm:
         yield from scan.until((), Text)
 
     def scanner(self) -> Scanner:
-        """What the steps read from. No text shows the marks of calls."""
+        """Return the scanner that the steps read from. No text shows the marks of calls."""
         return Scanner(self.dialect.marks if self.dialect is not None and self.answer_marks.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
-        """The reasoning that an answer begins with, or that its prompt has begun.
+        """Yield the reasoning that an answer begins with, or that its prompt has begun.
 
         In some dialects a call ends it, too, where no grammar asks for its mark.
         """
@@ -231,7 +233,7 @@ class AnswerForm:
             yield Reasoning(mark)
 
     def _is_call(self, scan: Scanner, mark: str) -> Steps:
-        """Whether a call begins with a mark that was consumed, or the answer ends before that is known.
+        """Return whether a call begins with a consumed mark, or the answer ends before that is known.
 
         The text behind it is read ahead, not consumed.
         """
@@ -253,28 +255,28 @@ class AnswerForm:
 
 
 def _behind(rules: Rules, rest: str, thought: Thought) -> str:
-    """The rest of an answer behind its reasoning, which may be left out where the prompt has not begun it."""
+    """Return the rule of an answer with its reasoning, which is optional where the prompt has not begun it."""
     opening = " ".join(map(rules.mark, thought.opening))
     reasoning = f"{opening} {rules.up_to(thought.closing)} {_between(rules, thought)}"
     return f"({reasoning})? {rest}" if opening else f"{reasoning} {rest}"
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """The rules of a rest without reasoning, where that may be, and behind the id that closes it."""
+    """Return the rules of the rest behind the id that closes the reasoning, and of one without reasoning if allowed."""
     behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
     rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind
     return rules.text()
 
 
 def _between(rules: Rules, thought: Thought) -> str:
-    """What stands between reasoning and the rest, as a rule."""
+    """Return the rule of the text between reasoning and the rest."""
     return " ".join(map(rules.mark, thought.rest)) or "/[ \\n]{0,4}/"
 
 
 def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], int]:
-    """The ids that begin the reasoning, and the one that closes it.
+    """Return the ids that begin the reasoning, and the id that closes it.
 
-    Raises BadOption where a mark is several tokens, between which nothing can be counted. limit: of its tokens.
+    Raises BadOption where a mark is several tokens, between which nothing can be counted. limit: of reasoning tokens.
     """
     for mark in (*thought.opening[:1], thought.closing):
         ids = tokenizer.encode(mark.strip(), False)
@@ -287,12 +289,12 @@ def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int,
 
 
 def tail_of(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
-    """The end of a prompt, with its special tokens."""
+    """Return the end of a prompt, with its special tokens."""
     return tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]))
 
 
 def _answer(rules: Rules, params: SamplingParams) -> str:
-    """What the parameters hold an answer to, as a rule."""
+    """Return the rule of the constraint in the parameters."""
     if params.regex is not None:
         slash = "\\/"
         return f"/{params.regex.replace(slash, '/').replace('/', slash)}/"

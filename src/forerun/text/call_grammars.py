@@ -1,6 +1,6 @@
 """Grammars that hold an answer to calls of tools with valid arguments, in the form of llguidance (a kind of Lark).
 
-A dialect says how one call is written and what stands between several; here are the pieces that it puts together. Marks
+A dialect says how one call is written and how several are joined; here are the pieces that it puts together. Marks
 that are special tokens of the model are named by their ids, all others are texts.
 """
 
@@ -29,10 +29,10 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 
 
 class Thought(NamedTuple):
-    """What the reasoning of an answer stands between, and what the answer behind it begins with.
+    """The marks around the reasoning of an answer, and the beginning of the answer behind it.
 
-    Each of opening and rest is marks and texts in a row. opening: () where the prompt has begun it. rest: () where
-    white space may stand there.
+    opening and rest are each marks and texts in a row. opening: () where the prompt has begun it. rest: () where white
+    space may stand there.
     """
 
     opening: tuple[str, ...]
@@ -55,17 +55,17 @@ class Rules:
         return name
 
     def mark(self, text: str) -> str:
-        """A mark: the text, with the special token that it is or begins with."""
+        """Return the grammar of a mark: its text, with the special token that it is or begins with as an id."""
         token = self.begins(text)
         rest = [literal(text[len(token) :])] if text != token else []
         return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
 
     def begins(self, mark: str) -> str:
-        """The longest special token with which a mark begins; '' where there is none."""
+        """Return the longest special token with which a mark begins; '' where there is none."""
         return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
-        """Any text, and the mark that ends it. before: what is a part of the end, too. schema: of the text."""
+        """Return the grammar of a text and the mark that ends it. before: also part of the end. schema: of the text."""
         limited = text_of(schema or {})
         if mark in self.special or limited != TEXT:
             end = f"{literal(before)} {self.mark(mark)}" if before else self.mark(mark)
@@ -73,7 +73,7 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
-        """Any text that has none of the marks, and does not begin with one of the characters in `bare`."""
+        """Return the rule of text that has none of the marks, and begins with none of the characters in `bare`."""
         name = f"SAID{len(self.rules)}"
         no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
         first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
@@ -81,39 +81,39 @@ class Rules:
         return name
 
     def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
-        """A JSON value. written: how, with one blank behind commas and colons where nothing is said."""
+        """Return the rule of a JSON value. written: its white space, by default one blank behind commas and colons."""
         text = json.dumps({**_without_words(schema), "x-guidance": written}, ensure_ascii=False)
         return self.add(f"%json {text}")
 
     def json_call(self, name: str, schema: Schema, arguments: str = "arguments", end: str = "") -> str:
-        """A call as one JSON object. end: a rule for what may stand behind the arguments."""
+        """Return the grammar of a call as one JSON object. end: a rule for further keys behind the arguments."""
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
         return f'{head} {self.json(schema)} {end} "}}"'
 
     def text(self) -> str:
-        """All of it, from `start` on. What grammars in llama.cpp's form are known by does not stand in it."""
+        """Return the whole grammar, from `start` on, without ::=, by which llama.cpp's form is recognised."""
         return "\n".join(f"{name}: {body}" for name, body in self.rules.items()).replace("::=", r"\u003a:=")
 
 
 def _without_words(schema: Any) -> Any:
-    """A schema without what it says to people, which may be long."""
+    """Return a schema without its notes to people, which may be long."""
     if isinstance(schema, list):
         return [_without_words(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    kept = {}
     for key, value in telling(schema).items():
         if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, Mapping):
-            made[key] = {name: _without_words(one) for name, one in value.items()}
+            kept[key] = {name: _without_words(one) for name, one in value.items()}
         elif key in ("enum", "const", "required"):
-            made[key] = value
+            kept[key] = value
         elif key not in ("description", "title", "examples", "default", "$comment", "$schema"):
-            made[key] = _without_words(value)
-    return made
+            kept[key] = _without_words(value)
+    return kept
 
 
 def text_of(schema: Schema) -> str:
-    """An expression for a text of a schema, by its pattern or lengths."""
+    """Return an expression for a text of a schema, by its pattern or lengths."""
     if isinstance(pattern := schema.get("pattern"), str):
         before, after = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
         inner = pattern.removeprefix("^").removesuffix("$").replace(r"\/", "/").replace("/", r"\/")
@@ -124,12 +124,12 @@ def text_of(schema: Schema) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as a grammar quotes it."""
+    """Return a text as a grammar quotes it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Of each parameter its name, its schema and whether it is required; those that are come first."""
+    """Return each parameter's name, schema and whether it is required, the required ones first."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = [name for name in several(schema.get("required")) if isinstance(name, str)]
@@ -143,8 +143,8 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], between: str) -> str:
-    """The parameters of a call, those that are not required left out or not. one: writes one of them."""
-    written = [(rules.add(one(name, own)), needed) for name, own, needed in parameters(schema)]
+    """Return the grammar of a call's parameters, each optional unless required. one: writes one parameter."""
+    written = [(rules.add(one(name, parameter)), needed) for name, parameter, needed in parameters(schema)]
     if not written:
         return '""'
     if not between:
@@ -159,9 +159,9 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """A value between tags, and the tag that closes it: a text as it is, anything else as JSON.
+    """Return the grammar of a value and the tag that closes it: a text as it is, anything else as JSON.
 
-    What may be a text or null is written as a text, what may be a number, too, as JSON.
+    A value of types text and null is written as a text, one that may have other types, too, as JSON.
     """
     types = tools.types(tool, parameter)
     end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)

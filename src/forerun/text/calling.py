@@ -1,4 +1,4 @@
-"""What dialects of tool calls have in common: calls written as JSON, as tags with values, and as Python."""
+"""The common part of tool-call dialects: calls written as JSON, as tags with values, and as Python."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """One object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
+    """Read one object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
 
-    tools: where only their calls count. Nothing was given where it is False; None where the call breaks off.
+    None where the call breaks off; nothing was given where it is False. tools: only their calls count, if given.
     """
     has_name, arguments = False, ""
     opening = yield from scan.skip("{", "{{")  # as the template of Qwen 2.5 spells it, and its small models with it
@@ -71,23 +71,23 @@ def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _text_of(value: str | None) -> str | None:
-    """A JSON text's value; None for any other."""
+    """Return the value of a JSON text; None for any other JSON."""
     try:
-        found = None if value is None else json.loads(value)
+        parsed = None if value is None else json.loads(value)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    return parsed if isinstance(parsed, str) else None
 
 
 def _object_of(value: str | None) -> str:
-    """Arguments that were written as an object in a JSON text, as null, or as nothing."""
+    """Return arguments as an object, also where they are an object in a JSON text, null, or missing."""
     inner = _text_of(value)
-    found = value if inner is None or inner.strip()[:1] not in ("", "{") else inner.strip()
-    return "{}" if found in (None, "null", "") else str(found)
+    text = value if inner is None or inner.strip()[:1] not in ("", "{") else inner.strip()
+    return "{}" if text in (None, "null", "") else str(text)
 
 
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """One call, or a list of them. Returns whether there was one, as `json_call`; `scan.log` has what was consumed."""
+    """Read a call or a list of calls. Returns whether there was one, as `json_call`; `scan.log` has what was read."""
     scan.begin()
     yield from scan.space()
     if not (yield from scan.skip("[")):
@@ -96,7 +96,7 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
-    """The rest of a list of calls, behind its bracket. Returns whether it is one, as `json_call` does."""
+    """Read the rest of a list of calls, behind its bracket. Returns whether it is one, as `json_call` does."""
     has_calls = False
     while True:
         yield from scan.space()
@@ -112,7 +112,7 @@ def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
 
 
 def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
-    """The arguments of a call as one JSON object, none where it is over at once. Returns whether they are whole."""
+    """Read the arguments of a call as one JSON object, {} where it is over at once. Returns whether they are whole."""
     yield from scan.space()
     if (yield from scan.starts(*closing)):
         yield CallArguments("{}")
@@ -121,9 +121,9 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """What stands behind a call with marks: the one that closes it. What is no call at all is text.
+    """Read on behind a call with marks: consume the closing one. Text that is no call at all is put back.
 
-    is_call: None where it breaks off. What is left of it ends at the mark that closes it, or that opens the next.
+    is_call: None where it breaks off. Its remainder ends at the mark that closes it, or that opens the next call.
     """
     if is_call:
         yield from scan.space()
@@ -136,24 +136,24 @@ def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], openin
 
 
 def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
-    """What is no whole call, and has no mark, is text, as is what was consumed before it.
+    """Put back a call without marks that is not whole: it is text, as is `before`, which was consumed before it.
 
-    is_call: None where it is sure to be one that breaks off. Where the answer ends in that, it is left out.
+    is_call: None where it is surely a call that breaks off. Where the answer ends in such a call, it is left out.
     """
     if is_call is False or not scan.is_over:
         scan.put_back(before + scan.log)
 
 
 def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]) -> Steps:
-    """Text, and what `read` makes of what follows an opening mark, again and again."""
+    """Yield text up to an opening mark, then the pieces of `read` behind it, again and again."""
     while (mark := (yield from scan.until(opening, Text))) is not None:
         yield from read(mark)
 
 
 def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
-    """A value that is written as it is up to a mark, as JSON. Returns the mark; None where the text ends before.
+    """Yield as JSON a value that is written as it is up to a mark. Returns the mark; None where the text ends before.
 
-    One that can only be a text is given piece by piece, any other when it is whole.
+    A value that can only be a text is given piece by piece, any other when it is whole.
     """
     if types == {"string"}:
         yield CallArguments('"')
@@ -168,7 +168,7 @@ def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) 
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """A list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is one, as `json_calls`."""
+    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is one, as `json_calls`."""
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -176,7 +176,7 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """One call such as f(city="Paris"). Returns whether it was one, as `json_call`."""
+    """Read one call such as f(city="Paris"). Returns whether it was one, as `json_call`."""
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False
@@ -203,7 +203,7 @@ def python_call(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def tool_name(scan: Scanner) -> Steps:
-    """The name of a tool, and the white space around it; '' where there is none."""
+    """Consume and return the name of a tool, with the white space around it consumed; '' where there is none."""
     yield from scan.space()
     name = yield from word(scan, _NAME)
     yield from scan.space()
@@ -211,18 +211,18 @@ def tool_name(scan: Scanner) -> Steps:
 
 
 def word(scan: Scanner, pattern: re.Pattern[str] = _WORD) -> Steps:
-    """A name, which may have dots; '' where there is none."""
+    """Consume and return a name, which may have dots; '' where there is none."""
     while True:
-        found = pattern.match(scan.rest)
-        if found is None and (scan.rest or scan.is_closed):
+        match = pattern.match(scan.rest)
+        if match is None and (scan.rest or scan.is_closed):
             return ""
-        if found is not None and (found.end() < len(scan.rest) or scan.is_closed):
-            return scan.take(found.end())
+        if match is not None and (match.end() < len(scan.rest) or scan.is_closed):
+            return scan.take(match.end())
         yield None
 
 
 def _python_value(scan: Scanner) -> Steps:
-    """The text of a value up to the comma or bracket behind it; None where the text ends before."""
+    """Return the text of a value up to the comma or bracket behind it; None where the text ends before."""
     while True:
         end = _end_of_python(scan.rest)
         if end is not None:
@@ -258,10 +258,10 @@ def _end_of_python(text: str) -> int | None:
 
 
 def _json_of_python(raw: str) -> str | None:
-    """A Python literal as JSON, a set as a list; what is none is a text. What is JSON already stays as it is.
+    """Return a Python literal as JSON, a set as a list; anything else is a text. JSON stays as it is.
 
-    None for what begins with a quote and is no text: one of its quotes is not escaped, and it goes on somewhere.
-    Models break lines within quotes, and write numbers as dates have them: both are understood.
+    None where it begins with a quote and is no text: one of its quotes is not escaped, and it goes on somewhere.
+    Models break lines within quotes, and write numbers with leading zeros: both are understood.
     """
     word = raw.strip()
     try:

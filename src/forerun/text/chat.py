@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.text.sandbox import CompiledTemplate
 
 LOG = logging.getLogger(__name__)
-ROLES = ("assistant", "developer", "function", "system", "tool", "user")  # which any template may print
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")  # roles that any template may print
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where there are several
 MARK = "FORERUN_END_OF_MESSAGE "  # appended to a message to find its end in the text; the space shows who trims
 
@@ -78,14 +78,14 @@ class ChatTemplate:
     @cached_property
     def answer_marks(self) -> AnswerMarks:
         """The marks of reasoning and tool calls in answers of this model."""
-        found: Declared | None = None
+        declared: Declared | None = None
         if self.response_template is not None:
             try:
-                found = Declared.of(self.response_template)
+                declared = Declared.of(self.response_template)
             except UnsupportedModel as error:  # the marks of the template are known, too
                 LOG.warning("%s; answers are read by the marks in the chat template", error)
         reads_tools = "tools" in self.reads or TOOL_USE in self.templates
-        return AnswerMarks.of_template(self.text, reads_tools, found)
+        return AnswerMarks.of_template(self.text, reads_tools, declared)
 
     def render(
         self,
@@ -99,7 +99,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; nothing that is passed in is changed.
+        """Return the text of a conversation; nothing that is passed in is changed.
 
         Args:
             messages: each with "role" and "content" or "tool_calls", with arguments as a mapping or a JSON text.
@@ -126,7 +126,7 @@ class ChatTemplate:
         return text if final is None else _cut(text, final)
 
     def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Ids of `render(messages, **options)`.
+        """Return the ids of `render(messages, **options)`.
 
         The tokenizer adds no special tokens: a template writes the beginning of the sequence itself, so there is one.
         Special tokens that the messages spell out count as such, as in transformers.
@@ -165,7 +165,7 @@ def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -
 
 
 def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """The text of a conversation, its tool calls in the first of their forms that the template takes."""
+    """Return the text of a conversation, its tool calls in the first form that the template takes."""
     first: BadOption | UnsupportedModel | None = None
     for form in call_forms(messages):
         try:
@@ -181,7 +181,7 @@ def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messag
 
 
 def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """The arguments of calls that are mappings and would be seen to be Python's where they are printed so."""
+    """Yield arguments of calls that are mappings whose printing by Python differs from JSON."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -191,7 +191,7 @@ def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """The text of a conversation. Content in parts is given as one text where the template does not know parts.
+    """Return the text of a conversation. Content in parts is joined to one text where the template knows no parts.
 
     Such a template fails, prints them as Python does, or leaves them out.
     """
@@ -203,8 +203,8 @@ def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages
         else:
             parts = [
                 part["text"].strip()
-                for message, own in zip(messages, texts, strict=True)
-                if message.get("content") != own.get("content")
+                for message, flattened in zip(messages, texts, strict=True)
+                if message.get("content") != flattened.get("content")
                 for part in message["content"]
             ]
             if _printed(text, messages) is None and all(part in text for part in parts):
@@ -234,7 +234,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, final: str) -> str:
-    """What comes before MARK; where the template trims messages, without the space before it."""
+    """Return the text before MARK; where the template trims messages, without the space before it."""
     end = text.rfind(MARK.strip())
     if end < 0 or final.strip() not in text:
         raise BadOption(
@@ -244,7 +244,7 @@ def _cut(text: str, final: str) -> str:
 
 
 def _printed(text: str, messages: Seq[Mapping[str, Any]]) -> int | None:
-    """The message whose content, a list or mapping, a template that knows texts alone has printed as Python does."""
+    """Return the index of a message whose content, a list or mapping, was printed as Python does; None without one."""
     for i, message in enumerate(messages):
         content = message.get("content")
         if not content or not isinstance(content, list | dict):

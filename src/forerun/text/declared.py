@@ -1,10 +1,10 @@
 """The parts of an answer by the `response_template` of tokenizer_config.json, where a model carries one.
 
-That is transformers' declarative form (utils/chat_parsing): fields of the message, each with what it begins and ends
-with, how its text is read, and what is made of it. A field without a beginning takes what no other does. Read here are
-the fields content, reasoning_content (or thinking, reasoning) and tool_calls; what others take is left out.
+That is transformers' declarative form (utils/chat_parsing): fields of the message, each with its beginning and end,
+how its text is read, and how it is transformed. A field without a beginning takes the text that no other field takes.
+Read here are the fields content, reasoning_content (or thinking, reasoning) and tool_calls; others are left out.
 
-Texts are given as they come. A call is given when it is whole: what it is made of may stand anywhere in it.
+Texts are given as they come. A call is given when it is whole: its name and arguments may stand anywhere in it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NAMES = re.compile(r"(?<=[{,])(\w+):")
 
 @dataclass(frozen=True)
 class Anchor:
-    """What a field begins or ends with. heads: texts of which one stands at its beginning. pattern: all of it."""
+    """The beginning or end of a field. heads: the texts that it may start with. pattern: all of it."""
 
     heads: tuple[str, ...]
     pattern: re.Pattern[str]
 
     @classmethod
     def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
-        """From NAME, a text or several, or NAME_pattern, an expression. Raises UnsupportedModel for another."""
+        """Make an anchor of NAME, a text or several, or of NAME_pattern, an expression. Raises UnsupportedModel."""
         texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
         if pattern is not None:
             return cls((_head(pattern),), re.compile(pattern.removeprefix(r"\s*"), re.DOTALL))
@@ -49,15 +49,15 @@ NEVER = Anchor((), re.compile(r"(?!)"))
 
 
 def _head(pattern: str) -> str:
-    """The text that an expression begins with, behind white space. Raises UnsupportedModel where there is none."""
-    found = ""
+    """Return the text that an expression begins with, behind white space. Raises UnsupportedModel without one."""
+    text = ""
     for op, value in re._parser.parse(pattern.removeprefix(r"\s*")):  # type: ignore[attr-defined]
         if str(op) != "LITERAL":
             break
-        found += chr(value)
-    if not found:
+        text += chr(value)
+    if not text:
         raise UnsupportedModel(f"{KEY}: the expression {shown(pattern)} begins with no text that can be looked for")
-    return found
+    return text
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class Field:
     """One field. spec: as the template has it."""
 
     name: str
-    opening: Anchor  # of the field without one, what is never found
+    opening: Anchor  # NEVER for the field without one
     closing: Anchor | None
     spec: Mapping[str, Any] = field(compare=False)
 
     @property
     def part(self) -> type[Text] | type[Reasoning] | None:
-        """The parts that its text is given as; None for calls, and for what is left out."""
+        """The kind of part that its text is given as; None for calls, and for fields that are left out."""
         return Text if self.name == "content" else Reasoning if self.name in REASONING else None
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A response template. start: texts behind which an answer begins, for what its prompt has begun."""
+    """A response template. start: texts behind which an answer begins, to find a field that the prompt has begun."""
 
     fields: tuple[Field, ...]
     implicit: Field | None
@@ -86,39 +86,39 @@ class Declared:
 
     @classmethod
     def of(cls, spec: object) -> Declared:
-        """From the value of KEY. Raises UnsupportedModel for one that cannot be read."""
+        """Read the value of KEY. Raises UnsupportedModel for one that cannot be read."""
         fields = spec.get("fields") if isinstance(spec, Mapping) else None
         if not isinstance(spec, Mapping) or not isinstance(fields, Mapping) or spec.get("version", 1) != 1:
             raise UnsupportedModel(f"{KEY}={shown(spec)} is not possible: it must be an object with fields")
         try:
-            made = [
+            parsed = [
                 Field(name, Anchor.of(one, "open") or NEVER, Anchor.of(one, "close") if _opens(one) else None, one)
                 for name, one in fields.items()
             ]
             start = Anchor.of({"open": spec["start_anchor"]}, "open") if "start_anchor" in spec else None
         except (TypeError, ValueError, AttributeError, re.error) as error:
             raise UnsupportedModel(f"{KEY} cannot be read ({error})") from error
-        implicit = next((one for one in made if one.opening is NEVER), None)
+        implicit = next((one for one in parsed if one.opening is NEVER), None)
         return cls(
-            tuple(one for one in made if one.opening is not NEVER),
+            tuple(one for one in parsed if one.opening is not NEVER),
             implicit,
             None if start is None else start.pattern,
             json.dumps(spec, ensure_ascii=False),
         )
 
     def begun(self, prompt: str) -> tuple[Field, dict[str, str]] | None:
-        """The field that a prompt has begun of its answer and left open, with what its beginning has named."""
+        """Return the field that a prompt has begun and left open, with the groups named in its beginning."""
         ends = [match.end() for match in self.start.finditer(prompt)] if self.start is not None else []
         at = ends[-1] if ends else len(prompt)
         while True:
-            found = [
+            openings = [
                 (match.start(), -match.end(), i)
                 for i, one in enumerate(self.fields)
                 if (match := one.opening.pattern.search(prompt, at)) is not None
             ]
-            if not found:
+            if not openings:
                 return None
-            one = self.fields[min(found)[2]]
+            one = self.fields[min(openings)[2]]
             match = one.opening.pattern.search(prompt, at)
             assert match is not None
             closed = None if one.closing is None else one.closing.pattern.search(prompt, match.end())
@@ -127,7 +127,7 @@ class Declared:
             at = closed.end()
 
     def read(self, scan: Scanner, tools: Tools, prompt: str) -> Steps:
-        """The parts of an answer. prompt: its end, which may have opened a field."""
+        """Yield the parts of an answer. prompt: its end, which may have opened a field."""
         if (begun := self.begun(prompt)) is not None:
             yield from self._inside(scan, tools, *begun)
         part = Text if self.implicit is None or self.implicit.part is None else self.implicit.part
@@ -141,11 +141,13 @@ class Declared:
                 yield from self._inside(scan, tools, *opened)
 
     def _opened(self, scan: Scanner) -> Any:
-        """Consume the beginning of a field, and return it with what that has named; None where it is none."""
+        """Consume the beginning of a field; return the field with the named groups, None where there is none."""
         while True:
-            found = [(match, one) for one in self.fields if (match := one.opening.pattern.match(scan.rest)) is not None]
-            if found:
-                match, one = max(found, key=lambda pair: pair[0].end())
+            matches = [
+                (match, one) for one in self.fields if (match := one.opening.pattern.match(scan.rest)) is not None
+            ]
+            if matches:
+                match, one = max(matches, key=lambda pair: pair[0].end())
                 if match.end() < len(scan.rest) or "open" in one.spec or scan.is_closed:
                     scan.take(match.end())
                     return one, _named(match)
@@ -154,7 +156,7 @@ class Declared:
             yield None
 
     def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
-        """The text of a field up to its end, as parts."""
+        """Yield the text of a field up to its end, as parts."""
         if one.part is not None:
             yield from self._text(scan, one, one.part)
             return
@@ -189,7 +191,7 @@ class Declared:
 
 
 def _named(match: re.Match[str]) -> dict[str, str]:
-    """What the groups of an expression have found, by name."""
+    """Return the groups of a match, by name."""
     return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
@@ -198,19 +200,19 @@ def _opens(spec: Mapping[str, Any]) -> bool:
 
 
 def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tools: Tools) -> Iterator[tuple[str, str]]:
-    """The names and arguments in the text of a field; none where it cannot be read."""
+    """Yield the names and arguments of the calls in a field's text; none where it cannot be read."""
     try:
         content = _content(text, spec.get("content", "text"), spec.get("content_args") or {})
         transform = spec.get("transform")
         if transform is None:
-            made = content
+            calls = content
         elif spec.get("transform_each"):
-            made = [_transformed(transform, {**captures, **item}) for item in content]
+            calls = [_transformed(transform, {**captures, **item}) for item in content]
         else:
-            made = _transformed(transform, {**captures, "content": content})
+            calls = _transformed(transform, {**captures, "content": content})
     except (ValueError, KeyError, TypeError, RecursionError):
         return
-    for call in made if isinstance(made, list) else [made]:
+    for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else {}
         function = function if isinstance(function, dict) else {}
         name, given = function.get("name"), function.get("arguments", {})
@@ -222,25 +224,25 @@ def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tool
 
 
 def _json(value: Any, types: frozenset[str]) -> str:
-    """A value as JSON; a text becomes what its schema says."""
+    """Return a value as JSON; a text becomes the type that its schema states."""
     if isinstance(value, str) and types:
         return json_of(value, types)
     return json.dumps(value, ensure_ascii=False)
 
 
 def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
-    """The text of a field, read as the template says. Raises ValueError for one that is not of that kind."""
+    """Read the text of a field as the template says. Raises ValueError for one that is not of that kind."""
     if kind == "json":
         return _lax_json(text, args)
     if kind == "xml-inline":
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for match in re.finditer(args["tag_pattern"], text, re.DOTALL):
             value = _inner(match["value"], args)
-            if match["key"] in found and args.get("merge_duplicates"):
-                before = found[match["key"]]
+            if match["key"] in entries and args.get("merge_duplicates"):
+                before = entries[match["key"]]
                 value = [*(before if isinstance(before, list) else [before]), value]
-            found[match["key"]] = value
-        return found
+            entries[match["key"]] = value
+        return entries
     if kind == "kv-lines":
         pairs = (line.partition(args.get("kv_sep", ":")) for line in text.split(args.get("line_sep", "\n")))
         return {key.strip(): _inner(value.strip(), args) for key, sep, value in pairs if sep}
@@ -251,13 +253,13 @@ def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
 
 
 def _inner(text: str, args: Mapping[str, Any]) -> Any:
-    """A value in a field, read as the template says of values; a text where it says nothing."""
+    """Read a value in a field by the template's value_parser; as a text where there is none."""
     parser = args.get("value_parser")
     return text if parser is None else _content(text, parser.get("name", "text"), parser.get("args") or {})
 
 
 def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
-    """JSON whose keys may have no quotes, and whose texts may stand between other marks."""
+    """Parse JSON whose keys may have no quotes, and whose texts may stand between other marks."""
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:
@@ -279,7 +281,7 @@ def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
 
 
 def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """A template of a value, with what its placeholders name."""
+    """Return the template of a value with its placeholders filled from `scope`."""
     if isinstance(transform, dict):
         return {key: _transformed(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):

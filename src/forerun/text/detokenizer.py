@@ -23,7 +23,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PushResult:
-    """What one push released.
+    """The text that one push released.
 
     text: characters that are final now. stop: the stop string that was completed, if any. stopped_at: index within the
     pushed ids of the token that completed it; the ids after it were not read and are no part of the output.
@@ -59,7 +59,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_ids is None else frozenset(skip_special_ids)
         self._stops, self._num_free = tuple(stop), num_free
-        self._num_free_chars = 0  # of the text held back, from its beginning: of those tokens
+        self._num_free_chars = 0  # first characters of the text held back that come from these tokens
         self._held = ""  # certain text that may still become part of a stop string
         self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
         text, self._done = tokenizer.decode_so_far(self._window)  # done: characters of the text that are behind us
@@ -81,9 +81,9 @@ class Detokenizer:
         return PushResult(released)
 
     def finish(self) -> str:
-        """No token follows: the text held back, with bytes that are no character as U+FFFD, cut at a stop string.
+        """Return the text held back, as no token follows: open bytes become U+FFFD, and it is cut at a stop string.
 
-        Where that was cut `stop` says so from now on.
+        Where it was cut, `stop` says so from now on.
         """
         if self.stop is not None:
             return ""
@@ -97,7 +97,7 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- ids to text
 
     def _left_context(self, prompt_ids: Seq[int]) -> list[int]:
-        """The prompt from its last solid token on; the whole prompt where there is none."""
+        """Return the prompt from its last solid token on; the whole prompt where there is none."""
         tail: list[int] = []
         for token in reversed(prompt_ids):
             if self._has_text(token):
@@ -110,7 +110,7 @@ class Detokenizer:
         return token not in self._skip and self._tokenizer.token_of(token) is not None
 
     def _append(self, ids: Seq[int]) -> str:
-        """More ids; returns the text that is certain now and was not before."""
+        """Append ids; return the text that is certain now and was not before."""
         known = [token for token in ids if self._has_text(token)]
         if not known:
             return ""
@@ -127,7 +127,7 @@ class Detokenizer:
         return new
 
     def _advance(self, text: str, certain: int) -> str:
-        """Text between what was certain and what is; the prompt's share of it is cut off once."""
+        """Return the newly certain text; the prompt's share of it is cut off once."""
         if certain <= self._done:
             return ""
         new = text[self._done : certain]
@@ -141,14 +141,14 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- stop strings
 
     def _release(self, new: str) -> str:
-        """Certain text in, text that cannot belong to a stop string out; notes the first stop string."""
+        """Take certain text, and return the text that cannot belong to a stop string; note the first stop string."""
         if not self._stops:
             return new
         text = self._held + new
         free = len(text) if self._num_free else self._num_free_chars
-        found = _first_stop(text, self._stops, free) if new else None
-        if found is not None:
-            start, self.stop = found
+        hit = _first_stop(text, self._stops, free) if new else None
+        if hit is not None:
+            start, self.stop = hit
             self._held = ""
             return text[:start]
         keep = _open_tail(text, self._stops)
@@ -157,14 +157,14 @@ class Detokenizer:
 
 
 def _shared_prefix(a: str, b: str) -> int:
-    """Number of characters that a and b begin with alike."""
+    """Return the number of characters that a and b begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, str] | None:
-    """(start, stop) of the occurrence that ends first, then starts first. They must end behind `free` characters."""
-    found = ((stop, text.find(stop, max(0, free + 1 - len(stop)))) for stop in stops)
-    hits = [(start + len(stop), start, stop) for stop, start in found if start >= 0]
+    """Return (start, stop) of the occurrence that ends first, then starts first, and ends behind `free` characters."""
+    places = ((stop, text.find(stop, max(0, free + 1 - len(stop)))) for stop in stops)
+    hits = [(start + len(stop), start, stop) for stop, start in places if start >= 0]
     if not hits:
         return None
     _, start, stop = min(hits)
@@ -172,6 +172,6 @@ def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, 
 
 
 def _open_tail(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that some stop string begins with."""
+    """Return the length of the longest end of `text` that some stop string begins with."""
     longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -15,7 +15,7 @@ AGAIN = "fetch it again"
 
 
 def unreadable(path: Path, problem: object, what: str = "") -> UserError:
-    """The error to raise for a file that could not be read, or did not hold what it should.
+    """Return the error for a file that could not be read, or did not hold what it should.
 
     problem: what the reader said. what: the kind of file that was expected, with its article, such as "a GGUF file".
     """

@@ -18,13 +18,13 @@ _TEXTS = ("prefix", "suffix")
 
 
 def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """The prompt of a text between two others. Raises BadOption where the model has no marks for it."""
+    """Return the prompt for a text between two others. Raises BadOption where the model has no marks for it."""
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:
         raise BadOption("this model has no tokens for filling in a text, so suffix is not possible: leave it out")
     texts = {"prefix": prefix, "suffix": suffix}
-    made = tokenizer.encode("")  # what every text of the model begins with
+    prompt = tokenizer.encode("")  # what every text of the model begins with
     for mark in form:
-        made += tokenizer.encode(texts[mark], add_special_tokens=False) if mark in texts else [ids[mark]]
-    return made
+        prompt += tokenizer.encode(texts[mark], add_special_tokens=False) if mark in texts else [ids[mark]]
+    return prompt

@@ -16,11 +16,11 @@ from forerun.errors import UnsupportedModel
 
 
 def grow(content: str, num_ids: int, first_id: int = 0) -> str:
-    """The text of a tokenizer.json, with a token named like <|unused_4096|> for every id up to num_ids.
+    """Return the text of a tokenizer.json with a token named like <|unused_4096|> for every id up to num_ids.
 
-    They begin behind the highest id there is, and not below first_id: ids between the two stay without a token. What
-    has num_ids already comes back as it is. Raises UnsupportedModel for a tokenizer that is not BPE, and for one that
-    would not keep its ids.
+    They begin behind the highest id there is, and not below first_id: ids between the two stay without a token. A text
+    that has num_ids already comes back as it is. Raises UnsupportedModel for a tokenizer that is not BPE, and for one
+    that would not keep its ids.
     """
     raw = json.loads(content)
     vocabulary = _bpe_vocabulary(raw)

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint folder."""
+"""The JSON files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.text.files import unreadable
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises NotFound for one that cannot be read, UnsupportedModel for anything else."""
+    """Return the object in a JSON file. Raises NotFound where it cannot be read, UnsupportedModel for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -23,5 +23,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """`read_json`, or {} where there is no such file."""
+    """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
     return read_json(path) if os.path.lexists(path) else {}

@@ -25,7 +25,7 @@ class TooMuch(Exception):
 
 
 class Budget:
-    """What one rendering has used up. Every method raises TooMuch at a limit."""
+    """The steps, characters and time that one rendering has used up. Every method raises TooMuch at a limit."""
 
     def __init__(self) -> None:
         self._num_steps, self._num_characters, self._end_s = 0, 0, time.thread_time() + MAX_CPU_S
@@ -46,9 +46,9 @@ class Budget:
             raise TooMuch(f"makes texts and lists of more than {MAX_MADE_CHARACTERS:,} characters")
 
     def weigh(self, value: object) -> int:
-        """Characters of a value as a text, about; lists within one another are a step each.
+        """Return about how many characters a value has as a text; lists within one another are a step each.
 
-        A list that holds another one twice, and that one a third twice, is short and its text is not.
+        A list that holds a second one twice, which holds a third one twice, is short, but its text is not.
         """
         if isinstance(value, str):
             return len(value)
@@ -60,7 +60,7 @@ class Budget:
         return sum(map(self.weigh, value)) + ITEM_CHARACTERS * len(value)
 
     def product(self, left: object, right: object) -> int:
-        """Characters of `left * right`, which may be a text or list that is repeated."""
+        """Return the characters of `left * right`, which may be a text or list that is repeated."""
         if isinstance(left, int) and isinstance(right, int):
             return _digits(left.bit_length() + right.bit_length())
         value, times = (right, left) if isinstance(left, int) else (left, right)
@@ -74,26 +74,26 @@ def check_printed(text: str) -> None:
 
 
 def power(left: object, right: object) -> int:
-    """Characters of `left ** right`."""
+    """Return the characters of `left ** right`."""
     if isinstance(left, int) and isinstance(right, int):
         return _digits(left.bit_length() * max(right, 0))
     return 0
 
 
 def _digits(num_bits: int) -> int:
-    """What a whole number of so many bits counts as: more than its digits, since long ones take long to multiply."""
+    """Return the cost of a whole number of so many bits: more than its digits, since long ones are slow to multiply."""
     return num_bits * num_bits // 64
 
 
 def percent(text: object, values: object) -> int:
-    """The widths in a format of `%`: "%9d" asks for nine characters, and "%*d" takes the number from the values."""
+    """Return the widths in a format of `%`: "%9d" asks for nine characters, "%*d" takes the number from the values."""
     if not isinstance(text, str):
         return 0
     return _numbers(f"{text}{values!r}" if "*" in text else text)
 
 
 def widths(text: str) -> int:
-    """The widths in a format of `str.format`. Raises TooMuch for one that takes a width from the values."""
+    """Return the widths in a format of `str.format`. Raises TooMuch for one that takes a width from the values."""
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TooMuch("formats a text with a width that is a value")
@@ -101,17 +101,17 @@ def widths(text: str) -> int:
 
 
 def join(separator: str, items: object) -> int:
-    """Characters of the separators in `separator.join(items)`."""
+    """Return the characters of the separators in `separator.join(items)`."""
     return len(separator) * len(items) if isinstance(items, Sized) else 0
 
 
 def replace(text: str, old: object, new: object) -> int:
-    """Characters that `text.replace(old, new)` puts in."""
+    """Return the characters that `text.replace(old, new)` puts in."""
     return text.count(old) * len(new) if isinstance(old, str) and isinstance(new, str) else 0
 
 
 def numbers(values: Iterable[object]) -> int:
-    """The sum of the whole numbers among arguments, any of which may be a width."""
+    """Return the sum of the whole numbers among arguments: each may be a width."""
     return sum(abs(value) for value in values if isinstance(value, int))
 
 
@@ -120,7 +120,7 @@ def _numbers(text: str) -> int:
 
 
 def made(value: object) -> int:
-    """Characters of a new text, or of the places of a new list, without what is in them."""
+    """Return the characters of a new text, or of the places of a new list without their contents."""
     if isinstance(value, str):
         return len(value)
     return ITEM_CHARACTERS * len(value) if isinstance(value, list | tuple | dict) else 0

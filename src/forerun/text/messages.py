@@ -1,4 +1,4 @@
-"""What may go into a chat template: messages, tools and documents as plain data, checked and copied."""
+"""The input of a chat template: messages, tools and documents as plain data, checked and copied."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _copy_message(message: object, where: str) -> dict[str, Any]:
     copy = {key: value for key, value in plain(message, where).items() if value is not None}
     role = copy.get("role")
     if not isinstance(role, str) or not role:
-        found = "no role" if role is None else f"the role {shown(role)}"
-        raise BadOption(f"{where} has {found}: give it one, such as 'user' or 'assistant'")
+        actual = "no role" if role is None else f"the role {shown(role)}"
+        raise BadOption(f"{where} has {actual}: give it one, such as 'user' or 'assistant'")
     if "content" not in copy and not copy.get("tool_calls"):
         raise BadOption(f"{where} (role {shown(role)}) has neither content nor tool_calls: give it one of them")
     calls = copy.get("tool_calls", [])
@@ -58,22 +58,22 @@ def _copy_message(message: object, where: str) -> dict[str, Any]:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Text, or parts like {"type": "text", "text": ...}."""
+    """Raise BadOption unless content is a text, or parts like {"type": "text", "text": ...}."""
     if isinstance(content, str):
         return
     if not isinstance(content, list):
         raise BadOption(f"{where} is {_kind(content)}: it must be a text, or a list of text parts")
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
-            raise BadOption(f"{where}[{i}] is {found}: each part must be {{'type': 'text', 'text': '...'}}")
+            actual = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
+            raise BadOption(f"{where}[{i}] is {actual}: each part must be {{'type': 'text', 'text': '...'}}")
 
 
 def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages, and where they have tool calls their other forms: which one a template takes differs.
+    """Yield the messages, and where they have tool calls their other forms: templates take different ones.
 
-    Arguments as mappings come before those as JSON texts, a missing content before an empty one, and ids as they are
-    before ids of nine letters and digits.
+    Arguments as mappings come before JSON texts, a missing content before an empty one, and ids as they are before ids
+    of nine letters and digits.
     """
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):
@@ -90,16 +90,16 @@ def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]
 
 
 def _in_form(message: dict[str, Any], as_text: bool, fill: bool, short_ids: bool) -> dict[str, Any]:
-    made = dict(message)
-    if short_ids and isinstance(made.get("tool_call_id"), str):
-        made["tool_call_id"] = _short_id(made["tool_call_id"])
-    calls = made.get("tool_calls")
+    copy = dict(message)
+    if short_ids and isinstance(copy.get("tool_call_id"), str):
+        copy["tool_call_id"] = _short_id(copy["tool_call_id"])
+    calls = copy.get("tool_calls")
     if not calls:
-        return made
+        return copy
     if fill:
-        made.setdefault("content", "")
-    made["tool_calls"] = [_call_in_form(call, as_text, short_ids) for call in calls]
-    return made
+        copy.setdefault("content", "")
+    copy["tool_calls"] = [_call_in_form(call, as_text, short_ids) for call in calls]
+    return copy
 
 
 def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[
 
 
 def _short_id(call_id: str) -> str:
-    """Nine letters and digits of an id: its own where it has no others."""
+    """Return nine letters and digits for an id: the id itself where it is nine of them, else a part of its hash."""
     if len(call_id) == SHORT_ID and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
 
 
 def with_texts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """The messages with content in text parts as one text, its parts one below the other; None where none has parts."""
+    """Return the messages with the text parts of content joined by line breaks; None where none has parts."""
 
     def text(content: Any) -> Any:
         return "\n".join(part["text"] for part in content) if _has_parts(content) else content
@@ -178,9 +178,9 @@ def _copy_mappings(values: object, where: str, wanted: str) -> list[dict[str, An
 
 
 def plain(value: object, where: str, depth: int = 0) -> Any:
-    """A copy made of dict, list, str, int, float, bool and None alone: a template gets hold of nothing else.
+    """Return a copy made of dict, list, str, int, float, bool and None alone: a template gets hold of nothing else.
 
-    Raises BadOption, with the place `where` it is, for any other object and beyond MAX_DEPTH levels.
+    Raises BadOption, with the place `where`, for any other object and beyond MAX_DEPTH levels.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -1,8 +1,8 @@
 """The parts of an answer: text, reasoning and tool calls, made of the model's text as it grows.
 
-A model writes all of them into one text, each family with marks of its own. What reads them is a generator over a
-`Scanner`: it yields each piece as soon as no later text can change it, and None where it needs more. So a text gives
-the same parts however it was cut. A call is a part when it is whole: nobody runs what is not written yet.
+A model writes all of them into one text, each family with marks of its own. A generator over a `Scanner` reads
+them: it yields each piece as soon as no later text can change it, and None where it needs more. So a text gives the
+same parts however it was cut. A call is a part when it is whole: nobody runs a call that is not written yet.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of what is said to the user."""
+    """A piece of the text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 def new_id() -> str:
-    """An id of a call: nine letters and digits, which the templates that check ids ask for."""
+    """Make an id of a call: nine letters and digits, which the templates that check ids ask for."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -43,16 +43,16 @@ class ToolCall:
     id: str = field(default_factory=new_id, compare=False)
 
     def values(self) -> dict[str, Any]:
-        """The arguments by name."""
+        """Return the arguments by name."""
         values: dict[str, Any] = json.loads(self.arguments)
         return values
 
     def arguments_on_a_line(self) -> str:
-        """The arguments for people: JSON on one line."""
+        """Return the arguments for people: JSON on one line."""
         return json.dumps(self.values(), ensure_ascii=False)
 
     def message(self) -> dict[str, Any]:
-        """As a message has it."""
+        """Return the call as a message has it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -78,9 +78,9 @@ class CallEnd:
     """The call ends. It is missing where the text breaks off or ends in the call."""
 
 
-# What a dialect finds: a call comes in pieces.
+# The output of a dialect: a call comes in pieces.
 Piece: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
-# What reads a text: it yields pieces, None where it needs more text, and returns something.
+# A reader of text: it yields pieces, None where it needs more text, and returns something.
 Steps: TypeAlias = Generator[Piece | None, None, Any]
 
 
@@ -96,7 +96,7 @@ class Span:
 class AnswerParts:
     """An answer put together from its parts. items: its stretches and calls, in order.
 
-    num_reasoning_tokens: of the answer, those with which the model thought. num_broken_calls: begun and never whole.
+    num_reasoning_tokens: tokens of the answer that are reasoning. num_broken_calls: begun and never whole.
     said: places in the answer of the tokens that make its text, as far as they are told apart (see PartsReader).
     """
 
@@ -127,12 +127,12 @@ class AnswerParts:
 
     @property
     def text(self) -> str:
-        """What is said to the user."""
+        """The text for the user."""
         return self._text("text")
 
     @property
     def reasoning(self) -> str:
-        """What the model thought."""
+        """The reasoning."""
         return self._text("reasoning")
 
     @property
@@ -141,19 +141,19 @@ class AnswerParts:
         return [item for item in self.items if isinstance(item, ToolCall)]
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message of a conversation."""
-        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        """Return the answer as a message of a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
-            made["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.calls:
-            made["tool_calls"] = [call.message() for call in self.calls]
-        return made
+            message["tool_calls"] = [call.message() for call in self.calls]
+        return message
 
 
 class Scanner:
     """Text that grows at its end and is consumed at its beginning. Its methods are steps of a generator (Steps).
 
-    log: what was consumed since `begin`, for those who find that it was no call after all. hidden: marks that no text
+    log: the text consumed since `begin`, for readers that find it to be no call after all. hidden: marks that no text
     shows. is_closed: no more text comes; is_cut: because there was no room for more.
     """
 
@@ -162,24 +162,24 @@ class Scanner:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer has ended in what was consumed last."""
+        """Whether the answer has ended in the text consumed last."""
         return self.is_closed and not self.rest
 
     def begin(self) -> None:
-        """Forget what was consumed."""
+        """Forget the consumed text."""
         self.log = ""
 
     def put_back(self, text: str) -> None:
-        """Let the end of what was consumed come again."""
+        """Let the end of the consumed text come again."""
         self.rest, self.log = text + self.rest, self.log.removesuffix(text)
 
     def undo(self) -> None:
-        """Let all come again that was consumed since `begin`; but where the answer has ended in it, it is left out."""
+        """Let the text consumed since `begin` come again; where the answer has ended in it, it is left out."""
         if not self.is_over:
             self.put_back(self.log)
 
     def take(self, num_chars: int) -> str:
-        """Consume what is there."""
+        """Consume and return the first characters."""
         taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
         self.log += taken
         return taken
@@ -188,8 +188,8 @@ class Scanner:
         """Give text up to a mark in pieces. Returns the mark, which is consumed; None at the end of the text."""
         known = (*marks, *self._hidden) if piece is Text else tuple(marks)
         while True:
-            if (found := first_of(self.rest, known)) is not None:
-                start, mark = found
+            if (hit := first_of(self.rest, known)) is not None:
+                start, mark = hit
                 if start:
                     yield piece(self.take(start))
                 self.take(len(mark))
@@ -206,17 +206,17 @@ class Scanner:
 
     def collect(self, marks: Seq[str]) -> Steps:
         """Return the text up to a mark, and the mark, which is consumed; None where the text ends before."""
-        while (found := first_of(self.rest, marks)) is None:
+        while (hit := first_of(self.rest, marks)) is None:
             if self.is_closed:
                 return self.take(len(self.rest)), None
             yield None
-        text = self.take(found[0])
-        return text, self.take(len(found[1]))
+        text = self.take(hit[0])
+        return text, self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest of the options with which the text goes on; None where it is another text.
+        """Return the longest option with which the text goes on; None where it is another text.
 
-        What is left of an answer that was cut in one of them is consumed.
+        Where an answer was cut inside an option, its remainder is consumed.
         """
         while is_open := any(o.startswith(self.rest) and o != self.rest for o in options):
             if self.is_closed:
@@ -228,8 +228,8 @@ class Scanner:
 
     def skip(self, *options: str) -> Steps:
         """Consume one of the options, if the text goes on so, and return it."""
-        found: str | None = yield from self.starts(*options)
-        return None if found is None else self.take(len(found))
+        option: str | None = yield from self.starts(*options)
+        return None if option is None else self.take(len(option))
 
     def space(self) -> Steps:
         """Consume white space, and return it."""
@@ -253,14 +253,14 @@ class Scanner:
         pieces of what is consumed, while it grows.
         """
         yield from self.space()
-        made, value = "", _JsonValue()
+        text, value = "", _JsonValue()
         while True:
             taken = self.take(value.read(self.rest))
-            made += taken
+            text += taken
             if taken and piece is not None:
                 yield piece(taken)
             if value.is_over or self.is_closed:
-                return made if made and value.is_whole else None
+                return text if text and value.is_whole else None
             yield None
 
 
@@ -276,11 +276,11 @@ class _JsonValue:
 
     @property
     def is_whole(self) -> bool:
-        """Whether what was read is a value: a bare word is one at any moment."""
+        """Whether the text read is a whole value: a bare word is one at any moment."""
         return self._has_begun and not self._is_wrong and not self._in_text and not self._closers
 
     def read(self, text: str) -> int:
-        """How many characters of the next text belong to it."""
+        """Return how many characters of the next text belong to the value."""
         for i, char in enumerate(text):
             if self._in_text:
                 self._in_text = self._is_escaped or char != '"'
@@ -314,7 +314,7 @@ class _JsonValue:
 
 
 def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """(start, mark) of the mark that begins first, the longest of those that begin there."""
+    """Return (start, mark) of the mark that begins first, the longest one there; None where there is none."""
     hits = [(start, -len(mark), mark) for mark in marks if (start := text.find(mark)) >= 0]
     if not hits:
         return None
@@ -323,6 +323,6 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_tail(text: str, marks: Seq[str]) -> int:
-    """Length of the longest end of a text that some mark begins with and is longer than."""
+    """Return the length of the longest end of a text that is a true beginning of some mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -1,7 +1,7 @@
 """The parts of one answer, from its ids or its text, as they come.
 
-Here is decided what is a call: one that was written to its end, with a JSON object as its arguments. Of any other no
-part is made, so whoever is told of an answer can run nothing that the model did not write.
+A call counts here if it was written to its end, with a JSON object as its arguments. No part is made of any other, so
+whoever receives the parts of an answer can run nothing that the model did not write.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class PartsReader:
-    """The parts of one answer, from its token ids, as they come.
+    """Reads the parts of one answer from its token ids, as they come.
 
-    traces: whether tokens are told apart, too: which make its text, which its reasoning. Marks and white space between
-    parts are neither. It is done wherever the model may think, since reasoning is counted.
+    traces: whether tokens are told apart, too, by text and reasoning. Marks and white space between parts are neither.
+    It is done wherever the model may think, since reasoning is counted.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class PartsReader:
         self._untold: list[tuple[int, str]] = []  # places of tokens that are not told apart yet, and their texts
 
     def push(self, ids: Seq[int]) -> list[Part]:
-        """What the next tokens make certain."""
+        """Return the parts that the next tokens make certain."""
         if not self._traces:
             return self._parser.feed(self._detokenizer.push(ids).text)
-        made: list[Part] = []
+        new_parts: list[Part] = []
         for token in ids:
             text = self._detokenizer.push([token]).text
             if token not in self._skip:
@@ -66,20 +66,20 @@ class PartsReader:
             self._num_read += 1
             parts = self._parser.feed(text)
             self._tell_apart(parts)
-            made += parts
-        return joined(made)
+            new_parts += parts
+        return joined(new_parts)
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """The rest: no token follows. is_cut: because there was no room for it."""
+        """Return the remaining parts, as no token follows. is_cut: because there was no room for it."""
         text = self._detokenizer.finish()
-        made = [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
+        parts = [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
         if self._traces:
             self._untold.append((self._num_read, text))
-            self._tell_apart(made)
-        return made
+            self._tell_apart(parts)
+        return parts
 
     def _tell_apart(self, parts: Seq[Part]) -> None:
-        """Note which tokens have made these parts. What the parser holds back is told apart later."""
+        """Note which tokens have made these parts. Text that the parser holds back is told apart later."""
         if not parts:
             return
         raw = "".join(text for _, text in self._untold)
@@ -99,7 +99,7 @@ class PartsReader:
             at += len(text)
             if at > sure or (at == sure and not text):
                 left.append((place, text))  # some of it is held back
-            maker = next((part for part, own in spans if own.start < span.stop and span.start < own.stop), None)
+            maker = next((part for part, area in spans if area.start < span.stop and span.start < area.stop), None)
             if maker is None or place <= self._last_told or place == self._num_read:
                 continue
             self._last_told = place
@@ -116,12 +116,12 @@ class PartsReader:
 
 
 def _begins(token: str, marks: Iterable[str]) -> bool:
-    """Whether a mark begins with the text of a special token."""
+    """Return whether a mark begins with the text of a special token."""
     return bool(token) and any(mark.startswith(token) for mark in marks)
 
 
 class Parser:
-    """The parts of one answer, from its text, as it comes. prompt: the end of its prompt."""
+    """Reads the parts of one answer from its text, as it comes. prompt: the end of its prompt."""
 
     def __init__(self, answer_form: AnswerForm, prompt: str = "") -> None:
         self._scan, self.answer_parts, self._tidy = answer_form.scanner(), AnswerParts(), _Tidy()
@@ -135,14 +135,14 @@ class Parser:
         return len(self._scan.rest) + len(self._tidy.held)
 
     def feed(self, text: str) -> list[Part]:
-        """What the next text makes certain."""
+        """Return the parts that the next text makes certain."""
         if not text:
             return []
         self._scan.rest += text
         return self._said(self._run())
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """The rest: no text follows. is_cut: because there was no room for it."""
+        """Return the remaining parts, as no text follows. is_cut: because there was no room for it."""
         self._scan.is_closed, self._scan.is_cut = True, is_cut
         return self._said([*self._run(), *self._tidy.finish()])
 
@@ -154,26 +154,26 @@ class Parser:
         return parts
 
     def _run(self) -> list[Piece]:
-        made: list[Piece] = []
+        pieces: list[Piece] = []
         try:
             for piece in self._steps:
                 if piece is None:
                     break
-                made += self._tidy.add(piece)
+                pieces += self._tidy.add(piece)
         except RecursionError:  # brackets within brackets within brackets: it is a text then
             self._steps = self._scan.until((), Text)
-        return made
+        return pieces
 
 
 class _Tidy:
-    """Takes away the white space that stands between parts: it belongs to the format, and to none of them."""
+    """Takes away the white space between parts: it belongs to the format, and to no part."""
 
     def __init__(self) -> None:
         self._kind: type[Piece] | None = None
         self.held, self._is_fresh, self._has_calls = "", False, False
 
     def add(self, piece: Piece) -> Iterator[Piece]:
-        """The piece, or what is certain of it."""
+        """Yield the piece, as far as it is certain."""
         if not isinstance(piece, Text | Reasoning):
             self._kind, self.held, self._has_calls = CallBegin, "", True
             yield piece
@@ -191,14 +191,14 @@ class _Tidy:
             yield kind(body)
 
     def finish(self) -> Iterator[Piece]:
-        """The white space at the end of an answer that is a text."""
+        """Yield the white space at the end of an answer that is a text."""
         if self._kind is Text and self.held and not self._has_calls:
             text, self.held = self.held, ""
             yield Text(text)
 
 
 class _WholeCalls:
-    """Makes parts of pieces: a call when it is whole, and nothing of one that breaks off, or is cut.
+    """Makes parts of pieces: a call when it is whole, and none where it breaks off or is cut.
 
     most: later calls are left out; None = none is.
     """
@@ -209,11 +209,11 @@ class _WholeCalls:
 
     @property
     def num_broken(self) -> int:
-        """How many calls were begun and are not whole."""
+        """The number of calls that were begun and are not whole."""
         return self._num_begun - self._num_whole
 
     def add(self, piece: Piece) -> Iterator[Part]:
-        """The part that a piece completes, if it does."""
+        """Yield the part that a piece completes, if it does."""
         match piece:
             case CallBegin(name):
                 self._name, self._arguments = name, []
@@ -231,7 +231,7 @@ class _WholeCalls:
 
 
 def _is_object(text: str) -> bool:
-    """Whether a text is a JSON object, and one that can be written as JSON again: no number in it is without bounds."""
+    """Return whether a text is a JSON object that can be written as JSON again: all its numbers are finite."""
     try:
         values = json.loads(text)
         json.dumps(values, allow_nan=False)
@@ -241,12 +241,12 @@ def _is_object(text: str) -> bool:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """With texts that follow each other as one."""
-    made: list[Part] = []
+    """Join texts that follow each other, and drop empty ones."""
+    merged: list[Part] = []
     for part in parts:
-        last = made[-1] if made else None
+        last = merged[-1] if merged else None
         if isinstance(part, Text | Reasoning) and isinstance(last, type(part)):
-            made[-1] = type(part)(last.text + part.text)
+            merged[-1] = type(part)(last.text + part.text)
         elif isinstance(part, ToolCall) or part.text:
-            made.append(part)
-    return made
+            merged.append(part)
+    return merged

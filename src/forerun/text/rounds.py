@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from forerun.types import RoundDetail
 
 Kind = Literal["accepted", "rejected", "untested", "correction", "bonus", "plain"]
-# What a terminal makes of them, and marks that survive without colour.
+# Styles in a terminal, and marks that survive without colour.
 STYLES: dict[Kind, str] = {
     "accepted": "green",
     "rejected": "red",
@@ -35,7 +35,7 @@ class Piece:
 
 
 def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """The tokens of a round that entered the output: stop conditions may have cut it short."""
+    """Return the tokens of a round that entered the output: stop conditions may have cut it short."""
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
     drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
     last: Kind = "correction" if rejected else "bonus"
@@ -45,9 +45,9 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
 
 
 def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """Every drafted token of a round and what became of it, in the order of the draft, with the target's own token.
+    """Return every drafted token of a round and what became of it, in draft order, with the target's own token.
 
-    That one stands behind the tokens that it follows: where a token was rejected, between it and those behind it.
+    The target's token stands behind the accepted and rejected tokens, before the untested ones.
     """
     kept = committed_pieces(detail, num_committed)
     at, accepted = len(detail.accepted), set(detail.accepted)

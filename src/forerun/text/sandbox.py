@@ -1,6 +1,6 @@
 """Chat templates are programs that come with a model: here they are compiled and run so that they can do no harm.
 
-The environment is that of transformers (utils/chat_template_utils.py): Jinja's immutable sandbox, blocks trimmed, loop
+The environment follows transformers (utils/chat_template_utils.py): Jinja's immutable sandbox, blocks trimmed, loop
 controls, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone, and the `generation` tag.
 It is stricter in two points: touching a forbidden attribute is an error at once, even if the result is not used, and
 what a template may use up is limited (`limits`). For that, nothing is computed when it is compiled, and a few things
@@ -52,7 +52,7 @@ class CompiledTemplate:
     texts: frozenset[str]
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. `variables` must be plain data, see `messages.plain`, and are not changed.
+        """Return the text. `variables` must be plain data, see `messages.plain`, and are not changed.
 
         Raises BadOption where the template refuses them by `raise_exception`, UnsupportedModel where it does something
         forbidden, reaches a limit, or fails.
@@ -104,7 +104,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`: json.dumps, where Jinja's own would escape <, >, & and ' for HTML."""
+    """Return a value as JSON, as the filter `tojson`: Jinja's own would escape <, >, & and ' for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -112,7 +112,7 @@ def to_json(
 
 
 class _Refusal(Exception):
-    """What `raise_exception` raises."""
+    """The error that `raise_exception` raises."""
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -140,7 +140,7 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As dict.fromkeys."""
+        """Return dict.fromkeys(*args)."""
         return dict.fromkeys(*args)
 
 
@@ -175,7 +175,7 @@ _TEXT_MAKERS = frozenset(["expandtabs", "translate", "encode", "to_bytes"])
 
 
 class _Counting(NodeTransformer):
-    """Puts a call into each round of a loop, and around what is put together without a call or an operator.
+    """Puts a call into each round of a loop, and around values that are joined without a call or an operator.
 
     The names of its methods are Jinja's.
     """
@@ -210,13 +210,13 @@ class _Counting(NodeTransformer):
 
 
 def _call(method: str, argument: nodes.Expr, place: nodes.Node) -> nodes.Call:
-    """A call of a method of the environment, in the line of `place`."""
+    """Return a call of a method of the environment, in the line of `place`."""
     line = place.lineno
     return nodes.Call(nodes.EnvironmentAttribute(method, lineno=line), [argument], [], None, None, lineno=line)
 
 
 def _listed(value: Any) -> Any:
-    """What a generator makes, as a list whose length is known; all else as it is."""
+    """Return the values of a generator as a list, whose length is known; anything else as it is."""
     return list(value) if isinstance(value, GeneratorType) else value
 
 
@@ -250,23 +250,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """A round of a loop, with the characters of the template that it may print."""
+        """Count a round of a loop, with the characters of the template that it may print."""
         self.budget.step(num_characters)
         return True
 
     def weighed(self, value: Any) -> Any:
-        """A value, to be put into a text or list."""
+        """Count a value that is put into a text or list, and return it."""
         self.budget.step(self.budget.weigh(value))
         return value
 
     def cut(self, value: Any) -> Any:
-        """A part of a text or list."""
+        """Count a part of a text or list, and return it."""
         self.budget.step(limits.made(value))
         return value
 
     @pass_context
     def printed(self, context: Context, value: Any) -> Any:
-        """Jinja's `finalize`: a value before it is printed."""
+        """Count a value before it is printed: Jinja's `finalize`."""
         return self.weighed(value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -291,7 +291,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts itself as a step, with what it will make and what it has made."""
+        """Return a filter that counts itself as a step, with the characters that it will make and has made."""
         first = int(hasattr(function, "jinja_pass_arg"))  # before it comes the context
 
         @wraps(function)
@@ -330,12 +330,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return attr not in _TEXT_MAKERS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Jinja returns a value that raises when used; printed alone, it would be an empty text."""
+        """Raise at once: Jinja's own value would raise when used, and be an empty text where it is only printed."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
 
 def _line(error: Exception) -> str:
-    """' in line n' of the template, innermost first; Jinja puts these lines into the traceback."""
+    """Return ' in line n' of the template, the innermost one; Jinja puts these lines into the traceback."""
     frames = [line for frame, line in traceback.walk_tb(error.__traceback__) if _is_template(frame.f_code.co_filename)]
     return f" in line {frames[-1]}" if frames else ""
 

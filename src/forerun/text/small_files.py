@@ -1,4 +1,4 @@
-"""The small files of a checkpoint's folder, each of which is read once."""
+"""The small files of a checkpoint's folder, each read once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SmallFiles:
         return {} if self.folder is None else self.once(self.folder / name, read_json_if_there)
 
     def once(self, path: Path, read: Callable[[Path], T]) -> T:
-        """Return what `read` has made of a file when it was first asked for."""
+        """Return the result of `read` for a file, kept from the first time that it was asked for."""
         if path not in self._read:
             self._read[path] = read(path)
         read_before: T = self._read[path]

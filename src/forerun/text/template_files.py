@@ -28,7 +28,7 @@ class Source:
 
 
 def find_sources(small: SmallFiles, file: Path | None, model: str | None = None) -> dict[str, Source]:
-    """The templates by name, "default" among them where there is one; the order of precedence is transformers'.
+    """Return the templates by name, "default" among them where there is one; precedence is as in transformers.
 
     `file` if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else `chat_template`
     of tokenizer_config.json: one text, or a list of {"name", "template"}. Raises NotFound where there is none, with the
@@ -41,21 +41,21 @@ def find_sources(small: SmallFiles, file: Path | None, model: str | None = None)
     folder = small.folder
     if folder is None or not folder.is_dir():
         raise NotFound(f"there is no folder {folder}: name a checkpoint folder")
-    found = {DEFAULT: small.once(folder / FILE, _read)} if (folder / FILE).is_file() else {}
-    found |= {path.stem: small.once(path, _read) for path in sorted((folder / MORE).glob("*.jinja"))}
-    found = found or _from_config(small.json(CONFIG), folder / CONFIG)
-    if not found:
+    sources = {DEFAULT: small.once(folder / FILE, _read)} if (folder / FILE).is_file() else {}
+    sources |= {path.stem: small.once(path, _read) for path in sorted((folder / MORE).glob("*.jinja"))}
+    sources = sources or _from_config(small.json(CONFIG), folder / CONFIG)
+    if not sources:
         raise NotFound(
             f"{model or folder} has no chat template, as is usual for a base model: use generate, which needs none, or "
             "name a template with --chat-template FILE (chat_template= in Python)"
         )
-    num_bytes = sum(len(source.text.encode(errors="replace")) for source in found.values())
+    num_bytes = sum(len(source.text.encode(errors="replace")) for source in sources.values())
     _check_size(num_bytes, f"the chat templates in {folder}")
-    return found
+    return sources
 
 
 def special_tokens(small: SmallFiles) -> dict[str, str]:
-    """Texts of bos_token, eos_token and so on: whatever tokenizer_config.json calls a token and is not null.
+    """Return the texts of bos_token, eos_token and so on: whatever tokenizer_config.json calls a token and is not null.
 
     Where it has no added_tokens_decoder, as in old checkpoints, special_tokens_map.json goes first, as in transformers.
     """

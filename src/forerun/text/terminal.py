@@ -14,10 +14,10 @@ _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 
 
 def visible(text: str, is_terminal: bool = True) -> str:
-    """A text in which control characters are written as JSON does (\\u001b); tab and newline stay.
+    """Return a text with control characters written as JSON does (\\u001b); tab and newline stay.
 
-    is_terminal: where it goes. What goes to a pipe or file stays as it is; headers, file names and error messages are
-    always made visible, since they are shown to a person sooner or later.
+    is_terminal: whether it goes to a terminal. Text for a pipe or file stays as it is; headers, file names and error
+    messages are always made visible, since they are shown to a person sooner or later.
     """
     return text.translate(_ESCAPES) if is_terminal else text
 
@@ -29,12 +29,12 @@ class _Console(Console):
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """What prints and tables say; texts of a model are no `str` here, see `cli.show.LiveText`."""
+        """Render prints and tables; texts of a model are no `str` here, see `cli.show.LiveText`."""
         return super().render_str(visible(text), **options)
 
 
 def make_console(stderr: bool = False) -> Console:
-    """A console that prints text as it is: no markup, no highlighting; 80 columns in a pipe."""
+    """Return a console that prints text as it is: no markup, no highlighting; 80 columns in a pipe."""
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -50,5 +50,5 @@ def note(text: str) -> None:
 
 
 def has_colour(console: Console) -> bool:
-    """False for NO_COLOR, a pipe, or a terminal without colours."""
+    """Return whether a console has colours: not with NO_COLOR, in a pipe, or in a terminal without them."""
     return console.color_system is not None and not console.no_color

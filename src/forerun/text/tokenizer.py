@@ -45,10 +45,10 @@ class Tokenizer:
         if not cls.is_in(folder):
             raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
         try:
-            found = file.stat()
+            stat = file.stat()
         except OSError as error:
             raise unreadable(file, error, "a file of the tokenizers library") from error
-        return _loaded(file, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        return _loaded(file, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
@@ -57,11 +57,11 @@ class Tokenizer:
 
     @staticmethod
     def is_in(folder: str | Path) -> bool:
-        """Tell whether a folder has one, which is not read."""
+        """Return whether a folder has a tokenizer.json, without reading it."""
         return os.path.lexists(Path(folder) / "tokenizer.json")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds.
+        """Return the ids of a text, with the special tokens (such as beginning of sequence) that tokenizer.json adds.
 
         Raises BadOption for a text that UTF-8 cannot hold, such as half a surrogate pair.
         """
@@ -72,7 +72,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text in which the name of a special token is a text. No other thread may use the tokenizer then."""
+        """Encode a text in which names of special tokens are plain text. No other thread may use the tokenizer then."""
         self._backend.encode_special_tokens = True
         try:
             return self.encode(text, add_special_tokens)
@@ -80,7 +80,7 @@ class Tokenizer:
             self._backend.encode_special_tokens = False
 
     def inner(self, ids: Seq[int]) -> range:
-        """The places of ids without those at both ends that `encode` would add to a text, where they are there."""
+        """Return the places of ids, without the special ids that `encode` adds at both ends, where they are there."""
         before, behind = self._around
         start = len(before) if list(ids[: len(before)]) == before else 0
         end = len(ids) - (len(behind) if list(ids[len(ids) - len(behind) :]) == behind else 0)
@@ -88,14 +88,14 @@ class Tokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The ids that `encode` adds before those of a text, and behind them."""
-        made = self._backend.encode("a")
-        num_before = len(list(takewhile(bool, made.special_tokens_mask)))
-        num_behind = len(list(takewhile(bool, made.special_tokens_mask[:num_before:-1])))
-        return made.ids[:num_before], made.ids[len(made.ids) - num_behind :]
+        """The special ids that `encode` puts before a text, and behind it."""
+        encoding = self._backend.encode("a")
+        num_before = len(list(takewhile(bool, encoding.special_tokens_mask)))
+        num_behind = len(list(takewhile(bool, encoding.special_tokens_mask[:num_before:-1])))
+        return encoding.ids[:num_before], encoding.ids[len(encoding.ids) - num_behind :]
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:
-        """Text of ids as one whole; bytes that are no character become U+FFFD, ids without a token make no text."""
+        """Decode ids as one whole; bytes that are no character become U+FFFD, ids without a token make no text."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
@@ -105,11 +105,11 @@ class Tokenizer:
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
     def token_of(self, token_id: int) -> str | None:
-        """Return the token of an id, without a list of all; None where it has none."""
+        """Return the token of an id, without listing all tokens; None where it has none."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.num_ids else None
 
     def id_of(self, token: str) -> int | None:
-        """Return the id that has a token, of an added token first; None where none has."""
+        """Return the id of a token, an added token first; None where there is none."""
         return self._backend.token_to_id(token)
 
     @cached_property
@@ -125,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What identifies the map of ids to tokens, hexadecimal: files that hold ids carry it."""
+        """Hexadecimal hash of the map from ids to tokens; files that hold ids carry it."""
         lines = "".join(f"{token_id} {token!r}\n" for token_id, token in self.id_to_token.items())
         return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -143,14 +143,14 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Ids like <0x0A>, of which a run makes characters together (empty without byte fallback)."""
+        """Ids of byte tokens such as <0x0A>; a run of them makes characters together (empty without byte fallback)."""
         if "ByteFallback" not in _decoder_types(self._backend):
             return frozenset()
         return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes that each id below num_ids stands for inside of a text, b"" for none; None where that is not said.
+        """The bytes that each id below num_ids stands for inside a text, b"" for none; None where that is unknown.
 
         A token of bytes or of one text is known by its name; what a decoder makes of other names depends on their
         neighbours.
@@ -158,29 +158,29 @@ class Tokenizer:
         spelling, added = self.spelling, self._backend.get_added_tokens_decoder()
         if "ByteLevel" not in spelling and "▁" not in spelling:
             return None
-        found = [b""] * self.num_ids
+        by_id = [b""] * self.num_ids
         for token_id, name in self.id_to_token.items():
             if token_id in added or ("ByteLevel" in spelling and not all(c in BYTES for c in name)):
-                found[token_id] = name.encode("utf-8", "surrogatepass")
+                by_id[token_id] = name.encode("utf-8", "surrogatepass")
             elif "ByteLevel" in spelling:
-                found[token_id] = bytes(BYTES[c] for c in name)
+                by_id[token_id] = bytes(BYTES[c] for c in name)
             elif token_id in self.byte_ids:
-                found[token_id] = bytes([int(name[1:-1], 16)])
+                by_id[token_id] = bytes([int(name[1:-1], 16)])
             else:
-                found[token_id] = name.replace("▁", " ").encode("utf-8", "surrogatepass")
-        return found
+                by_id[token_id] = name.replace("▁", " ").encode("utf-8", "surrogatepass")
+        return by_id
 
     @cached_property
     def spelling(self) -> frozenset[str]:
-        """How token strings stand for text. Where it is that of another tokenizer, equal strings are equal texts."""
+        """How token strings stand for text. Where two tokenizers agree in it, equal strings are equal texts."""
         decoder = _decoder_types(self._backend)
         return frozenset(name for name in _SPELLINGS if name in decoder)
 
     def decode_so_far(self, ids: Seq[int]) -> tuple[str, int]:
-        """Text of ids, of which more may follow, and how many of its characters no later id can change.
+        """Return the text of the ids so far, and how many of its characters no later id can change.
 
-        It is what `decode` returns, but for one thing: of a run of byte tokens that is not UTF-8 the library makes
-        U+FFFD of every byte. Here the whole characters that the run begins with stay, since they may have been shown
+        It is what `decode` returns, with one exception: where a run of byte tokens is not UTF-8, the library turns each
+        of its bytes into U+FFFD. Here the whole characters that begin the run stay, since they may have been shown
         before its first bad byte came, or have been a stop string.
         """
         breaks, num_open = self._broken_runs(ids) if self.byte_ids else ([], 0)
@@ -198,9 +198,9 @@ class Tokenizer:
         return text, len(text) - text.endswith(REPLACEMENT)
 
     def _broken_runs(self, ids: Seq[int]) -> tuple[list[int], int]:
-        """Where whole characters end in runs of byte tokens that are not UTF-8, and the bytes of a last open character.
+        """Return where whole characters end in byte-token runs that are not UTF-8, and the bytes of an open last one.
 
-        A place is an index in ids; those where a run begins are left out.
+        A place is an index in ids; the start of a run is left out.
         """
         breaks, num_open, start = [], 0, 0
         for is_run, group in groupby(ids, self.byte_ids.__contains__):
@@ -216,20 +216,20 @@ class Tokenizer:
         return breaks, num_open
 
     def own_text(self, token_id: int) -> str:
-        """Text of one id alone, remembered."""
+        """Return the text of one id alone, remembered."""
         if token_id not in self._own_text:
             self._own_text[token_id] = self.decode([token_id])
         return self._own_text[token_id]
 
     def is_solid(self, token_id: int) -> bool:
-        """True where the id's text is whole characters by itself, so that decoding may start anew at it."""
+        """Return whether the id's text is whole characters by itself, so that decoding may start anew at it."""
         text = self.own_text(token_id)
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
 
 
-@lru_cache(maxsize=2)  # a target's and its draft's, each of which is asked for more than once while they are opened
+@lru_cache(maxsize=2)  # a target's and its draft's: each is asked for more than once while they are opened
 def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
-    """Return the tokenizer of a file. version: another one where the file has changed."""
+    """Load the tokenizer of a file, once per version. version: differs where the file has changed."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
@@ -238,14 +238,14 @@ def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
 
 
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
-    """The tokenizer of the model `name`, where a text is asked for. Raises NotFound where it has none."""
+    """Return the tokenizer of the model `name`, which a text needs. Raises NotFound where it has none."""
     if tokenizer is None:
         raise without_text(name)
     return tokenizer
 
 
 def without_text(name: str) -> NotFound:
-    """The refusal of a text by a model that has no tokenizer."""
+    """Return the error for a text that goes to a model without a tokenizer."""
     return NotFound(
         f"{name} has no tokenizer.json, so it takes and gives token ids, not text: give lists of ids as prompts, or "
         "copy tokenizer.json from the model that it was made of"
@@ -276,12 +276,12 @@ def _name(tokens: dict[int, str], token_id: int) -> str:
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> str:
-    """The decoder part of tokenizer.json as text; '' where there is none."""
+    """Return the decoder part of tokenizer.json as text; '' where there is none."""
     return repr(backend.decoder) if backend.decoder is not None else ""
 
 
 def _byte_names() -> dict[str, int]:
-    """Character -> byte in the names of byte-level tokens (Radford et al. 2019): printable ones are themselves."""
+    """Map characters in names of byte-level tokens to bytes (Radford et al. 2019): printable ones are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -291,18 +291,18 @@ BYTES = _byte_names()
 
 
 def token_text(tokenizer: Tokenizer | None, token: int, left: int | None) -> str:
-    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>.
+    """Return the text of one token behind `left`, control characters escaped; bytes of an open character as <E2>.
 
-    Where there is no tokenizer, its number is all there is.
+    Without a tokenizer it is the number.
     """
     if tokenizer is None:
         return f" {token}"
     before = "" if left is None else tokenizer.decode([left])
     text = tokenizer.decode([token] if left is None else [left, token])
-    own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
-    if REPLACEMENT in own or not own:
+    piece = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
+    if REPLACEMENT in piece or not piece:
         name = tokenizer.id_to_token.get(token)
         if name is None:
             return f"<{token}>"
-        own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)
+        piece = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in piece)

@@ -16,7 +16,7 @@ NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalPro
 
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Whether a function without parameters is meant, to which JSON Schema by itself would allow any."""
+    """Return whether a function without parameters is meant, where JSON Schema by itself would allow any."""
     says_no_more = parameters.keys() <= {"type", "properties", "required", "title", "description", "$schema"}
     return says_no_more and parameters.get("properties") == {} and not parameters.get("required")
 
@@ -29,7 +29,7 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]]) -> Tools:
-        """From tools as chat templates take them. Raises BadOption for one without a name, or a name that is twice."""
+        """Read tools as chat templates take them. Raises BadOption for one without a name, or a name that is twice."""
         schemas: dict[str, Mapping[str, Any]] = {}
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
@@ -51,11 +51,11 @@ class Tools:
         return iter(self.schemas)
 
     def only(self, name: str) -> Tools:
-        """One of them alone."""
+        """Return one of the tools alone."""
         return Tools({name: self.schemas[name]})
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """The JSON types that a parameter may have; none where the schema does not say."""
+        """Return the JSON types that a parameter may have; none where the schema does not say."""
         properties = self.schemas.get(name, {}).get("properties")
         return frozenset(kinds(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
@@ -70,7 +70,7 @@ NO_TOOLS = (
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """What a request says of tools. choice: auto, required (one of them at least), or the name of one.
+    """The tools of a request. choice: auto, required (at least one call), or the name of one tool.
 
     parallel: whether an answer may have more than one call. strict: tools whose arguments must match their schemas.
     given: the tools as chat templates take them.
@@ -84,19 +84,19 @@ class ToolRequest:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolRequest | None:
-        """From tools as chat templates take them; None where nothing is to be called.
+        """Make a request of tools as chat templates take them; None where nothing is to be called.
 
-        Raises BadOption for tools that are none, and for a choice that is not possible.
+        Raises BadOption as `Tools.of`, and for a choice that is not possible.
         """
-        found = Tools.of(tools)
-        if choice not in (AUTO, NONE) and choice not in (*found, *((REQUIRED,) if tools else ())):
-            known = ", ".join(found) or "none"
+        parsed = Tools.of(tools)
+        if choice not in (AUTO, NONE) and choice not in (*parsed, *((REQUIRED,) if tools else ())):
+            known = ", ".join(parsed) or "none"
             raise BadOption(f"tool_choice={shown(choice)} is not possible: the tools are {known}")
         if not tools or choice == NONE:
             return None
         functions = [tool.get("function", tool) for tool in tools]
         strict = frozenset(one["name"] for one in functions if one.get("strict") is True)
-        return cls(found, choice, parallel, strict, tuple(tools))
+        return cls(parsed, choice, parallel, strict, tuple(tools))
 
     @property
     def is_forced(self) -> bool:
@@ -105,24 +105,24 @@ class ToolRequest:
 
 
 def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
-    """A limit of the tokens of reasoning. Raises BadOption for anything but a number of at least 0, or None."""
+    """Return a valid limit of the tokens of reasoning, or None. Raises BadOption for anything out of range."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or None")
 
 
 def several(value: Any) -> list[Any]:
-    """A list in a schema; an empty one for anything else."""
+    """Return a list in a schema; an empty one for anything else."""
     return value if isinstance(value, list) else []
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists, if it does."""
+    """Return the values that a schema lists; none where it lists none."""
     return several(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
 
 
 def kinds(schema: Any) -> Iterator[str]:
-    """The JSON types that a schema states, itself or in its alternatives; "other" is that of a choice."""
+    """Yield the JSON types that a schema states, itself or in its alternatives; "other" for choices but texts."""
     if not isinstance(schema, Mapping):
         return
     kind = schema.get("type")
@@ -135,10 +135,10 @@ def kinds(schema: Any) -> Iterator[str]:
 
 
 def json_of(raw: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that a model wrote without quotes, by the types that it may have.
+    """Return the JSON text of a value that a model wrote without quotes, by the types that it may have.
 
-    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON; in quotes it is JSON
-    where numbers and their likes are allowed, too.
+    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON. A text in quotes is
+    read as JSON where numbers and their likes are allowed, too.
     """
     if types != {"string"}:
         word = raw.strip()
@@ -155,10 +155,10 @@ def json_of(raw: str, types: frozenset[str]) -> str:
 
 
 def no_number(name: str) -> None:
-    """Infinity and NaN, which Python reads and JSON has not."""
+    """Raise ValueError for Infinity and NaN, which Python reads and JSON has not."""
     raise ValueError(name)
 
 
 def inside(text: str) -> str:
-    """A piece of a text as it stands between the quotes of JSON."""
+    """Return a piece of a text as it stands between the quotes of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -47,10 +47,10 @@ def _said(tokenizer: Tokenizer) -> str:
 class Translation:
     """One growing text of a target's tokens in the ids of another tokenizer.
 
-    ids: those of the text as far as it is certain: an unfinished character at its end is left out. Only the end of the
-    text is encoded anew when it grows, so that a step costs the same however long the text is. Before that end, `ids`
-    may differ from one encoding of the whole text. They depend on the target's tokens alone, not on the pieces in which
-    these came. Control tokens that the other tokenizer does not know become their text.
+    ids: of the text as far as it is certain: an unfinished character at its end is left out. Only the end of the text
+    is encoded anew when it grows, so that a step costs the same however long the text is. Before that end, `ids` may
+    differ from one encoding of the whole text. They depend on the target's tokens alone, not on how these were cut into
+    pieces. Control tokens that the other tokenizer does not know become their text.
     """
 
     def __init__(self, target: Tokenizer, other: Tokenizer) -> None:
@@ -62,9 +62,9 @@ class Translation:
         self._num_read = 0
 
     def read(self, tokens: Seq[int]) -> int:
-        """Read the target's tokens on. tokens: from the beginning, of which those that were read have not changed.
+        """Read the target's tokens on. tokens: from the beginning; the ones already read have not changed.
 
-        Returns the index in `ids` from which on these are others or new ones.
+        Returns the index in `ids` from which on they are changed or new.
         """
         changed = len(self.ids)
         if self._num_read == 0:
@@ -80,29 +80,29 @@ class Translation:
         return changed
 
     def _add(self, text: str) -> int:
-        """Put a text behind the others. Returns as `read` does."""
+        """Append a text. Returns as `read` does."""
         self._tail += text
-        found = self._encoded(self._tail)[self._num_skipped :]
-        same = _num_equal(found, self.ids[self._start :])
-        self.ids[self._start + same :] = found[same:]
+        encoded = self._encoded(self._tail)[self._num_skipped :]
+        same = _num_equal(encoded, self.ids[self._start :])
+        self.ids[self._start + same :] = encoded[same:]
         return self._start + same
 
     def _num_leading(self, tokens: Seq[int]) -> int:
-        """How many ids at the beginning the target's tokenizer sets before each text; they are no part of it."""
+        """Return how many of the first ids the target's tokenizer sets before each text; they are no part of it."""
         leading = self._target.encode("")
         return len(leading) if list(tokens[: len(leading)]) == leading else 0
 
     def _cut(self) -> None:
-        """Let the text that is encoded anew begin TAIL_TOKENS before its end.
+        """Let the text that is encoded anew begin TAIL_TOKENS before the end.
 
         An encoding of its end alone differs in its first ids, as by the space that SentencePiece sets before a text:
         only what both encodings end with is encoded anew from now on.
         """
         ids = self.ids[max(self._start, len(self.ids) - TAIL_TOKENS) :]
         self._tail = self._other.decode(ids)
-        found = self._encoded(self._tail)
-        same = _num_equal(found[::-1], ids[::-1])
-        self._start, self._num_skipped = len(self.ids) - same, len(found) - same
+        encoded = self._encoded(self._tail)
+        same = _num_equal(encoded[::-1], ids[::-1])
+        self._start, self._num_skipped = len(self.ids) - same, len(encoded) - same
 
     def _encoded(self, text: str) -> list[int]:
         return self._other.encode(text, add_special_tokens=False)

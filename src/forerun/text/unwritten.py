@@ -8,14 +8,14 @@ from forerun.errors import UserError
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
-QUESTION, ANSWER = "forerun asks", "forerun answers"  # found again in what a template makes of them
+QUESTION, ANSWER = "forerun asks", "forerun answers"  # found again in the text of a template
 
 
 def unwritten_ids(template: ChatTemplate, tokenizer: Tokenizer, end_ids: Collection[int]) -> frozenset[int]:
-    """Return the special ids that stand around messages and that a model never writes, such as that of <|im_start|>.
+    """Return the special ids that stand around messages and that a model never writes, such as the id of <|im_start|>.
 
-    They are what the template puts around an answer that questions surround, but for end ids and for what it puts into
-    the model's own turn behind the generation prompt, such as <think>. Tokens of tool calls are not among them, as the
+    They stand around an answer between two questions, except for end ids and for ids that the template puts into the
+    model's own turn behind the generation prompt, such as <think>. Tokens of tool calls are not among them, as the
     conversation has no tools. Where an answer does not end with an end id the model may go on to another message by
     itself, as gpt-oss does: then, and where the template refuses such a conversation, there are none.
     """

@@ -1,8 +1,8 @@
 """The dialects of tool calls: how each family of models writes a call into its text, one family per file.
 
-A file states NAME; SIGNS: texts of which all stand in a chat template of this dialect, in one or more versions; MARKS:
+A file states NAME; SIGNS: texts that all stand in a chat template of this dialect, in one or more versions; MARKS:
 texts of special tokens that carry the calls; `read(scan, tools)`, the parts of an answer; and `call(rules, tools, name,
-schema)`, the grammar of one call. What else a file may state are the other fields of Dialect.
+schema)`, the grammar of one call. It may state the other fields of Dialect, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _as_they_are(rules: Rules, calls: str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One of them. reads_always: whether answers without tools have marks, too.
+    """One dialect. reads_always: whether answers without tools have marks, too.
 
-    call, around, between: grammars of one call, of all of them together, and the text between two. opening: what a call
-    begins with; bare: characters with which one without marks does. says: the grammar of text in a call's place, where
-    that has marks, too. thought: its own marks of reasoning. ends_thought: whether a call ends the reasoning, as models
-    of it leave its mark out.
+    call, around, between: grammars of one call and of all calls together, and the text between two. opening: marks that
+    begin a call; bare: characters that begin a call without marks. says: the grammar of text in a call's place, where
+    that has marks, too. thought: the dialect's marks of reasoning. ends_thought: whether a call ends the reasoning, for
+    models that leave the closing mark out.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Dialect:
     ends_thought: bool = False
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
-        """One call of these tools, or several, as a rule.
+        """Return the rule of one call of these tools, or of several.
 
-        may_say: text may stand before them, or in their place. answer: a rule for what stands in their place, alone.
+        may_say: text may stand before the calls, or in their place. answer: a rule for the only text in their place.
         """
         one = rules.add(" | ".join(rules.add(self.call(rules, tools, name, tools.schemas[name])) for name in tools))
         between = self.between if isinstance(self.between, str) else self.between(rules)
@@ -70,13 +70,13 @@ class Dialect:
         return f"{said} ({calls})?" if self.is_marked(rules) else f"({calls}) | {said}"
 
     def is_marked(self, rules: Rules) -> bool:
-        """Whether calls begin with a mark, as the model of these rules writes them."""
+        """Return whether calls begin with a mark, as the model of these rules writes them."""
         return any(mark in rules.special or mark in rules.template for mark in self.opening)
 
 
 @cache
 def dialect(name: str) -> Dialect:
-    """The dialect of a file."""
+    """Return the dialect of a file."""
     module = importlib.import_module(f"{__name__}.{name}")
     return Dialect(
         module.NAME,
@@ -98,16 +98,16 @@ def dialect(name: str) -> Dialect:
 
 @cache
 def dialects() -> tuple[Dialect, ...]:
-    """All of them, by name."""
+    """Return all dialects, by name."""
     return tuple(dialect(name) for name in sorted(stated(__name__, "NAME")))
 
 
 def of_template(source: str) -> Dialect | None:
-    """The dialect with the most signs in the text of a chat template, the longest of them; None where there is none."""
-    found = [
+    """Return the dialect with the most, then longest, signs in a chat template's text; None where none has all."""
+    matches = [
         (len(signs), sum(map(len, signs)), one.name)
         for one in dialects()
         for signs in one.signs
         if all(sign in source for sign in signs)
     ]
-    return dialect(max(found)[2]) if found else None
+    return dialect(max(matches)[2]) if matches else None

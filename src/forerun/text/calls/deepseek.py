@@ -26,7 +26,7 @@ OPENING = (CALLS[0], CALL[0])
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (mark := (yield from scan.until((*CALLS, CALL[0]), Text))) is not None:
         if mark != CALL[0]:
             continue
@@ -35,7 +35,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
     scan.begin()
     name, end = yield from scan.collect(MARKS)
     if end != SEPARATOR:
@@ -59,7 +59,7 @@ BETWEEN = ""
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     head, sep, end = (rules.mark(text) for text in (CALL[0], SEPARATOR, CALL[1]))
     if FENCES[0] in rules.template:
         named = literal(f"{name}\n{FENCES[0]}\n")
@@ -68,5 +68,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     return f"{rules.mark(CALLS[0])} {calls} {rules.mark(CALLS[1])}"

@@ -24,7 +24,7 @@ READS_ALWAYS = True  # for the channels
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     opening = OPENING if tools.schemas else ()
     while (mark := (yield from scan.until((*opening, *CHANNEL), Text))) is not None:
         if mark in CHANNEL:
@@ -35,7 +35,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
     scan.begin()
     yield from scan.space()
     name, end = yield from scan.collect(("{", *MARKS))
@@ -50,14 +50,14 @@ def _call(scan: Scanner) -> Steps:
 
 
 def _thought(scan: Scanner) -> Steps:
-    """The rest of a channel: another may begin in it, which is not seen."""
+    """Yield the rest of a channel as reasoning: another may begin in it, and its mark is dropped."""
     yield from scan.skip("thought\n", "thought")
     while (yield from scan.until(CHANNEL, Reasoning)) == CHANNEL[0]:
         yield from scan.skip("thought\n", "thought")
 
 
 def _value(scan: Scanner) -> Steps:
-    """One value as JSON. Returns whether it was whole."""
+    """Read one value as JSON. Returns whether it was whole."""
     yield from scan.space()
     if (quote := (yield from scan.skip(*QUOTES, '"'))) is not None:
         yield CallArguments('"')
@@ -77,7 +77,7 @@ def _value(scan: Scanner) -> Steps:
 
 
 def _several(scan: Scanner, opening: str, closing: str) -> Steps:
-    """What is between brackets; in braces each value has a key."""
+    """Read the values between brackets; in braces each has a key. Returns whether the bracket was closed."""
     yield CallArguments(opening)
     separator = ""
     while True:
@@ -108,7 +108,7 @@ BETWEEN = ""
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     n = 0 if OPENING[0] in rules.template or OPENING[0] in rules.special else 1
     head = f"{rules.mark(OPENING[n])} {literal(f'call:{name}')}"
     return f"{head} {_object(rules, schema, QUOTES[n])} {rules.mark(CLOSING[n])}"
@@ -122,7 +122,7 @@ def _object(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _written(rules: Rules, schema: Schema, quote: str) -> str:
-    """A value, by the types of its schema; one of no known type is a text."""
+    """Return the grammar of a value by its schema; any value where the schema states no type."""
     ways = [*several(schema.get("anyOf")), *several(schema.get("oneOf"))]
     choices = choices_of(schema)
     kind = schema.get("type")
@@ -153,7 +153,7 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _any(rules: Rules, quote: str, kind: str) -> str:
-    """Any value, object, array or text."""
+    """Return the rule of any value, object, array or text."""
     if "any_value" not in rules.rules:
         number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
         rules.rules |= {

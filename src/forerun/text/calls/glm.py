@@ -23,13 +23,13 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from behind(scan, (yield from _call(scan, tools)), MARKS[1:2], MARKS[:1])
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """A name and its arguments, up to the mark behind them. Returns whether it is a call, None where it breaks off."""
+    """Read a name and its arguments, up to the next mark. Returns whether it is a call, None where it breaks off."""
     scan.begin()
     name = yield from tool_name(scan)
     mark = yield from scan.skip(KEY[0], MARKS[1])
@@ -57,7 +57,7 @@ def _call(scan: Scanner, tools: Tools) -> Steps:
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
 
     def one(key: str, own: Schema) -> str:
         value = tag_value(rules, own, tools, name, key, VALUE[1], "")
@@ -70,5 +70,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def between(rules: Rules) -> str:
-    """What stands between tags and calls: a new line, and nothing since GLM 4.7."""
+    """Return the text between tags and calls: a new line, and nothing since GLM 4.7."""
     return "\n" if any(f"{line}{KEY[0]}" in rules.template for line in ("\n", "\\n")) else ""

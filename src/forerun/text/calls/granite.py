@@ -18,7 +18,7 @@ OPENING = (*MARKS, SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (yield from scan.until(OPENING, Text)) is not None:
         yield from behind(scan, (yield from json_calls(scan)), (), OPENING)
 
@@ -27,10 +27,10 @@ BETWEEN = ", "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     return rules.json_call(name, schema)
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     return f'{rules.mark(MARKS[0])} "[" {calls} "]"'

@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>Weather is asked for.<|end|><|start|>assistant<|channel|>commentary
     to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The format is that of OpenAI's "harmony response format". It is read here without the library of that name, which
+The format is OpenAI's "harmony response format". It is read here without the library of that name, which
 is compiled for tokens of one vocabulary and would be one more dependency for what these lines do.
 """
 
@@ -26,7 +26,7 @@ _RECIPIENT, _CHANNEL = re.compile(r"\bto=(?:functions\.)?([\w.-]+)"), re.compile
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     yield from scan.space()
     if not (yield from scan.starts(CHANNEL, START, " to=", "to=")):
         yield from scan.until((), Text)
@@ -50,7 +50,7 @@ def _body(scan: Scanner, piece: type[Text] | type[Reasoning]) -> Steps:
 
 
 def _arguments(scan: Scanner) -> Steps:
-    """A JSON object. What else stands there, such as code for a tool that would take code, is no call."""
+    """Read a JSON object. Anything else there, such as code for a tool that would take code, is no call."""
     if (yield from arguments(scan, (*ENDS, START))):
         yield CallEnd()
     _, mark = yield from scan.collect((*ENDS, START))
@@ -66,7 +66,7 @@ MOST_CALLS = 1  # the call ends the answer
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     to, channel = literal(f"to=functions.{name}"), rules.mark(CHANNEL)
     heads = f'({channel} "commentary " {to} | " " {to} {channel} ("commentary" | "analysis"))'
     kind = f'(" " {rules.mark("<|constrain|>")} "json")?'
@@ -74,5 +74,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def says(rules: Rules, text: str = TEXT) -> str:
-    """A text in the place of a call."""
+    """Return the grammar of a text in the place of a call."""
     return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'

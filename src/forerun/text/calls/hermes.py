@@ -20,18 +20,18 @@ SIGNS = (("<tool_call>",),)
 MARKS = ("<tool_call>", "</tool_call>")
 BARE = "{`<"
 SPELLED = "<tools>"
-FENCES = {"```json": "```", "```": "```", SPELLED: "</tools>"}  # what else stands around calls
+FENCES = {"```json": "```", "```": "```", SPELLED: "</tools>"}  # other marks around calls
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     yield from _untagged(scan, tools)
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from behind(scan, (yield from json_calls(scan)), MARKS[1:], MARKS[:1])
 
 
 def _untagged(scan: Scanner, tools: Tools) -> Steps:
-    """Calls at the very beginning that have no tags."""
+    """Yield calls at the very beginning that have no tags."""
     is_sure = False
     while True:
         before = yield from scan.space()
@@ -51,7 +51,7 @@ def _untagged(scan: Scanner, tools: Tools) -> Steps:
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     has_line = any(f"{line}{MARKS[1]}" in rules.template for line in ("\n", "\\n"))
     line = '"\\n"' if has_line else '"\\n"?'
     return f'{rules.mark(MARKS[0])} "\\n" {rules.json_call(name, schema)} {line} {rules.mark(MARKS[1])}'

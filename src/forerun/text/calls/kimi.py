@@ -21,7 +21,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (mark := (yield from scan.until((*SECTION, BEGIN), Text))) is not None:
         if mark != BEGIN:
             continue
@@ -30,7 +30,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
     scan.begin()
     name, end = yield from scan.collect(MARKS)
     if end != ARGUMENTS:
@@ -50,11 +50,11 @@ BETWEEN = ""
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     named = f"{literal(f'functions.{name}:')} /[0-9]/"
     return f"{rules.mark(BEGIN)} {named} {rules.mark(ARGUMENTS)} {rules.json(schema)} {rules.mark(END)}"
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     return f"{rules.mark(SECTION[0])} {calls} {rules.mark(SECTION[1])}"

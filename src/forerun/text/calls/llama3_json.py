@@ -17,7 +17,7 @@ OPENING, BARE = (), "{<"
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer: a call counts where the answer begins with it."""
+    """Yield the parts of an answer: a call counts where the answer begins with it."""
     is_sure = False
     while True:
         before = yield from scan.space()
@@ -40,5 +40,5 @@ BETWEEN = "; "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     return rules.json_call(name, schema, "parameters")

@@ -17,7 +17,7 @@ MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from scan.space()
         read_calls = json_calls if (yield from scan.next()) in ("[", "{") else _call
@@ -25,7 +25,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """A name and its arguments. The id is left out: calls get their own here. Returns whether it is one."""
+    """Read a name and its arguments. The id is left out: calls get their own here. Returns whether it is one."""
     scan.begin()
     name = yield from tool_name(scan)
     if (yield from scan.skip(MARKS[1])):
@@ -40,7 +40,7 @@ def _call(scan: Scanner) -> Steps:
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     if _is_new(rules):
         has_id = MARKS[1] in rules.special or MARKS[1] in rules.template
         numbered = f"({rules.mark(MARKS[1])} /[A-Za-z0-9]{{9}}/)?" if has_id else ""
@@ -50,12 +50,12 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     return calls if _is_new(rules) else f'{rules.mark(MARKS[0])} "[" {calls} "]"'
 
 
 def between(rules: Rules) -> str:
-    """What stands between two calls."""
+    """Return the text between two calls."""
     return "" if _is_new(rules) else ", "
 
 

@@ -21,7 +21,7 @@ OPENING = (MARKS[0], SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer."""
+    """Yield the parts of an answer."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         if mark == SPELLED:
             scan.put_back(SPELLED[-1])
@@ -35,10 +35,10 @@ BETWEEN = ", "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
     return rules.json_call(name, schema)
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     return f'{rules.mark(MARKS[0])} "[" {calls} "]" {rules.mark(MARKS[1])}'

@@ -21,7 +21,7 @@ PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer: calls without marks count where the answer begins with them."""
+    """Yield the parts of an answer: calls without marks count where the answer begins with them."""
     before = yield from scan.space()
     if (yield from scan.next()) != "[":
         yield Text(before)
@@ -38,7 +38,7 @@ BETWEEN = ", "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar. Values are JSON, which is Python but for true, false and null: those may be either."""
+    """Return the grammar of one call. Values are JSON; true, false and null may be written as in Python, too."""
 
     def one(key: str, own: Schema) -> str:
         names = [name for kind, name in PYTHON if kind in _types(own)]
@@ -48,13 +48,13 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def _types(schema: Schema) -> tuple[str, ...]:
-    """The types that a schema allows all values of."""
+    """Return the types whose values a schema allows without exception."""
     kind = () if "enum" in schema or "const" in schema else schema.get("type", ())
     return (kind,) if isinstance(kind, str) else tuple(kind)
 
 
 def around(rules: Rules, calls: str) -> str:
-    """What stands around the calls."""
+    """Return the grammar of the calls with the marks around them."""
     if MARKS[0] in rules.template or MARKS[0] in rules.special:
         return f'{rules.mark(MARKS[0])} "[" {calls} "]" {rules.mark(MARKS[1])}'
     return f'"[" {calls} "]"'

@@ -25,7 +25,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """The parts of an answer. The outer tag may be missing, as such models often leave it out."""
+    """Yield the parts of an answer. The outer tag may be missing, as such models often leave it out."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         scan.begin()
         if mark == MARKS[0]:
@@ -37,7 +37,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """A name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
     name = yield from tool_name(scan)
     if not name or not (yield from scan.skip(">")):
         return False
@@ -64,7 +64,7 @@ def _call(scan: Scanner, tools: Tools) -> Steps:
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """One call, as a grammar."""
+    """Return the grammar of one call."""
 
     def one(key: str, own: Schema) -> str:
         value = tag_value(rules, own, tools, name, key, PARAMETER[1], "\n")
