@@ -36,5 +36,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'forerun.sampling' has no attribute {name!r}")
     from forerun.sampling import pipeline
 
-    globals()[name] = found = getattr(pipeline, name)
-    return found
+    globals()[name] = value = getattr(pipeline, name)
+    return value

@@ -63,13 +63,13 @@ _COSINE = (
 
 @cache
 def native_sampler() -> Any:
-    """The native implementation of what this room does to float32 rows: same names, same bits. None = numpy does it."""
+    """Return the native implementation of this room for float32 rows: same names, same bits. None = numpy does it."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 
 
 def exp(x: Row) -> Row:
-    """e^x for x <= 0, elementwise, in the width of x.
+    """Return e^x for x <= 0, elementwise, in the width of x.
 
     float32: within 1 unit in the last place, 0 below -87, the same bits everywhere (Cephes expf, Moshier 1989).
     float64: numpy's own, for rows of tests and toys, which nothing native computes.
@@ -83,7 +83,7 @@ def exp(x: Row) -> Row:
 
 
 def _exp_singles(x: Singles, out: Singles) -> None:
-    """x = n ln 2 + r; a polynomial of degree 6 in r; n goes into the exponent."""
+    """Write e^x to `out`: x = n ln 2 + r; a polynomial of degree 6 in r; n goes into the exponent."""
     clipped = np.maximum(x, _LOWEST)
     n = np.rint(clipped * _LOG2_E)
     r = clipped - n * _LN2_HIGH
@@ -101,7 +101,7 @@ def _exp_singles(x: Singles, out: Singles) -> None:
 
 
 def log(x: npt.ArrayLike) -> Floats:
-    """Natural logarithm of positive numbers, float64, within 1 unit in the last place, the same bits everywhere.
+    """Return the natural log of positive numbers, float64, within 1 unit in the last place, the same bits everywhere.
 
     The algorithm of FreeBSD's e_log.c (Sun Microsystems 1993) without its shortcuts.
     """
@@ -120,9 +120,9 @@ def log(x: npt.ArrayLike) -> Floats:
 
 
 def sine_cosine(x: Floats) -> tuple[Floats, Floats]:
-    """Sine and cosine of angles up to 2^24 in magnitude, elementwise, float64, within 2 units in the last place.
+    """Return sine and cosine of angles up to 2^24 in magnitude, elementwise, float64, within 2 units in the last place.
 
-    The polynomials of FreeBSD's k_sin.c and k_cos.c (Sun Microsystems 1993) of what is left of multiples of pi / 2.
+    The polynomials of FreeBSD's k_sin.c and k_cos.c (Sun Microsystems 1993), of the remainder from multiples of pi / 2.
     """
     quarters = np.rint(x * (2 / math.pi))
     rest = x - quarters * _HALF_PI[0]
@@ -139,20 +139,20 @@ def sine_cosine(x: Floats) -> tuple[Floats, Floats]:
 
 def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
     """Return c0 + c1 x + c2 x^2 + ..."""
-    found = np.full_like(x, coefficients[-1])
+    result = np.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        found *= x
-        found += coefficient
-    return found
+        result *= x
+        result += coefficient
+    return result
 
 
 def tick_bits(num_values: int) -> int:
-    """The largest of `num_values` weights counts as up to 2^bits ticks: so that a sum of all stays below 2^62."""
+    """Return b: the largest of `num_values` weights counts as up to 2^b ticks, so that their sum stays below 2^62."""
     return min(44, 62 - num_values.bit_length())
 
 
 def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
-    """Weights >= 0 as whole numbers, int64 [n]: multiples of a power of two that is at most 2^-43 of the largest.
+    """Return weights >= 0 as whole numbers, int64 [n]: multiples of a power of two of at most 2^-43 of the largest.
 
     Integers add up to the same sum in every order. What rounds away is below 2^-44 of the largest weight for each id,
     less than float32 itself rounds away.
@@ -162,13 +162,13 @@ def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
 
 
 def mass(weights: Row) -> float:
-    """The sum of weights >= 0; 0 where one is no finite number. float64: numpy's own, as in `exp`."""
+    """Return the sum of weights >= 0; 0 where one is no finite number. float64: numpy's own, as in `exp`."""
     native = native_sampler() if weights.dtype == np.float32 else None
     return _mass(weights) if native is None else float(native.mass(np.ascontiguousarray(weights)))
 
 
 def mass_of_logits(row: Row) -> float:
-    """The sum of e^(logit - the largest); 0 where the largest is no number."""
+    """Return the sum of e^(logit - the largest); 0 where the largest is no number."""
     native = native_sampler() if row.dtype == np.float32 else None
     return _mass_of_logits(row) if native is None else float(native.mass_of_logits(np.ascontiguousarray(row)))
 
@@ -193,14 +193,14 @@ def _sum_of_ticks(weights: Row, largest: float) -> float:
 
 
 def chance(row: Row, place: int) -> float:
-    """The probability of a place by softmax(row)."""
+    """Return the probability of a place by softmax(row)."""
     return float(exp(row[place : place + 1] - row.max())[0]) / mass_of_logits(row)
 
 
 def entropy_of_logits(row: Row) -> float:
-    """-sum p ln p of p = softmax(row), in nats.
+    """Return -sum p ln p of p = softmax(row), in nats.
 
-    It is the log of the mass, and how far the logits are below the largest on average.
+    It is the log of the mass, plus how far the logits are below the largest on average.
     """
     depths = row.max() - row
     weights = exp(-depths)
@@ -210,6 +210,6 @@ def entropy_of_logits(row: Row) -> float:
 
 
 def entropy(weights: Row) -> float:
-    """-sum p ln p of probabilities, in nats."""
+    """Return -sum p ln p of probabilities, in nats."""
     possible = weights[weights > 0].astype(np.float64)
     return -float((possible * log(possible)).sum())

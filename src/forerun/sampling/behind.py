@@ -1,4 +1,4 @@
-"""What an output is held to, as drafters see it to which more tokens are committed than to the target."""
+"""A constraint as drafters see it, for which more tokens are committed than for the target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.types import Constraint
 class Behind:
     """A constraint behind tokens that must come next. What target and drafters both ask for is computed once.
 
-    given: the target's committed tokens. sure: those behind them. What a caller calls committed must be both together.
+    given: the target's committed tokens. sure: the tokens behind them. A caller's `committed` must be both together.
     """
 
     walk: Constraint
@@ -33,7 +33,7 @@ class Behind:
         return self.walk.allowed(self.given, (*self.sure, *drafted))
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Whether nothing can follow these tokens."""
+        """Return whether nothing can follow these tokens."""
         return self.walk.is_over(self.given, (*self.sure, *drafted))
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
@@ -41,5 +41,5 @@ class Behind:
         return self.walk.forced(self.given, (*self.sure, *drafted))
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
-        """Return how it is seen behind still more tokens."""
+        """Return this constraint behind still more tokens."""
         return Behind(self.walk, self.given, (*self.sure, *sure))

@@ -45,7 +45,7 @@ MOST_MASKS = 256  # of the paths of one step
 # Processor time of the engine's thread, which all requests share. A request may take this much, and so much more for
 # each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
 BURST_S, TOKEN_S, DRAFT_S = 0.25, 0.005, 0.01
-MOST_MASK_S, _WALKED = 0.05, 16  # of one of the first masks, of which so many are tried before a grammar is taken
+MOST_MASK_S, _WALKED = 0.05, 16  # of one mask, and how many first masks are tried before a grammar is taken
 _SHORT_CHARS, _SHORT_RULES_CHARS = 1 << 11, 1 << 8  # what rules repeat takes its third power
 # What automata are products of: such a text may take for ever, however short it is.
 _PRODUCTS = re.compile(r"[&~]|\\u|allOf|pattern|multipleOf|x-guidance|%regex")
@@ -59,7 +59,7 @@ _SEPARATORS = {
 
 
 class Spelling(Protocol):
-    """What is needed of a tokenizer (forerun.text.tokenizer.Tokenizer)."""
+    """The part of a tokenizer (forerun.text.tokenizer.Tokenizer) that grammars need."""
 
     @property
     def token_bytes(self) -> Seq[bytes] | None: ...
@@ -104,34 +104,34 @@ class Vocabulary:
         """
         if (key := params.constraint) is None:
             return None
-        if (found := self._find(key)) is not None:
-            return found
-        made = Grammar(key, self)  # without the lock: other requests go on
-        made.num_bytes = max(LEAST_BYTES, num_bytes)
-        self._keep(key, made)
-        return made
+        if (kept := self._find(key)) is not None:
+            return kept
+        grammar = Grammar(key, self)  # without the lock: other requests go on
+        grammar.num_bytes = max(LEAST_BYTES, num_bytes)
+        self._keep(key, grammar)
+        return grammar
 
     def has(self, key: tuple[str, str]) -> bool:
-        """Whether a grammar is kept. Raises what it was refused with. key: of `SamplingParams.constraint`."""
+        """Return whether a grammar is kept. Raises the error that refused it. key: of `SamplingParams.constraint`."""
         return self._find(key) is not None
 
     def refuse(self, key: tuple[str, str], refusal: BadOption) -> None:
-        """Keep that a grammar is refused: whoever asks for it again hears so at once."""
+        """Remember that a grammar is refused, so that the next request for it is refused at once."""
         self._keep(key, refusal)
 
     def forget(self, grammar: Grammar) -> None:
-        """Compile a grammar anew for the next request: all that share it share its lexer, and its lexer's failure."""
+        """Drop a grammar, so that the next request compiles it anew: all that share it share its lexer's failure."""
         with self._lock:
             if self._kept.get(grammar.key) is grammar:
                 del self._kept[grammar.key]
 
     def _find(self, key: tuple[str, str]) -> Grammar | None:
         with self._lock:
-            if (found := self._kept.get(key)) is not None:
+            if (entry := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
-        if isinstance(found, BadOption):
-            raise BadOption(str(found))
-        return found
+        if isinstance(entry, BadOption):
+            raise BadOption(str(entry))
+        return entry
 
     def _keep(self, key: tuple[str, str], made: Grammar | BadOption) -> None:
         with self._lock:
@@ -157,7 +157,7 @@ def vocabulary(tokenizer: Spelling) -> Vocabulary:
 
 
 class _Wrapper:
-    """A tokenizer as llguidance reads it: bytes by id, special ids, and how a text inside of another is encoded."""
+    """A tokenizer as llguidance reads it: bytes by id, special ids, and how a text inside another is encoded."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -177,16 +177,16 @@ class _Wrapper:
         if tokenizer is None or not given:
             return []
         ids = tokenizer.encode("\x02" + given, add_special_tokens=False)
-        own = ids[len(self._guard) :]
+        rest = ids[len(self._guard) :]
         if ids[: len(self._guard)] != self._guard:
-            own = tokenizer.encode(given, add_special_tokens=False)
-        if self._special.isdisjoint(own) or len(given) == 1:
-            return own
+            rest = tokenizer.encode(given, add_special_tokens=False)
+        if self._special.isdisjoint(rest) or len(given) == 1:
+            return rest
         return [*self(given[:1]), *self(given[1:])]  # the name of a special token, which is to be a text here
 
 
 _PANIC = "llguidance, which reads it, fails on it"  # in place of what Rust's code says when it gives up
-# What llguidance says of a schema in a grammar, as those of tools are, and the line that has it.
+# What llguidance says of a schema inside a grammar, such as a tool's, and the line that has it.
 _IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?s:.*)%json (.*)\n\s*\^")
 
 
@@ -218,7 +218,7 @@ class Grammar:
         self._walk()
 
     def _walk(self) -> None:
-        """Raise BadOption where the first tokens take too long already: no step of others has to find it out."""
+        """Raise BadOption where the first tokens take too long already, before a shared step has to find it out."""
         matcher, chance = self.matcher(), np.random.default_rng(0)
         for _ in range(_WALKED):
             begun_s = time.thread_time()
@@ -250,8 +250,8 @@ class Grammar:
         """Raise BadOption where a matcher has failed: the grammar is wrong, or more complex than the limits."""
         if matcher.is_error():
             name, why = self.name, matcher.get_error()
-            if name == "grammar" and (found := _IN_SCHEMA.search(why)):
-                name, why = "a JSON schema", f"{found[1]}, in {found[2]:.160}"
+            if name == "grammar" and (match := _IN_SCHEMA.search(why)):
+                name, why = "a JSON schema", f"{match[1]}, in {match[2]:.160}"
             why = _PANIC if why.startswith("panic") else " ".join(why.replace("<non-verbose/>", "").split())[:300]
             if "oneOf" in why:
                 why = "a text may match two ways of oneOf, which is not told: write anyOf, if that is as good"
@@ -261,7 +261,7 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """Of the field that holds it."""
+        """The name of the field that holds it."""
         return self.kind.partition(":")[0]
 
 
@@ -290,7 +290,7 @@ class GrammarState:
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts may ask: not where that took more than DRAFT_S in this step, or in the last one."""
+        """Whether drafts may ask for masks: not where they took more than DRAFT_S in this step, or in the last one."""
         return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
@@ -302,18 +302,18 @@ class GrammarState:
         if len(committed) != self._num_committed or len(self._masks) > MOST_MASKS:
             self._masks, self._num_committed = {}, len(committed)
         path = tuple(drafted)
-        if (found := self._masks.get(path)) is None:
+        if (allowed := self._masks.get(path)) is None:
             if not self._go(committed, path):
                 raise BadOption(f"the {self.grammar.kind} of the request refuses the text so far")
-            found = self._masks[path] = self._mask(bool(path))
-        return found
+            allowed = self._masks[path] = self._mask(bool(path))
+        return allowed
 
     def takes(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Whether the grammar allows the drafted tokens behind the committed ones, in whatever spelling."""
+        """Return whether the grammar allows the drafted tokens behind the committed ones, in whatever spelling."""
         return self._go(committed, drafted)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Whether nothing can follow the committed and the drafted tokens, which are a whole text of the grammar.
+        """Return whether nothing can follow the committed and drafted tokens, which are a whole text of the grammar.
 
         Where that takes more than the limits, the request fails afterwards, alone: `failure`.
         """
@@ -333,11 +333,11 @@ class GrammarState:
             return []
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
-        """Return how it is seen where tokens that must come next count as committed; it stays where it is."""
+        """Return this constraint with the forced tokens `sure` treated as committed; it stays where it is."""
         return Behind(self, committed, tuple(sure))
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Let the matcher stand behind these tokens, and return whether it can. Raises BadOption for `failure`."""
+        """Move the matcher behind these tokens, and return whether it can. Raises `failure`."""
         if self.failure is not None:
             raise self.failure
         had = self._at.num_sure
@@ -374,9 +374,9 @@ class GrammarState:
         self._left_s -= 0.0 if is_draft else taken_s  # drafts have their own limit, and no request ends by them
 
     def _check(self, is_draft: bool) -> None:
-        """Raise BadOption where the matcher has failed, or the request has taken too much time: then it is `failure`.
+        """Raise BadOption where the matcher has failed, or the request has taken too much time; keep it as `failure`.
 
-        Not where that is behind drafted tokens, for the text may never go there.
+        It is not kept behind drafted tokens, for the text may never go there.
         """
         try:
             self.grammar.check(self._at.matcher)
@@ -398,16 +398,16 @@ class GrammarState:
 def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
     """Return a copy of logits [V] in which every id that may not come next has -inf."""
     bits = allowed.bits[: len(row)]
-    made = np.full_like(row, -np.inf)
-    np.copyto(made[: len(bits)], row[: len(bits)], where=bits)
-    return made
+    out = np.full_like(row, -np.inf)
+    np.copyto(out[: len(bits)], row[: len(bits)], where=bits)
+    return out
 
 
 # ------------------------------------------------------------------------------------------ what requests may give
 
 
 def is_short(key: tuple[str, str]) -> bool:
-    """Whether a grammar is known to compile in a moment. key: of `SamplingParams.constraint`."""
+    """Return whether a grammar is known to compile in a moment. key: of `SamplingParams.constraint`."""
     kind, text = key
     most = _SHORT_RULES_CHARS if kind == "grammar" else _SHORT_CHARS
     return kind == "choice" or (len(text) <= most and _PRODUCTS.search(text) is None)
@@ -446,7 +446,7 @@ def _refuse_values(name: str, schema: Any) -> None:
 
 
 def _telling(schema: Any) -> Any:
-    """Return a schema without what says nothing of a text."""
+    """Return a schema without the entries that restrict no text."""
     if isinstance(schema, list):
         return [_telling(one) for one in schema]
     if not isinstance(schema, dict):
@@ -480,7 +480,7 @@ def _refuse_multiples(name: str, text: str) -> None:
 
 
 def _without_anchors(text: str) -> str:
-    """The whole output must match, so that ^ and $ around an expression say nothing new."""
+    """Return an expression without ^ and $ around it, which say nothing new: the whole output must match."""
     text = text.removeprefix("^")
     if text.endswith("$"):
         slashes = len(text[:-1]) - len(text[:-1].rstrip("\\"))
@@ -499,7 +499,7 @@ def _lark(text: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """What compiling a grammar and one row of it may take: tens of megabytes, and of a row some milliseconds."""
+    """Return the limits of compiling a grammar, tens of megabytes, and of one row, some milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

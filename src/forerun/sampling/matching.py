@@ -1,7 +1,7 @@
 """A state of llguidance that goes to and fro between the paths of a sequence's drafts.
 
-llguidance can lead a state back by so many tokens, and what it says then is wrong (docs/log.md). So none is ever led
-back: one stands behind the committed tokens, and a copy of it is led along each other path.
+llguidance can lead a state back by so many tokens, but what it says then is wrong (docs/development/log.md). So no
+state is ever led back: one stands behind the committed tokens, and a copy of it is led along each other path.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Matching:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget what was read, as a matcher that has failed must: the next way is gone by a new one."""
+        """Forget what was read, and start with a new matcher, as one that has failed must."""
         self.matcher = self._begin()
         self._sure = self._begin()  # it is asked nothing: answers are kept, and copied, though the path be another
         self._read: list[int] = []
         self.num_sure = 0  # tokens that were read and are committed
 
     def go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Let the matcher stand behind these tokens, and return whether the grammar takes them.
+        """Move the matcher behind these tokens, and return whether the grammar takes them.
 
         Committed tokens stay what they are, and more are added to them.
         """

@@ -38,7 +38,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class History:
-    """The tokens before the one being decided: prompt, committed output, and what was drafted on the way to it.
+    """The tokens before the one being decided: prompt, committed output, and drafted tokens.
 
     It is a view of the sequence at this moment; it is worthless after the next commit.
     """
@@ -54,7 +54,7 @@ class History:
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
-        """What the token after `seq` and `drafted` sees. Copies nothing, however long the sequence is."""
+        """Return the history of the token after `seq` and `drafted`. Copies nothing, however long the sequence is."""
         return History(
             seq.tokens,
             seq.num_prompt_tokens,
@@ -68,7 +68,7 @@ class History:
 
     @property
     def tokens(self) -> Seq[int]:
-        """All of them, in order."""
+        """All tokens, in order."""
         return _Joined(self.committed, self.drafted) if self.drafted else self.committed
 
     @property
@@ -83,13 +83,13 @@ class History:
 
     def allowed(self) -> Allowed | None:
         """Return the ids that the grammar allows next; None without one. Raises BadOption for a wrong text."""
-        found: Allowed | None = None
+        allowed: Allowed | None = None
         if self.grammar is not None:
-            found = self.grammar.allowed(self.committed, self.drafted)
-        return found
+            allowed = self.grammar.allowed(self.committed, self.drafted)
+        return allowed
 
     def counts(self) -> tuple[Ids, Ids]:
-        """The distinct ids of all tokens, and how often each occurs behind the prompt: two vectors [n], in no order."""
+        """Return the distinct ids of all tokens, and their counts behind the prompt: two vectors [n], in no order."""
         kept, new = self.kept, dict[int, int]()
         kept.update(self.committed, self.num_prompt_tokens)
         counts = np.array(kept.counts)
@@ -126,7 +126,7 @@ class _Joined(Seq[int]):
 
 
 def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
-    """The distribution that the next token is drawn from.
+    """Return the distribution that the next token is drawn from.
 
     logits [V]: what numpy takes for an array of float32 or float64, whose width is kept; never modified. Greedy gives a
     point mass, lowest id on ties; otherwise a vector [V] with exact zeros for every id that was removed, or a list of
@@ -149,10 +149,10 @@ def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = Hist
         at_one = probs(row, dataclasses.replace(params, temperature=1.0), history) if soft else None
         return Probs(point=best, soft=at_one)
     filters = filters_of(params, len(adjusted))
-    made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
-    if made is None:
+    result: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
+    if result is None:
         raise _no_probs(row)
-    ids, values = made
+    ids, values = result
     return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
@@ -183,7 +183,7 @@ def _bias(row: Row, params: SamplingParams) -> Row:
 
 
 def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
-    """Repetition penalty over prompt and output (Keskar et al. 2019), presence and frequency over the output.
+    """Apply repetition penalty over prompt and output (Keskar et al. 2019), presence and frequency over the output.
 
     Repetition divides positive logits and multiplies the others, once per id however often it occurred. It is not
     invariant to a shift of the logits, so these must be logits and never log-probabilities.
@@ -205,7 +205,7 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
-    """Forbid what the grammar does, the last id of a bad word whose beginning is there, and ends before min_tokens."""
+    """Forbid ids by the grammar, the last id of a bad word whose beginning is there, and ends before min_tokens."""
     if (allowed := history.allowed()) is not None:
         row = masked(row, allowed)
     banned = {word[-1] for word in history.bad_word_ids if _ends_with(history.tokens, word[:-1])}
@@ -231,7 +231,7 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Whether the distribution of every row is a point at the row's largest logit, where the history forces none.
+    """Return whether every row's distribution is a point at its largest logit, where the history forces none.
 
     Then the other logits are not needed: `probs` would look at them and return that point.
     """
@@ -239,12 +239,12 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Whether the distribution of every row follows from its logits and `filters_of`, where the history forces none."""
+    """Return whether each row's distribution follows from its logits and `filters_of`, if the history forces none."""
     return params.logprobs is None and not params.is_held and not _adjusts(params, bad_word_ids)
 
 
 def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
-    """Whether bias, penalties, bad words or min_tokens may change a row."""
+    """Return whether bias, penalties, bad words or min_tokens may change a row."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     return bool(penalties or params.logit_bias or bad_word_ids or params.min_tokens > 0)
 
@@ -269,12 +269,12 @@ def filters_of(params: SamplingParams, width: int) -> Filters:
 
 
 def most_listed(width: int) -> int:
-    """How many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
+    """Return how many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
     return width // 16 if width >= 4096 else 0
 
 
 def _argmax(row: Row) -> int | None:
-    """The lowest id of the largest logit; None where the largest is no number."""
+    """Return the lowest id of the largest logit; None where the largest is no number."""
     best = int(row.argmax())
     return best if np.isfinite(row[best]) else None
 
@@ -282,9 +282,9 @@ def _argmax(row: Row) -> int | None:
 def _probs(
     row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
 ) -> tuple[Ids | None, Row] | None:
-    """Temperature, filters and softmax: (ids, their probabilities), ids None = all; None where logits are no numbers.
+    """Apply temperature, filters and softmax: (ids, probabilities), ids None = all; None where logits are no numbers.
 
-    Ids are listed where a filter left at most `most_listed`; those of probability 0 are left out then.
+    Ids are listed where a filter left at most `most_listed`; ids of probability 0 are left out then.
     """
     top = row.max()
     if not np.isfinite(top):
@@ -305,7 +305,7 @@ def _probs(
 
 
 def _mass(weights: Row, width: int) -> Any:
-    """What probabilities are divided by: the sum of the weights, of which the largest is 1, in their own type."""
+    """Return the sum of the weights, by which they are divided, in their own type; the largest weight is 1."""
     if weights.dtype != np.float32:
         return weights.sum()
     unit = 2.0 ** (1 - arithmetic.tick_bits(width))
@@ -313,7 +313,7 @@ def _mass(weights: Row, width: int) -> Any:
 
 
 def _survivors(scaled: Row, top_k: int, log_min_p: float, top_p: float) -> Ids | None:
-    """Ids that pass top-k, min-p and top-p, ascending; None = all."""
+    """Return the ids that pass top-k, min-p and top-p, ascending; None = all."""
     ids: Ids | None = None
     if 0 < top_k < len(scaled):
         ids = _largest(scaled, top_k)
@@ -331,7 +331,7 @@ def _subset(ids: Ids | None, kept: Ids) -> Ids:
 
 
 def _largest(values: Row, k: int) -> Ids:
-    """Indices of exactly the k largest values, ascending; ties at the k-th value are filled by lowest index."""
+    """Return the indices of exactly the k largest values, ascending; of ties at the k-th the lowest indices."""
     if k == len(values):
         return np.arange(k)
     threshold = np.partition(values, len(values) - k)[len(values) - k]
@@ -339,7 +339,7 @@ def _largest(values: Row, k: int) -> Ids:
 
 
 def _above(values: Row, threshold: Any, k: int) -> Ids:
-    """The k indices of largest value, given the k-th largest value."""
+    """Return the indices of the k largest values, given the k-th largest value."""
     kept = np.flatnonzero(values >= threshold)
     if len(kept) == k:
         return kept
@@ -348,7 +348,7 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 
 
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
-    """Indices of the shortest prefix of the sorted ids whose mass reaches top_p, the crossing one kept (Holtzman 2020).
+    """Return the indices of the shortest sorted prefix whose mass reaches top_p, its last id included (Holtzman 2020).
 
     Mass is relative to the ids given. Candidates are taken by growing thresholds until they hold enough of it, so a
     peaked row sorts a few dozen values of 100,000.
@@ -368,13 +368,13 @@ def _nucleus(values: Row, top_p: float, width: int) -> Ids:
 
 
 def _countable(values: Row, width: int) -> npt.NDArray[Any]:
-    """What ids with these logits count in a sum: ticks, that have no order; in a float64 row the weights themselves."""
+    """Return the summands of ids with these logits: ticks, whose sum has no order; of a float64 row the weights."""
     weights = arithmetic.exp(values)
     return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
 
 
 def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
-    """The share top_p < 1 of the whole mass; of ticks a whole number, which rounding never lifts above all of them."""
+    """Return the share top_p < 1 of the mass; of ticks a whole number, which rounding never lifts above their sum."""
     share = top_p * float(mass.sum())
     return share if mass.dtype != np.int64 else math.ceil(share)
 
@@ -385,7 +385,7 @@ def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
 def likeliest(
     logits: npt.ArrayLike, params: SamplingParams, history: History, num: int
 ) -> tuple[list[int], list[float]]:
-    """The `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
+    """Return the `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
 
     logits [V]. Scores are log-probabilities, float64, to which bias, penalties and masks are applied as they are to
     logits elsewhere, with no normalisation behind them: so do the beams of transformers. Ids of score -inf are left
@@ -399,17 +399,17 @@ def likeliest(
         scores: Row = row.astype(np.float64) - log_mass
         scores = _mask(_penalize(_bias(scores, params), params, history), params, history)
         ids = _largest(scores, min(num, len(row)))
-        found = scores[ids]
+        values = scores[ids]
     else:
         ids = _largest(row, min(num, len(row)))
-        found = row[ids].astype(np.float64) - log_mass
-    order = np.argsort(-found, kind="stable")
-    order = order[found[order] > -np.inf]
-    return ids[order].tolist(), found[order].tolist()
+        values = row[ids].astype(np.float64) - log_mass
+    order = np.argsort(-values, kind="stable")
+    order = order[values[order] > -np.inf]
+    return ids[order].tolist(), values[order].tolist()
 
 
 def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob:
-    """Log-probability of `token` and of the `num_top` likeliest ids under the raw model distribution, natural log.
+    """Return natural log-probabilities of `token` and the `num_top` likeliest ids, by the raw model distribution.
 
     logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """
@@ -421,7 +421,7 @@ def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob
 
 
 def _log_mass(row: Row) -> float:
-    """The natural log of the sum of e^logit. Raises InternalError where the logits are no numbers."""
+    """Return the natural log of the sum of e^logit. Raises InternalError where the logits are no numbers."""
     if not (whole := arithmetic.mass_of_logits(row)):
         raise _no_probs(row)
     return float(row.max()) + float(arithmetic.log(whole))

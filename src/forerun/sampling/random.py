@@ -47,7 +47,7 @@ _CHUNK = 4096  # counters that are run together
 
 
 def philox4x32(counter: npt.ArrayLike, key: npt.ArrayLike, rounds: int = 10) -> Words:
-    """counter [..., 4] and key [2] or [..., 2] of 32-bit words -> uint32 [..., 4]."""
+    """Map counter [..., 4] and key [2] or [..., 2] of 32-bit words to uint32 [..., 4]."""
     counters, keys = np.asarray(counter, dtype=np.uint64), np.asarray(key, dtype=np.uint64)
     flat = counters.reshape(-1, 4)
     flat_keys = keys[None] if keys.ndim == 1 else np.broadcast_to(keys, (*counters.shape[:-1], 2)).reshape(-1, 2)
@@ -89,12 +89,12 @@ def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> t
 
 
 def key_of(seed: int) -> tuple[int, int]:
-    """The Philox key of a 64-bit seed: low word, high word."""
+    """Return the Philox key of a 64-bit seed: low word, high word."""
     return seed & _MASK, (seed >> 32) & _MASK
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of output `index` of a request for several: its own for the first, unrelated ones behind it."""
+    """Return the seed of output `index` of a request for several: `seed` for the first, unrelated ones behind it."""
     if index == 0:
         return seed
     low, high, *_ = philox_words((index & _MASK, PURPOSE_SEED, 0, 0), key_of(seed))
@@ -102,7 +102,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def uniform53(word0: int, word1: int) -> float:
-    """A uniform in [0, 1) with 53 bits from two 32-bit words."""
+    """Return a uniform in [0, 1) with 53 bits from two 32-bit words."""
     return ((word0 >> 5) * 2**26 + (word1 >> 6)) * 2.0**-53
 
 
@@ -113,7 +113,7 @@ def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
-    """Standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id."""
+    """Return the standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -121,7 +121,7 @@ def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
 
 
 def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
-    """(w + 0.5) * 2^-32 in (0, 1), float64 [n, 4]: block j of four words supplies the lanes 4j .. 4j+3."""
+    """Return (w + 0.5) * 2^-32 in (0, 1), float64 [n, 4]: block j of four words supplies the lanes 4j .. 4j+3."""
     counter = np.zeros((len(blocks), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1], counter[:, 3] = position & _MASK, PURPOSE_MATCH, blocks
     if len(blocks) <= _FEW:
@@ -138,8 +138,8 @@ class PhiloxCoins:
     """The production Coins of one sequence in one round.
 
     position: absolute index of the first token of the round (= tokens committed so far). round: decode steps of the
-    sequence so far; it separates the draws of a round from those of an earlier round that looked at the same position
-    and rejected. Match noise knows only the position: that is what makes `match` one text.
+    sequence so far; it separates the draws of a round from an earlier round that looked at the same position and
+    rejected. Match noise knows only the position: that is what makes `match` one text.
     """
 
     __slots__ = ("_position", "_round", "_seed")
@@ -172,41 +172,41 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """U < prob: never for 0, always for 1, which no coin is tossed for."""
+        """Return U < prob: never for 0, always for 1, which no coin is tossed for."""
         return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
 
     def coin(self, depth: int, lane: int = 0) -> float:
-        """The uniform U in [0, 1) that `accept` compares with a probability."""
+        """Return the uniform U in [0, 1) that `accept` compares with a probability."""
         return self._uniform(PURPOSE_ACCEPT, depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """A correction or a bonus with the distribution `probs`."""
+        """Draw a correction or a bonus from `probs`."""
         known = self._known(probs, depth, shares_noise=False, purpose=PURPOSE_NEXT)
         if known is not None:
             return known
         return _draw(probs, self._uniform(PURPOSE_NEXT, depth)) if probs.point is None else probs.point
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """A drafter's own draw with the distribution `probs`."""
+        """Draw a drafter's token from `probs`."""
         return _draw(probs, self._uniform(PURPOSE_DRAFT, depth, lane)) if probs.point is None else probs.point
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
+        """Return the argmax of log probs + Gumbel noise over ids with probs > 0 (Gumbel-max); lowest id on ties."""
         if (known := self._known(probs, depth, shares_noise=True, purpose=PURPOSE_MATCH)) is not None:
             return known
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """The `num` first ids of the race that `pick` looks at the winner of."""
+        """Return the first `num` ids of the race whose winner `pick` returns."""
         if probs.point is not None:
             return [probs.point]
         weights, ids = probs.weights.copy(), probs.ids
-        found: list[int] = []
-        while len(found) < num and weights.any():
+        drawn: list[int] = []
+        while len(drawn) < num and weights.any():
             left = Probs(dense=weights) if ids is None else Probs(ids=ids, listed=weights)
-            found.append(_pick(left, self._seed, self._position + depth))
-            weights[found[-1] if ids is None else ids.searchsorted(found[-1])] = 0
-        return found
+            drawn.append(_pick(left, self._seed, self._position + depth))
+            weights[drawn[-1] if ids is None else ids.searchsorted(drawn[-1])] = 0
+        return drawn
 
 
 class LaterCoins:
@@ -237,7 +237,7 @@ class LaterCoins:
 
 
 class WatchedCoins:
-    """The coins of a round, with a list of those that were tossed for acceptance, in order."""
+    """The coins of a round, with a list of the tosses for acceptance, in order."""
 
     def __init__(self, coins: Coins) -> None:
         self.draw, self.draft, self.pick, self.picks = coins.draw, coins.draft, coins.pick, coins.picks
@@ -245,7 +245,7 @@ class WatchedCoins:
         self.tosses: list[Toss] = []
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """What the coins say, noted."""
+        """Return what the coins say, and note the toss."""
         is_accepted, is_tossed = self._coins.accept(prob, depth, lane), 0 < prob < 1
         coin = self._coins.coin(depth, lane) if is_tossed and isinstance(self._coins, PhiloxCoins) else None
         self.tosses.append(Toss(depth, lane, min(1.0, prob), coin, is_accepted))
@@ -260,7 +260,7 @@ def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
 
 
 def _no_probs(weights: Row) -> InternalError | None:
-    """What is wrong with weights that are negative, without mass, or no numbers; None where nothing is."""
+    """Return the error for weights that are negative, without mass, or no numbers; None where they are fine."""
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
     if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
         return None
@@ -270,7 +270,7 @@ def _no_probs(weights: Row) -> InternalError | None:
 
 
 def _draw(probs: Probs, uniform: float) -> int:
-    """Inverse of the cumulative sum at `uniform`; an id of probability 0 is never returned."""
+    """Invert the cumulative sum at `uniform`; an id of probability 0 is never returned."""
     weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     place = _place(weights, int(uniform * 2**53)) if native is None else native.place(weights, int(uniform * 2**53))
@@ -280,7 +280,7 @@ def _draw(probs: Probs, uniform: float) -> int:
 
 
 def _place(weights: Row, uniform: int) -> int | None:
-    """The first place at which the sum of ticks is above uniform * 2^-53 of all; None where there is no mass.
+    """Return the first place where the sum of ticks is above uniform * 2^-53 of all; None where there is no mass.
 
     Summed in two levels: blocks of the vocabulary, then the places of one block. Whole numbers: nothing is rounded, so
     the place found has a weight.
@@ -297,7 +297,7 @@ def _place(weights: Row, uniform: int) -> int | None:
 
 
 def _pick(probs: Probs, seed: int, position: int) -> int:
-    """argmax of log weight + Gumbel noise, as the exponential race that it is: argmin of -log u / weight."""
+    """Return the argmax of log weight + Gumbel noise, as an exponential race: the argmin of -log u / weight."""
     weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     winner: int | None = (
@@ -309,7 +309,7 @@ def _pick(probs: Probs, seed: int, position: int) -> int:
 
 
 def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
-    """The id with the least -log u / weight, float64, lowest id on ties; None where there is no mass.
+    """Return the id with the least -log u / weight, float64, lowest id on ties; None where there is no mass.
 
     In two strokes: the likely ids first, then those that could still win. Once some id has finished at the time t,
     another can win only if -log u <= weight * t; since -log u >= 1 - u, those with 1 - u > weight * t are out without
@@ -331,7 +331,7 @@ def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None
 
 
 def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
-    """Weights [n, 4] of the lanes that share a counter, and the numbers [n] of these blocks."""
+    """Return the weights [n, 4] of lanes that share a counter, and the numbers [n] of these blocks."""
     if ids is None:
         padded = np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights
         return padded.reshape(-1, 4), np.arange(len(padded) // 4)
@@ -342,7 +342,7 @@ def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
 
 
 def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
-    """Ids of these blocks that may be there before `reach`, and when they are. weights [n, 4]."""
+    """Return the ids of these blocks that may finish before `reach`, and their times. weights [n, 4]."""
     uniforms, wide = _match_uniforms(seed, position, blocks), weights.astype(np.float64)
     able = (weights > 0) & (1 - uniforms <= (wide * reach if reach < math.inf else math.inf))
     flat = np.flatnonzero(able)

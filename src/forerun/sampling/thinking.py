@@ -1,7 +1,7 @@
 """A limit of the tokens of reasoning: a count along the sequence, and the grammar that holds behind it.
 
 Reasoning may be any tokens, so no grammar reads it: behind as many as the limit says, the token that closes it is the
-only one allowed. What the request is held to else begins with that token.
+only one allowed. The rest of the request's constraint begins with that token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forerun.sampling.grammar import Allowed, Grammar, GrammarState
 
 @dataclass(frozen=True)
 class Limited:
-    """What a request with such a limit is held to. grammar: the limit's rules, compiled; None = any text."""
+    """The constraint of a request with such a limit. grammar: the limit's rules, compiled; None = any text."""
 
     limit: Thinking
     grammar: Grammar | None
@@ -33,7 +33,7 @@ class Limited:
 class _Place(NamedTuple):
     """Where a path stands. left: tokens of reasoning that may follow; None outside of it.
 
-    opens: the next id of what begins the reasoning, where that may come. begin: of the text that the grammar reads.
+    opens: the next id of the opening, where the reasoning may begin. begin: where the text of the grammar begins.
     """
 
     begin: int
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 class Counting:
-    """Where a sequence stands along its reasoning or behind it, by its committed tokens and those of a draft.
+    """Where a sequence stands along its reasoning or behind it, by its committed and drafted tokens.
 
     Committed tokens stay what they are, and more are added to them.
     """
@@ -53,7 +53,7 @@ class Counting:
         self._any = Allowed(np.ones(held.num_ids, np.bool_), None)
         self._whole = self._walk_from(num_prompt_tokens)  # along an output without reasoning
         self._rest: GrammarState | None = None  # from the token that closes it
-        self._closed_at: int | None = None  # among the committed tokens, of which so many were looked at
+        self._closed_at: int | None = None  # among the committed tokens; so many were looked at
         self._num_seen = num_prompt_tokens + len(held.limit.opening)
 
     @property
@@ -82,7 +82,7 @@ class Counting:
         return Allowed(bits, place.opens if np.count_nonzero(bits) == 1 else None)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Whether nothing can follow these tokens, which are a whole text of the grammar."""
+        """Return whether nothing can follow these tokens, which are a whole text of the grammar."""
         place = self._place(committed, drafted)
         walk, path = self._walk(place.begin, committed, drafted)
         return place.left is None and walk is not None and walk.is_over(committed, path)
@@ -98,7 +98,7 @@ class Counting:
         return walk.forced(committed, path)
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
-        """Return how it is seen where tokens that must come next count as committed."""
+        """Return this constraint with the forced tokens `sure` treated as committed."""
         return Behind(self, committed, tuple(sure))
 
     def _place(self, committed: Seq[int], drafted: Seq[int]) -> _Place:
