@@ -1,8 +1,8 @@
 """Generate with modules that were given as objects: speculative, autoregressive, with n-grams, and by beam search.
 
-The signatures are those of a published toolkit for speculative decoding. Behind them is the engine: one step for all,
+The signatures follow a published toolkit for speculative decoding. Behind them is the engine: one step for all,
 its rules, its pipeline, its policies; a module stands behind the engine's interface for models (modules.py). Where the
-toolkit's text is in error the mended form is meant: with use_cache=True only the tokens that the cache lacks are run,
+toolkit errs, the mended form is meant: with use_cache=True only the tokens that the cache lacks are run,
 and it is cut to the tokens that were kept; an end inside a draft ends the output there; what is drafted never depends
 on the length of an encoder's input. The acceptance rate is accepted / drafted, which is not alpha (docs/exactness.md).
 """
@@ -65,7 +65,7 @@ def speculative_generate(
     The output has exactly the distribution of `target` with this processor; greedy output is its greedy output.
 
     Args:
-        inputs: token ids, or several lists of them, each of which is generated from by itself.
+        inputs: token ids, or several lists of them; each list is generated from by itself.
         drafter: a module with config.vocab_size, causal or an encoder-decoder as the target is.
         target: the module whose text it is. Each module may stand on a device of its own.
         tokenizer: of transformers, for `debug`, and for how many ids have a token, where the modules have padding.
@@ -74,7 +74,7 @@ def speculative_generate(
             to gamma_max tokens (None = gamma); egag_ema_beta smooths it over the rounds.
         logits_processor: how a token is drawn, by drafter and target alike.
         max_gen_len: tokens to generate at most, and no more than the target has positions for.
-        eos_tokens_id: the ids that end the output, which has the one that did; None = none.
+        eos_tokens_id: the ids that end the output, which keeps the one that did; None = none.
         pad_token_id: what an encoder-decoder begins with, if its configuration names no start token. Nothing is padded.
         use_cache: keep keys and values between passes. The output is the same up to the rounding of the module.
         skip_sample_adjustment: draw corrections from the target and not from the residual, which is biased (warns).
@@ -157,7 +157,7 @@ def ngram_assisted_speculative_generate(
 
     ngram: longest n-gram in tokens, context and token, 2 to 16. filler_top_k: likeliest tokens of the target at each
     place that become known, too, 0 to 16. Where no context is known the draft ends. An encoder-decoder has the n-grams
-    of its input and of what its decoder said. Other arguments, results and errors are those of `speculative_generate`.
+    of its input and of its decoder's text. Other arguments, results and errors are as in `speculative_generate`.
     """
     policy = _fixed(gamma)
     return _Task(
@@ -201,7 +201,7 @@ def beam_search_generate(
         drafter: a module that searches ahead, `gamma` tokens per pass with draft_beams texts, at least num_beams and
             None = as many (Leviathan et al. 2023, appendix A.4); None = no drafts. The output is the same.
 
-    Other arguments are those of `speculative_generate`. Returns the ids of the best text, or a list of the best ones
+    Other arguments are as in `speculative_generate`. Returns the ids of the best text, or a list of the best ones
     where num_return_sequences is more than 1; lists of these for several inputs.
     """
     if drafter is None and draft_beams is not None:
@@ -253,7 +253,7 @@ def _egag(gamma: int, gamma_min: int, gamma_max: int | None, beta: float) -> Pac
 
 @dataclass
 class _Task:
-    """What one of the functions was asked for."""
+    """The arguments of one call, and how they are run."""
 
     target: ModuleModel
     draft: ModuleModel | None
@@ -289,8 +289,8 @@ class _Task:
             coins=self._coins(draws),
             pad_token_id=self.pad_token_id,
         )
-        found = [self._generate(assembly, *each, draws) for each in zip(texts, rooms, strict=True)]
-        return ([ids for ids, _ in found], [rate for _, rate in found]) if many else found[0]
+        results = [self._generate(assembly, *each, draws) for each in zip(texts, rooms, strict=True)]
+        return ([ids for ids, _ in results], [rate for _, rate in results]) if many else results[0]
 
     def _room(self, inputs: list[int]) -> int:
         """Return how many tokens may be generated. Raises UserError for an input that cannot be taken."""

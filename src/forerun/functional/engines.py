@@ -87,7 +87,7 @@ def assembled(
     config = EngineConfig(ops=target.ops.name, max_batch_size=1, max_seq_len=target.max_positions)
     opened = Opened(config, OpenedCheckpoint.in_memory(target, tokenizer, end_ids), draft is not None)
     wanted = drafters.wanted(spec, opened)
-    method = next((own.method for own in wanted if own.needs.has_model), None)
+    method = next((drafter.method for drafter in wanted if drafter.needs.has_model), None)
     if draft is None and method is not None:
         raise BadOption(
             f"the drafter {method!r} needs a model of its own: give a module as draft, or a drafter without one, "
@@ -119,12 +119,12 @@ def assembled(
 
 
 def _checkpoint(draft: ModuleModel, tokenizer: Tokenizer | None) -> Checkpoint:
-    """Return a module as a draft model that was loaded; it has the target's ids."""
+    """Return a module as a loaded draft model with the target's ids."""
     return Checkpoint(OpenedCheckpoint.in_memory(draft, tokenizer, name=draft.model_type), draft, tokenizer)  # type: ignore[arg-type]
 
 
 def _check_pair(target: ModuleModel, draft: ModuleModel | None) -> None:
-    """Raise UserError for two modules of which one cannot draft for the other."""
+    """Raise UserError where the draft module cannot draft for the target."""
     if draft is None:
         return
     if target.is_encoder_decoder != draft.is_encoder_decoder:
@@ -183,8 +183,8 @@ class AfterTheFirst(Pacing):
         self.policy, self.reads_logits = policy, policy.reads_logits
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        own = [most if seq.num_output_tokens else 0 for seq, most in zip(seqs, limits, strict=True)]
-        return self.policy.budget(seqs, own)
+        granted = [most if seq.num_output_tokens else 0 for seq, most in zip(seqs, limits, strict=True)]
+        return self.policy.budget(seqs, granted)
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         return self.policy.go_on(seq, depth, draft_probs, logits)

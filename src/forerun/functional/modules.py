@@ -37,7 +37,7 @@ from forerun.types import RaggedBatch
 
 UNLIMITED = 2**24  # tokens, of a module that states no limit
 LIMITS = ("max_position_embeddings", "max_context_length")  # names of a limit in config
-CUT_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of a DynamicCache that can be had whole and be cut
+CUT_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that a DynamicCache can keep whole and cut
 
 
 class ModuleModel:
@@ -75,7 +75,7 @@ class ModuleModel:
         self.max_positions = self.limit or UNLIMITED
         self.is_encoder_decoder = bool(getattr(whole, "is_encoder_decoder", False))
         self.model_type = str(getattr(whole, "model_type", type(module).__name__))
-        self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # of no layer that the engine could look at
+        self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # the engine can look at no layer
         first = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0))
         self.place = torch.device(getattr(module, "device", first.device))
         self.device = self.place.type
@@ -95,7 +95,7 @@ class ModuleModel:
 
     @property
     def config(self) -> ModuleModel:
-        """What the engine must know of an architecture: it has the names of ModelConfig itself."""
+        """What the engine must know of an architecture: this object itself has the names of ModelConfig."""
         return self
 
     has_experts, num_slots = False, 1
@@ -104,7 +104,7 @@ class ModuleModel:
 
     @property
     def encoder(self) -> ModuleModel | None:
-        """What reads the sources of an encoder-decoder, which has the same limit; None of a causal module."""
+        """The model that reads the sources of an encoder-decoder, with the same limit; None for a causal module."""
         return self if self.is_encoder_decoder else None
 
     def own_cache(self) -> ModuleCache:
@@ -121,21 +121,23 @@ class ModuleModel:
     ) -> Passed:
         """Run every run of the batch by itself; logits [T, V] before the processor, in place of hidden states.
 
-        Raises InternalError for some of its layers, inner states, or vectors in place of tokens.
+        Raises InternalError where some layers, inner states, or vectors in place of tokens are asked for.
         """
         if layers is not None or hidden is not None or taps:
             raise InternalError("a module is run whole, from token ids to logits: it has no inner layers to show")
         tokens, _ = batch.ids()
-        found = []
+        outputs = []
         for b, slot in enumerate(batch.slots):
             run = batch.run(b)
             text = cache.write(slot, tokens[run.start : run.stop], batch, b)
             text.encoded = cache.texts[batch.sources[b].slot].encoded if batch.sources else None
-            found.append(self._run(text, batch, b, b in batch.silent))
-        return Passed(found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, self.vocab_size))
+            outputs.append(self._run(text, batch, b, b in batch.silent))
+        return Passed(
+            outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty(0, self.vocab_size)
+        )
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """Hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
+        """Map hidden [R, V] to logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
         return wide(self._draws.logits(hidden[:, :num_ids].clone()))
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -143,20 +145,20 @@ class ModuleModel:
         return hidden
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """Raise BadOption: what a module is given are ids."""
+        """Raise BadOption: a module takes ids alone."""
         raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
 
     def head(self, ids: Seq[int]) -> Any:
-        """Raise BadOption: what a module is given are ids."""
+        """Raise BadOption: a module takes ids alone."""
         return self.embed(ids)
 
     def wait(self) -> None:
-        """Return when all that was asked for is computed; on a CPU it is."""
+        """Wait until all that was asked for is computed; on a CPU it is."""
         if self.device == "cuda":
             torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> ModuleModel:
-        """Raise BadOption: the weights of a module are its own."""
+        """Raise BadOption: the weights of a module are not changed here."""
         raise BadOption(
             f"the {self.role} is a module, whose weights are not rounded here: give a draft model of its own"
         )
@@ -171,7 +173,7 @@ class ModuleModel:
                 cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.place)))
 
     def start_ids(self, pad_token_id: int) -> list[int]:
-        """Return what a decoder's text begins with: pad_token_id if nothing is named; of a causal module nothing."""
+        """Return the start ids of a decoder's text, pad_token_id if no id is named; none for a causal module."""
         if not self.is_encoder_decoder:
             return []
         places = (self._generation, getattr(self.module, "config", None))
@@ -182,13 +184,13 @@ class ModuleModel:
     def end_ids(self) -> frozenset[int]:
         """Return the ids that end the output, by the module's generation_config and config."""
         places = (self._generation, getattr(self.module, "config", None))
-        found = (getattr(place, "eos_token_id", None) for place in places)
-        return frozenset(i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
+        known = (getattr(place, "eos_token_id", None) for place in places)
+        return frozenset(i for ids in known if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
 
     def check(self, inputs: Seq[int]) -> None:
         """Raise UserError for an input that the module cannot take: empty, of other ids, or too long for an encoder.
 
-        What is too long for a decoder the engine refuses.
+        The engine refuses an input that is too long for a decoder.
         """
         if not len(inputs):
             raise BadOption("inputs has no tokens: give at least one id")
@@ -223,7 +225,7 @@ class ModuleModel:
         return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
 
     def _run(self, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
-        """Logits [n, V] of a run; zeros, which take no memory, where nobody wants them."""
+        """Return the logits [n, V] of a run; zeros, which take no memory, where nobody wants them."""
         num = len(batch.run(b))
         if is_silent:
             if self.uses_cache:
@@ -234,17 +236,17 @@ class ModuleModel:
         rows: list[Tensor | None] = [None] * num
         first = len(text.nodes) - num
         for leaf in sorted(set(range(num)) - {text.parents[first + i] - first for i in range(num)}):
-            own = [node - first for node in text.ancestors(first + leaf) if node >= first]
-            new = [row for row in own if rows[row] is None]  # the end of the path: the rest was run for another leaf
+            path = [node - first for node in text.ancestors(first + leaf) if node >= first]
+            new = [row for row in path if rows[row] is None]  # the end of the path: the rest was run for another leaf
             logits = self._behind(text, text.path(first + leaf), len(new), len(new))
-            for row, found in zip(new, logits, strict=True):
-                rows[row] = found
+            for row, values in zip(new, logits, strict=True):
+                rows[row] = values
         return torch.stack([row for row in rows if row is not None])
 
     def _behind(self, text: Text, ids: list[int], num: int, num_wanted: int) -> Tensor:
         """Return the logits behind the last `num_wanted` of these tokens, [num_wanted, V]; the last `num` are run."""
         past_ids, past = text.past_ids, text.past
-        text.past_ids, text.past = [], None  # what a pass that fails leaves
+        text.past_ids, text.past = [], None  # stays so where the pass fails
         start = _num_common(past_ids, ids, len(ids) - num)
         if self.uses_cache and past is None:
             past = self.new_past()
@@ -291,10 +293,10 @@ def _num_common(a: list[int], b: list[int], most: int) -> int:
 
 @dataclass
 class Text:
-    """What a slot holds: kept tokens, then pending ones and those of the last run, with their parents (-1 = kept).
+    """The tokens of a slot: kept ones, then pending ones and the last run's with their parents (-1 = kept).
 
-    past, past_ids: the module's own cache, and the tokens that it is of, in order. encoded: of an encoder-decoder, what
-    the encoder made of a source: kept with the source, and lent to a text that is run.
+    past, past_ids: the module's own cache, and its tokens, in order. encoded: the encoder's output for a source (of an
+    encoder-decoder): kept with the source, and lent to a text that is run.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -307,11 +309,11 @@ class Text:
 
     def ancestors(self, node: int) -> list[int]:
         """Return the nodes from the first one down to `node`, both included."""
-        found = []
+        nodes = []
         while node >= 0:
-            found.append(node)
+            nodes.append(node)
             node = self.parents[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def path(self, node: int) -> list[int]:
         """Return all tokens down to a node, -1 = the last one."""
@@ -333,7 +335,7 @@ class ModuleCache:
         self.texts: dict[int, Text] = {}
 
     def write(self, slot: int, tokens: Seq[int], batch: RaggedBatch, b: int) -> Text:
-        """Put the tokens of a run behind what is pending, and return the text."""
+        """Put the tokens of a run behind the pending ones, and return the text."""
         text = self.texts[slot]
         text.cut(text.num_pending)
         num_pending = len(text.nodes)
@@ -345,7 +347,7 @@ class ModuleCache:
         return text
 
     def fill(self, slot: int, ids: Seq[int], encoded: Any) -> None:
-        """Put a whole source into an empty text, with what the encoder made of it."""
+        """Put a whole source into an empty text, with the encoder's output for it."""
         self.texts[slot] = Text(nodes=list(ids), parents=list(range(-1, len(ids) - 1)), encoded=encoded)
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
@@ -389,7 +391,7 @@ class ModuleCache:
         """Set nothing aside."""
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
-        """Keep the tokens of a path, and those that stay pending; the module's cache is cut by the next pass."""
+        """Keep the tokens of a path, and the pending ones; the module's cache is cut by the next pass."""
         for slot, rows in kept.items():
             text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
@@ -413,7 +415,7 @@ class ModuleCache:
         return length
 
     def check_integrity(self) -> None:
-        """Raise InternalError where a module's cache has another length than the text that it is of."""
+        """Raise InternalError where a module's cache has another length than its text."""
         for slot, text in self.texts.items():
             if text.past is not None and cached_tokens(text.past) != len(text.past_ids):
                 raise InternalError(f"the cache of slot {slot} is not that of its text")

@@ -30,7 +30,7 @@ UNNORMALISED = 1e-6  # how far from 1 a sum may be
 
 @dataclass(frozen=True)
 class Choice(Generic[X]):
-    """One step: what was drawn, what had been guessed, and what g made of it."""
+    """One step: the drawn input, the guessed one, and the result of g."""
 
     drawn: int
     guessed: int
@@ -74,7 +74,7 @@ def speculate(
         f: x -> weights of the inputs of g, 0 to V - 1, that add up to 1. It runs in another thread.
         g: (x, y) -> the next x. It runs in another thread, also on inputs that turn out not to be drawn: it must change
             nothing outside. What it raises on such an input is dropped.
-        guess: x -> weights like those of f, cheap. It runs in this thread.
+        guess: x -> weights in the form of f's, cheap. It runs in this thread.
         n: steps, at least 0. Functions that ignore x make them independent draws.
         start: the first x.
         coins: step -> the random decisions of that step (docs/exactness.md); None = Philox.

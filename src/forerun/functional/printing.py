@@ -1,6 +1,6 @@
 """The rounds of a text as lines of a terminal, for debug=True.
 
-The form is that of a published toolkit for speculative decoding, with its counting mended: tokens are numbered from 1
+The form follows a published toolkit for speculative decoding, with its counting mended: tokens are numbered from 1
 over the whole text, a correction has the number of the token that it replaces, and "Accepted" counts the ticks.
 """
 
@@ -18,7 +18,7 @@ WIDTH = 39
 class DebugPrinter:
     """A listener that prints every round of one text.
 
-    tokenizer: with `decode(ids)`; None = ids are shown. seq: the text, of which the tokens before a round are counted.
+    tokenizer: with `decode(ids)`; None = ids are shown. seq: the text, whose output before a round is printed with it.
     """
 
     def __init__(self, tokenizer: Any, seq: Sequence) -> None:
@@ -29,7 +29,7 @@ class DebugPrinter:
             print("\n".join(self.lines(detail, step.num_committed)))
 
     def lines(self, detail: RoundDetail, num_committed: int) -> Iterator[str]:
-        """Return one round: its drafts with their probabilities and coins, and the token that the target added.
+        """Yield the lines of one round: its drafts with their probabilities and coins, and the token of the target.
 
         num_committed: tokens that entered the output, where its end cut the round.
         """
@@ -72,5 +72,5 @@ def _why(test: Any, coin: float | None) -> str:
 
 
 def _prob(value: float) -> str:
-    """A number with two digits behind the point, or two that say something where it is smaller than these."""
+    """Return a number with two digits behind the point, or two significant ones where it is smaller."""
     return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.2g}"

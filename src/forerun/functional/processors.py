@@ -4,7 +4,7 @@ A processor is `_process` (change the logits), a temperature, and `sample` (draw
 the engine's own pipeline (forerun/sampling) under other names. A subclass is taken as it is: the distribution that it
 makes is what drafter and verifier see.
 
-The interface is that of a published toolkit for speculative decoding, with its errors mended: greedy is the point mass
+The interface follows a published toolkit for speculative decoding, with its errors mended: greedy is the point mass
 at the largest logit, and no softmax whose argmax is taken later, which verification would not keep greedy; temperature
 comes before top-p; top-k keeps exactly k ids, of equal ones the lowest; no logits are changed in place.
 """
@@ -39,7 +39,7 @@ class LogitsProcessor(abc.ABC):
         SamplingParams(**self.sampling_params())  # raises BadOption
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] -> probabilities [..., V]."""
+        """Map logits [..., V] to probabilities [..., V]."""
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
     def sampling_params(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class GreedyProcessor(LogitsProcessor):
     """The most probable token; of equal ones the lowest id. The temperature changes nothing."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] -> one-hot vectors [..., V]."""
+        """Map logits [..., V] to one-hot vectors [..., V]."""
         return _rows(self._process(logits), {"temperature": 0.0})
 
     def _process(self, logits: Tensor) -> Tensor:
@@ -127,24 +127,24 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
 
 def max_fn(x: Tensor) -> Tensor:
-    """Return norm(max(0, x)) over the last dimension [..., V]: with x = p - q, what a correction is drawn from.
+    """Return norm(max(0, x)) over the last dimension [..., V]: with x = p - q, the distribution of a correction.
 
-    Raises BadOption for a row without a positive entry, of which no distribution can be made.
+    Raises BadOption for a row without a positive entry, which cannot be normalised.
     """
     flat = wide(x.detach().cpu()).reshape(-1, x.shape[-1]).numpy()
     rows = [normalised(Probs(dense=row), row.copy()) for row in flat]
     if not all(mass > 0 for _, mass in rows):
         raise BadOption("max_fn has nothing to normalise: no entry is above 0; where p equals q, draw from p itself")
-    found = torch.from_numpy(np.stack([probs.weights for probs, _ in rows])).reshape(x.shape).to(x.device)
-    return found.to(x.dtype) if x.is_floating_point() else found
+    result = torch.from_numpy(np.stack([probs.weights for probs, _ in rows])).reshape(x.shape).to(x.device)
+    return result.to(x.dtype) if x.is_floating_point() else result
 
 
 def _rows(logits: Tensor, given: dict[str, Any]) -> Tensor:
     """Return the pipeline's probabilities of logits [..., V], row by row."""
     rows = wide(logits.detach()).cpu()
     params = SamplingParams(**given)
-    found = [spelled_out(sampling.probs(row, params), rows.shape[-1]) for row in rows.reshape(-1, rows.shape[-1])]
-    return torch.stack(found).reshape(logits.shape).to(logits.device, rows.dtype)
+    dense = [spelled_out(sampling.probs(row, params), rows.shape[-1]) for row in rows.reshape(-1, rows.shape[-1])]
+    return torch.stack(dense).reshape(logits.shape).to(logits.device, rows.dtype)
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def spelled_out(probs: Probs, num_ids: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Draws:
-    """What the engine makes of a processor.
+    """A processor as the engine applies it.
 
     params: fields of SamplingParams. process: logits of one row [1, V] -> changed ones, where the pipeline does not do
     it itself. sample: probabilities [1, V] -> an id, where a subclass brings its own.
@@ -175,7 +175,7 @@ class Draws:
 
     @staticmethod
     def of(processor: LogitsProcessor) -> Draws:
-        """Take a processor apart, at the methods that its class has of its own. Raises BadOption for something else."""
+        """Take a processor apart, by the methods that its class overrides. Raises BadOption for something else."""
         if not isinstance(processor, LogitsProcessor):
             raise BadOption(
                 f"logits_processor={shown(processor)} is no LogitsProcessor: make an instance of GreedyProcessor, "
@@ -197,7 +197,7 @@ class Draws:
         return Draws(params, process, processor.sample if has_own_sample else None)
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Change logits [R, V], each row by itself. Raises BadOption where the shape is another one afterwards."""
+        """Change logits [R, V], each row by itself. Raises BadOption where the shape changes."""
         if self.process is None or not len(logits):
             return logits
         rows = [self.process(row[None].clone()) for row in logits]
@@ -210,7 +210,7 @@ class Draws:
 
 
 class SampledCoins:
-    """Coins whose picks are what a processor's own `sample` returns; the rest is that of the coins behind them."""
+    """Coins whose picks are what a processor's own `sample` returns; the rest comes from the coins that they wrap."""
 
     def __init__(self, coins: Coins, sample: Callable[[Tensor], Tensor], num_ids: int) -> None:
         self.accept, self.draw, self.draft, self.picks = coins.accept, coins.draw, coins.draft, coins.picks
@@ -218,10 +218,10 @@ class SampledCoins:
 
     def pick(self, probs: Probs, depth: int) -> int:
         """Return the id that `sample` draws. Raises BadOption for one that has probability 0, or for no single id."""
-        found = self._sample(spelled_out(probs, self._num_ids)[None])
-        token = int(found) if not isinstance(found, Tensor) or found.numel() == 1 else -1
+        drawn = self._sample(spelled_out(probs, self._num_ids)[None])
+        token = int(drawn) if not isinstance(drawn, Tensor) or drawn.numel() == 1 else -1
         if not (0 <= token < self._num_ids and probs.at(token) > 0):
             raise BadOption(
-                f"the processor's sample returned {shown(found)}: it must return one id that has a probability above 0"
+                f"the processor's sample returned {shown(drawn)}: it must return one id that has a probability above 0"
             )
         return token

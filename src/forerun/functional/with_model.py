@@ -107,7 +107,7 @@ class Speculating:
         return outputs[0] if is_one and params.n == 1 else outputs
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Any:
-        """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it."""
+        """Call `listener` with every StepReport; `detail` fills its rounds. Returns a function that ends it."""
         return self.engine.listen(listener, detail=detail)
 
     def _is_one(self, prompts: Any) -> bool:
@@ -135,9 +135,9 @@ class Speculating:
 
 
 def own_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return the engine's reader of a fast tokenizer of transformers, of which it is a copy.
+    """Return the engine's Tokenizer for a fast tokenizer of transformers, whose backend is copied.
 
-    Raises BadOption for another one.
+    A Tokenizer is returned as it is. Raises BadOption for any other object.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
