@@ -13,7 +13,7 @@ A rule is pure: it sees distributions, tokens and coins, and no model, cache or 
 is read. Unless it needs all rows, a rule reads only those behind the last committed token and behind accepted nodes;
 and no rule reads one behind a token of probability 0, where no token may be allowed any more.
 
-A row of which no distribution can be made is a point at an id below 0, as if there were one more token, which no
+A row that cannot be made a distribution is a point at an id below 0, as if there were one more token, which no
 drafter proposes. So rules stay exact, and need no case for it. Where a round ends there, `ruling` leaves its last token
 to be the next one: if the output goes on behind it, the next round fails as plain decoding would.
 """

@@ -61,10 +61,10 @@ def aligned(q: Probs, p: Probs) -> Row:
         if q.ids is None and p.ids is None and len(weights) >= size:
             return weights[:size]
         ids = np.arange(len(weights)) if q.ids is None else q.ids
-    found = np.zeros(size, weights.dtype)
+    row = np.zeros(size, weights.dtype)
     known, places = _places(p, ids)
-    found[places] = weights[known]
-    return found
+    row[places] = weights[known]
+    return row
 
 
 def _places(p: Probs, ids: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:

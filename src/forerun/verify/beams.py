@@ -1,7 +1,7 @@
 """Beam search: one step of it, and the pool of finished texts. Pure functions of scores; no model, no cache, no clock.
 
 A step is a deterministic function of the live texts ("beams"), their scores and the scores of their next tokens; so
-steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules are those of
+steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules follow
 transformers' generate() with num_beams, down to the length that a score is divided by; ties, which it leaves to a
 library, are broken by the better beam and then the lower token id. It is no rule of SamplingParams.acceptance: a
 request is a beam search by num_beams.
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search is asked for. most_tokens: the length at which a text ends whatever its last token is."""
+    """The options of a search. most_tokens: the length at which a text ends whatever its last token is."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -49,8 +49,8 @@ def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate
     def of_beam(beam: int, score: float) -> Iterator[tuple[float, int, int]]:
         wanted, done = num, 0
         while True:
-            tokens, own = nexts(beam, wanted)
-            for token, logprob in list(zip(tokens, own, strict=True))[done:]:
+            tokens, logprobs = nexts(beam, wanted)
+            for token, logprob in list(zip(tokens, logprobs, strict=True))[done:]:
                 yield -(score + logprob), beam, token
             if len(tokens) < wanted:
                 return
@@ -98,8 +98,8 @@ class Pool:
     def add(self, ended: Seq[tuple[float, int]], length: int) -> None:
         """Add texts of so many tokens, best first: (score, node)."""
         share = float(length) ** self.rules.length_penalty
-        found = [*self.texts, *(Finished(score / share, score, node) for score, node in ended)]
-        self.texts = sorted(found, key=lambda text: -text.penalised)[: self.rules.num_beams]
+        texts = [*self.texts, *(Finished(score / share, score, node) for score, node in ended)]
+        self.texts = sorted(texts, key=lambda text: -text.penalised)[: self.rules.num_beams]
 
     def is_final(self, best: float | None, length: int) -> bool:
         """Return whether the search ends, `length` tokens behind the prompt. best: the best live score, None = none.
@@ -162,9 +162,11 @@ class Search:
         )
         if not live and not ended and not self.pool.texts:
             raise BadOption("no token is left to a beam: logit_bias, bad_words and min_tokens forbid every id")
-        self.pool.add([(made.score, tree.add(tips[made.beam], made.token)) for made in ended], self.length)
-        self.tips = [tree.add(tips[made.beam], made.token) for made in live]
-        self.scores = [made.score for made in live]
+        self.pool.add(
+            [(candidate.score, tree.add(tips[candidate.beam], candidate.token)) for candidate in ended], self.length
+        )
+        self.tips = [tree.add(tips[candidate.beam], candidate.token) for candidate in live]
+        self.scores = [candidate.score for candidate in live]
         self.is_over = self.pool.is_final(self.scores[0] if live else None, self.length)
 
     def ends_with(self, node: int, token: int) -> bool:
@@ -176,9 +178,9 @@ class Search:
     def guessed(self, level: Seq[int], scores: Seq[float], nexts: Seq[Next | None], width: int) -> list[Candidate]:
         """Return the best `width` guesses behind nodes, by the drafter's scores: a step of its own search.
 
-        Nothing follows an end id. Nodes of which the drafter knows nothing have no guesses.
+        Nothing follows an end id. Nodes that the drafter knows nothing about have no guesses.
         """
-        known = [(beam, found) for beam, found in enumerate(nexts) if found is not None]
+        known = [(beam, following) for beam, following in enumerate(nexts) if following is not None]
         live, _ = step(
             [scores[beam] for beam, _ in known],
             lambda i, num: known[i][1](num),
@@ -186,7 +188,7 @@ class Search:
             lambda _, token: token in self.end_ids,
             width + len(self.end_ids),
         )
-        return [made._replace(beam=known[made.beam][0]) for made in live]
+        return [guess._replace(beam=known[guess.beam][0]) for guess in live]
 
     def shared(self) -> int:
         """Return the last node that all live texts have in common."""

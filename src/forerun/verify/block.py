@@ -15,9 +15,9 @@ more than the mass that it stands for, so that no logarithms are needed.
 
 No exact rule keeps more in a round, on any prefix, if the target alone goes on behind it. Let A_i be the probability
 that the draft begins with x_1 .. x_i and the rule accepts them all. A text that begins with x_1 .. x_(i-1) in another
-way has ended its round there at the latest, and goes on with p_i. Hence those of A_(i-1) go on with p_i, too, and
-A_i <= A_(i-1) p_i(x_i). Nor is A_i more than the draft's probability of x_1 .. x_i. Divided by it, these two bounds are
-those of P_i.
+way has ended its round there at the latest, and goes on with p_i. Hence the texts of A_(i-1) go on with p_i, too, and
+A_i <= A_(i-1) p_i(x_i). Nor is A_i more than the draft's probability of x_1 .. x_i. Divided by it, these are the two
+bounds of P_i.
 
 Hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is this rule where it is exact and has no state. It caps
 r_i, the product of p / q, by the largest so far, and r_i / max(r_0, ..., r_i) = P_i. It accepts by the excess R_i over
@@ -48,7 +48,7 @@ class Options:
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
     """Judge one chain: (accepted nodes, correction or bonus, acceptance tests).
 
-    The tests are those of the accepted tokens and of the first that was rejected.
+    The tests cover the accepted tokens and the first rejected one.
     """
     nodes, shares, tests = list(draft.nodes(b)), [1.0], list[AcceptanceTest]()  # shares: P_0, P_1, ...
     num_judged = len(nodes)

@@ -55,7 +55,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _try(
     draft: Draft, siblings: Seq[int], p: Probs, coins: Coins, depth: int, tests: list[AcceptanceTest]
 ) -> tuple[int | None, Probs]:
-    """Test the children of a node: the accepted one, or None and what is left of p. Appends to `tests`."""
+    """Test the children of a node: (the accepted one or None, what is left of p). Appends to `tests`."""
     lanes = itertools.count()
     for q, group in _groups(draft, siblings):
         num_draws = sum(q.at(draft.tokens[node]) > 0 for node in group)  # the others were drawn by underflow alone
@@ -91,7 +91,7 @@ def _equal(a: Probs, b: Probs) -> bool:
 
 
 def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
-    """Return rho*, in [1, num_draws], rounded up; 1 where p is a point, of which nothing else can be emitted."""
+    """Return rho*, in [1, num_draws], rounded up; 1 where p is a point, for then nothing else can be emitted."""
     low, high = 1.0, float(num_draws)
     if num_draws <= 1 or p.point is not None:
         return low

@@ -38,7 +38,7 @@ READS_SOFT_ROWS = True
 
 @dataclass(frozen=True)
 class Options:
-    """How lenient."""
+    """How lenient the rule is."""
 
     l: float = field(  # noqa: E741 - the paper's letter
         default=0.8, metadata={"help": "share of q, above 0, that p must reach; 1 = exact", "min": 0.0, "max": 1.0}
@@ -75,13 +75,13 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
     """Return the total variation between p and what is emitted. anew: a correction is drawn from p."""
     if anew and p.point is None:
-        kept, own = np.minimum(aligned(q, lenient), lenient.weights), p.weights.astype(np.float64)
-        return mass(np.abs(kept + (1 - mass(kept)) * own - own)) / 2
+        kept, target_probs = np.minimum(aligned(q, lenient), lenient.weights), p.weights.astype(np.float64)
+        return mass(np.abs(kept + (1 - mass(kept)) * target_probs - target_probs)) / 2
     return max(0.0, _accepted_share(q, lenient) - _accepted_share(q, _caps(p, 1.0)))
 
 
 def _caps(p: Probs, share: float) -> Probs:
-    """Return by id how much of q is kept at most: p / share, or 1 for all that a greedy request may keep.
+    """Return how much of q is kept at most, by id: p / share, or 1 for the ids that a greedy request may keep.
 
     These are weights, and no distribution.
     """

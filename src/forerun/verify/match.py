@@ -1,7 +1,7 @@
 """Match verification: the target draws with the noise of the position, and a drafted token is kept if it is the draw.
 
 The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max), so the output is, token
-for token, that of plain decoding with the same seed, whatever the drafter, its length or the batch (Daliri,
+for token, the same as by plain decoding with the same seed, whatever the drafter, its length or the batch (Daliri,
 Musco, Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is accepted with probability at least
 (1 - TV) / (1 + TV). After a mismatch the target's draw is emitted; a second draw would favour the drafted token
 (mutant m5).

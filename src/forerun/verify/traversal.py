@@ -2,14 +2,14 @@
 
 Weng et al. 2025, arXiv 2505.12398. Each node v has a share a_v of the draft's mass that may stay on its path: a = 1 at
 the root, and min(1, a p(x) / q(x)) at a child with token x, where p is the target's distribution behind its parent and
-q the one that x was drawn from. The subtrees of a node are visited in the order of the draws. A subtree of which
-nothing was accepted is removed, and takes its q with it:
+q the one that x was drawn from. The subtrees of a node are visited in the order of the draws. A subtree
+without an accepted node is removed, and takes its q with it:
 
     r = (a p - q)+,  R = sum r;    p <- norm(r),  a <- R / (R + 1 - a)
 
 A node that has lost all children is accepted with probability a, and the round then ends with a draw from what is left
-of its p. At the root a stays 1, so that something is always emitted. Every step is that of block verification, with the
-distribution of the next sibling's draw in place of the first's; so siblings may be drawn without replacement,
+of its p. At the root a stays 1, so that something is always emitted. Every step is a step of block verification,
+with the distribution of the next sibling's draw in place of the first's; so siblings may be drawn without replacement,
 independently, or be points, provided that each states the distribution of its own draw.
 """
 
@@ -37,12 +37,12 @@ class Options:
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
     """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests).
 
-    The tests are those of the accepted nodes and of siblings that were removed before them.
+    The tests cover the accepted nodes and the siblings that were removed before them.
     """
     first, lanes = draft.node_starts[b], _lanes(draft, b)
 
     def visit(node: int, share: float, depth: int) -> Ruling | None:
-        """Judge the subtree of a node at a depth (-1, 0 = the root). None where nothing of it was accepted."""
+        """Judge the subtree of a node at a depth (-1, 0 = the root). None where none of its nodes was accepted."""
         if share == 0:
             return None
         p, removed = target_probs[node - first + 1 if node >= 0 else 0], list[AcceptanceTest]()

@@ -8,7 +8,7 @@ request's temperature, and H(p) its entropy in nats, a token x is kept if
 The longest path of kept tokens wins, the likeliest of several, and the next token is drawn from p behind it. No coin
 is tossed, and nothing bounds how far the output's distribution is from the target's. Greedy requests have points as p:
 there only the argmax is kept, so that their output is exact. (Helper functions of the published code have the defaults
-of the two options exchanged; these are those of its models.)
+of the two options exchanged; these follow its models.)
 """
 
 from __future__ import annotations
