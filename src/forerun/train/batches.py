@@ -24,7 +24,7 @@ from forerun.train.corpus import Document
 from forerun.train.samples import HELD_OUT_EVERY, read_samples, stream
 
 Tokens = NDArray[np.unsignedinteger[Any]]
-AT_ONCE = 256  # documents that are encoded: what the tokenizer returns takes some hundred bytes for each id
+AT_ONCE = 256  # documents per call of the tokenizer, whose result takes some hundred bytes for each id
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: int, seed: int | None = None) -> Tokens:
@@ -35,15 +35,15 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: i
     order = list(documents)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    found, dtype = list[Tokens](), id_type(tokenizer)
+    rows, dtype = list[Tokens](), id_type(tokenizer)
     for first in range(0, len(order), AT_ONCE):
         texts = [document.text for document in order[first : first + AT_ONCE]]
-        found += [np.array([*own.ids, end], dtype) for own in tokenizer.encode_batch_fast(texts)]
-    return np.concatenate(found) if found else np.zeros(0, dtype)
+        rows += [np.array([*encoding.ids, end], dtype) for encoding in tokenizer.encode_batch_fast(texts)]
+    return np.concatenate(rows) if rows else np.zeros(0, dtype)
 
 
 def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
-    """The smallest type that holds all ids of a tokenizer."""
+    """Return the smallest type that holds all ids of a tokenizer."""
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
@@ -52,7 +52,7 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch."""
+        """The number of tokens in one epoch."""
 
     def rows(self, first: int, count: int) -> Tensor:
         """Return the windows first .. first+count-1, int64 [count, length + 1]."""
@@ -80,7 +80,7 @@ class WindowStream:
 
     @property
     def num_windows(self) -> int:
-        """The number of windows of one epoch."""
+        """The number of windows in one epoch."""
         return (len(self.tokens) - 1) // self.seq_len_tokens - 1
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
@@ -101,7 +101,7 @@ class WindowStream:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """An endless sequence of whole rows of ids [N, L + 1], such as images: each epoch has all in a new order."""
+    """An endless sequence of whole rows of ids [N, L + 1], such as images; each epoch has a new order."""
 
     ids: NDArray[np.int64]
     seed: int
@@ -123,9 +123,9 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Batches of `num_rows` windows, of which `num_sample_rows` come from a second stream (a target's own text).
+    """Batches of `num_rows` windows; `num_sample_rows` of them come from a second stream (a target's own text).
 
-    text: None where all come from there.
+    text: None where all rows come from the second stream.
     """
 
     text: Rows | None
@@ -157,15 +157,15 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
     """Read a file of `forerun train sample` as one stream, with the id `end` behind each text, [N].
 
-    held_out: the texts that training must not see. Raises BadOption where its ids are those of another tokenizer.
+    held_out: read the texts that training must not see. Raises BadOption where its ids are of another tokenizer.
     """
-    found = read_samples(path)
-    if found.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
+    file = read_samples(path)
+    if file.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
         raise BadOption(
-            f"{shown(str(path))} holds ids of another tokenizer (of {found.options['num_ids']} ids) than the model's "
+            f"{shown(str(path))} holds ids of another tokenizer (of {file.options['num_ids']} ids) than the model's "
             f"(of {tokenizer.get_vocab_size()}): let the teacher write its own with `forerun train sample`"
         )
-    return stream(found.split(held_out=held_out), end).astype(id_type(tokenizer))
+    return stream(file.split(held_out=held_out), end).astype(id_type(tokenizer))
 
 
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:
@@ -193,6 +193,6 @@ def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.in
 
 
 def split_rows(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that training sees and those held out: every HELD_OUT_EVERYth, as of samples."""
+    """Return the rows that training sees, and the held-out ones: every HELD_OUT_EVERYth, as for samples."""
     is_held_out = np.arange(len(ids)) % HELD_OUT_EVERY == 0
     return ids[~is_held_out], ids[is_held_out]

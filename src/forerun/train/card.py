@@ -1,4 +1,4 @@
-"""Writes the model card of a pair from the logs of the runs that made it, so that every number in it was measured."""
+"""Writes the model card of a pair from the logs of its training, so that every number in it was measured."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_card(
 ) -> None:
     """Write the card to `out`, and the list of source files beside it as sources.txt.
 
-    target, draft: out folders of `train lm`; numbers: what `train pair --out` wrote; history, target_history: out
+    target, draft: out folders of `train lm`; numbers: the file of `train pair --out`; history, target_history: out
     folders of earlier stages of the draft and of the target. Raises NotFound where one of their files is missing.
     """
     target_run = read_run(target)
@@ -141,7 +141,7 @@ def pair_section(numbers: Path) -> str:
 
 
 def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: Path) -> str:
-    """Return the section on the data that was read, and on how to check that it is the same."""
+    """Return the section on the data, with the hashes to check it by."""
     listed = "; ".join(f"{name} {n} modules, {chars:,} characters" for name, (n, chars) in counts.items())
     return (
         f"## Data\n\nThe standard library of CPython {run['python']}, without tests, tables and machine-dependent "
@@ -153,7 +153,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the options and losses of each run; a stage before the last may have been stopped early."""
+    """Return the section with options and losses of each run; a stage before the last may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "

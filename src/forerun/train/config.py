@@ -16,9 +16,9 @@ LossName = Literal["ce", "kl", "alpha"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long and how fast one run learns. Sizes in tokens, times in seconds.
+    """The length and the learning rate of a run. Sizes in tokens, times in seconds.
 
-    weight_decay: of matrices; norms are left alone. grad_clip: the largest norm of the gradient.
+    weight_decay: on matrices; norms are left alone. grad_clip: the largest norm of the gradient.
     """
 
     out: Path = option(REQUIRED, "folder for log, curves, state and what was learned (out/model, of a head out/head)")
@@ -51,7 +51,7 @@ class LoopConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """The number of sequences of one batch."""
+        """The number of sequences in one batch."""
         return self.tokens_per_step // self.seq_len_tokens
 
     def lr_at(self, step: int) -> float:
@@ -104,18 +104,18 @@ class TrainConfig(LoopConfig):
 
     @property
     def num_sample_rows(self) -> int:
-        """Rows of a batch that the target wrote, where samples are given."""
+        """The rows of a batch that the target wrote, where samples are given."""
         return round(self.rows_per_step * self.samples_share)
 
     @property
     def reads_text(self) -> bool:
-        """Whether some of what it learns from is not written by the target."""
+        """Whether it also learns from text that the target did not write."""
         return self.samples is None or self.num_sample_rows < self.rows_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
-    """One run of `forerun train head`. fit_tokens: what first weights are made of, before the first step."""
+    """One run of `forerun train head`. fit_tokens: that the first weights are fitted to, before the first step."""
 
     method: str = option(
         REQUIRED, "what is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`"

@@ -3,7 +3,7 @@
 Whole modules are held out. Models learn from *train*, recipes are chosen and losses reported by *validation*, and only
 the benchmark prompts come from *bench*. The file list depends on the Python version alone (paths relative to the
 standard library's folder, sorted), so that a run can be repeated elsewhere; `Corpus.fingerprint` is equal if the data
-are. Of other folders, such as that of installed packages, whole folders are held out.
+are. In other text, such as installed packages, whole folders are held out.
 
 The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
 machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
@@ -37,7 +37,7 @@ VALIDATION_MODULES = frozenset(
 BENCH_MODULES = frozenset({"cmd", "contextlib", "csv", "fnmatch", "graphlib", "heapq", "json", "netrc", "pprint"}) | {
     *("sched", "shelve", "shlex", "statistics", "string", "timeit", "zipapp")
 }
-# Of other text: the share of it that each split gets, and the largest share of one folder that is held out.
+# For other text: the share that each held-out split gets, and the largest share of a folder that may be held out.
 HELD_OUT_SHARE, MOST_OF_ONE = 0.01, 0.05
 
 
@@ -51,7 +51,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits, each sorted by path, or, of other text, so that its beginning is a sample of it."""
+    """The three splits, each sorted by path; other text is sorted by hash, so that its beginning is a sample of it."""
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
@@ -78,7 +78,7 @@ def list_sources(folder: Path) -> list[str]:
 
 
 def is_wanted(path: str) -> bool:
-    """Return whether a relative path is code worth learning from (the module's docstring says what is left out)."""
+    """Return whether a relative path is code worth learning from (the module's docstring lists the exclusions)."""
     *folders, name = path.split("/")
     if SKIPPED_FOLDERS.intersection(folders) or path in SKIPPED_FILES or name.startswith("test_"):
         return False
@@ -96,8 +96,8 @@ def split_of(path: str) -> str:
 def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
     """Return the split of each path of text that has none of the modules above. sizes: characters, by path.
 
-    All files of one folder are in one split, and each file beside the folders alone. The order in which folders are
-    held out is that of their hashes, until a split has its share; large ones are not.
+    All files of one folder are in one split; a file at the top is a group by itself. Folders are held out in the order
+    of their hashes, until a split has its share; large ones are not held out.
     """
     groups: dict[str, list[str]] = {}
     for path in sizes:
@@ -202,8 +202,8 @@ def bench_prompts(
 def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
     """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
 
-    It is the signature's last line, the docstring's last line, or the last line of a statement in the first half of the
-    body. Bodies of fewer than three lines are left out, and so is text that Python does not read.
+    It is the last line of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
+    fewer than three lines are left out, and so is text that Python cannot parse.
     """
     try:
         with warnings.catch_warnings():

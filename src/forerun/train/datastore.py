@@ -30,7 +30,7 @@ def train(
     """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
 
     target: as LLM takes it, None = the default one. progress is called with the tokens so far, behind each text.
-    Raises UserError for what is not possible, before any text is read where that can be seen.
+    Raises UserError for impossible options, before any text is read where that can be seen.
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
@@ -63,14 +63,14 @@ def save(tokens: Ints, out: Path, fingerprint: str) -> None:
 
 
 def suffix_array(tokens: Ints) -> Ints:
-    """Return the starts of all suffixes of `tokens` [n] in the order of their tokens; a prefix comes before the whole.
+    """Return the starts of all suffixes of `tokens` [n] in lexicographic order; a prefix comes before the whole.
 
     Prefix doubling (Manber, Myers 1993): suffixes that are sorted by their first h tokens are sorted by 2 h with the
-    ranks of the suffixes h tokens further on. Only those that the first h tokens do not tell apart are sorted again.
+    ranks of the suffixes h tokens further on. Only suffixes with equal first h tokens are sorted again.
     """
     num = len(tokens)
     order = np.argsort(tokens, kind="stable")
-    ranks, slots = np.empty(num, np.int64), np.arange(num)  # slots: of `order`, which are not settled
+    ranks, slots = np.empty(num, np.int64), np.arange(num)  # slots: the places of `order` that are not settled
     keys, length = tokens[order].astype(np.int64), 0
     while True:
         begins = np.append(True, keys[1:] != keys[:-1])  # a group of equal suffixes begins here

@@ -30,7 +30,7 @@ class PairNumbers:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Read the texts of a prompts.jsonl; with a limit, so many of them, spread evenly over the file."""
+    """Read the texts of a prompts.jsonl; with a limit, that many, spread evenly over the file."""
     if not path.exists():
         raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]

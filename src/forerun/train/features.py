@@ -1,8 +1,9 @@
-"""What a head reads of its target: inner hidden states of texts, kept while they are written, or computed again.
+"""The features that a head reads: its target's hidden states of texts, kept from writing, or computed again.
 
 For every token of a text: the residual stream behind some layers, the rows behind the final norm, and the likeliest
-next id. Rows are rounded to bfloat16 in all cases, so that a run on stored ones is the run on recomputed ones: nothing
-is learned of a text's last token, for which recorded ones are zeros. Stored, a token takes 2 H (layers + 1) + 4 bytes.
+next id. Rows are rounded to bfloat16 in all cases, so a run on stored features equals one on recomputed features;
+recorded features are zeros for a text's last token, but nothing is learned from it. Stored, a token takes
+2 H (layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ VERSION = 2  # of the file
 
 @dataclass(frozen=True)
 class Features:
-    """Of each token of one text. layers [n, k, H] and hidden [n, H] bfloat16; best [n] int64."""
+    """The features of one text, by token. layers [n, k, H] and hidden [n, H] bfloat16; best [n] int64."""
 
     layers: Tensor
     hidden: Tensor
@@ -42,7 +43,7 @@ class Features:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three of them, in the order of the fields."""
+        """The three tensors, in the order of the fields."""
         return self.layers, self.hidden, self.best
 
     @classmethod
@@ -52,16 +53,16 @@ class Features:
 
 
 class FeatureSource(Protocol):
-    """Where features come from."""
+    """A source of features."""
 
     def of(self, sample: Sample) -> Features:
-        """The features of one text."""
+        """Return the features of one text."""
 
 
 class Recomputed:
     """Runs the target over a text whenever its features are asked for.
 
-    layers: how many layers each of the wanted hidden states is behind. longest: tokens of a text at most.
+    layers: the number of layers before each wanted hidden state. longest: tokens of a text at most.
     """
 
     def __init__(self, model: Model, layers: Seq[int], longest: int) -> None:
@@ -77,7 +78,7 @@ class Recomputed:
         self._runner = Runner(model, cache, taps=self._taps)
 
     def of(self, sample: Sample) -> Features:
-        """See FeatureSource. The rows are those of one pass, in chunks."""
+        """See FeatureSource. Runs the text in chunks."""
         runner, ids = self._runner, sample.ids.tolist()
         parts: list[Features] = []
         runner.cache.open(SLOT)
@@ -94,25 +95,25 @@ class Recomputed:
 
 
 def features_of(model: Model, layers: Seq[Any], hidden: Any, best: Seq[int]) -> Features:
-    """Return the features of rows. layers: each [n, H], and hidden [n, H], as the model's passes have them."""
-    rows = [torch.from_numpy(model.rows.to_host(own)).bfloat16() for own in (*layers, hidden)]
+    """Return the features of rows from the model's own arrays: each of layers, and hidden, [n, H]."""
+    rows = [torch.from_numpy(model.rows.to_host(row)).bfloat16() for row in (*layers, hidden)]
     taps = torch.stack(rows[:-1], 1) if layers else torch.empty(*rows[-1].shape[:1], 0, *rows[-1].shape[1:]).bfloat16()
     return Features(taps, rows[-1], torch.tensor(best, dtype=torch.int64))
 
 
 def best_of(model: Model, hidden: Any) -> list[int]:
-    """Return the likeliest id behind each of these rows [n, H], which are behind the final norm."""
+    """Return the likeliest next id of each row [n, H] behind the final norm."""
     if isinstance(model, FindsBest):
         return model.best(hidden, list(range(len(hidden))), model.config.vocab_size)[0]
     return largest.best(model.rows.to_host(model.logits(hidden)))
 
 
 class Stored:
-    """Features in a folder: what is missing is computed first, what is there is read.
+    """Features in a folder: missing ones are computed first, the others are read.
 
-    samples: in the order in which they are stored. layers: of those that `source` reads, which are wanted. facts: what
-    the features depend on; a folder with others is refused. A process that was killed goes on where it was. say: is
-    told, after each text that was added, how many there are now, and how many there will be.
+    samples: in the order in which they are stored. layers: the wanted ones among the layers that `source` reads. facts:
+    all that the features depend on; a folder with other facts is refused. A process that was killed goes on where it
+    was. say: called after each text that was added, with the number of texts so far and the number of all.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Stored:
 class FeatureFile:
     """The features of texts in a folder, one text after the other.
 
-    layers: behind which the rows were taken; width: of a row. Raises BadOption for a folder of other facts.
+    layers: the rows were taken behind them; width: of a row. Raises BadOption for a folder of other facts.
     """
 
     def __init__(self, folder: Path, layers: Seq[int], width: int, facts: Mapping[str, Any]) -> None:
@@ -162,7 +163,7 @@ class FeatureFile:
 
     @property
     def num_tokens(self) -> int:
-        """How many whole rows there are; the last text may be cut short."""
+        """The number of whole rows; the last text may be cut short."""
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
@@ -175,17 +176,17 @@ class FeatureFile:
             file.write(rows.tobytes())
 
     def rows(self) -> NDArray[Any]:
-        """Return all of it, as it lies on the disk."""
+        """Return all rows, mapped from the disk."""
         return np.memmap(self.path, dtype=self._record, mode="r", shape=(self.num_tokens,))
 
 
 def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what features depend on. samples: the options that their texts were written with."""
+    """Return all that features depend on. samples: the options that their texts were written with."""
     return {"weights": fingerprint(model), "precision": model.precision, "samples": dict(samples)}
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
-    """The layers of a folder, where all that are wanted are among them; else those that are wanted."""
+    """Return the layers of a folder where they include all wanted ones; else the wanted ones."""
     path = folder / "features.json"
     had = read_json(path).get("layers") if path.exists() else None
     return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)

@@ -1,4 +1,4 @@
-"""What tells the weights of a target from others, for what was made of them."""
+"""A fingerprint of a target's weights, for the files that depend on them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from forerun.ops.model import LoadedModel
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """What identifies weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
+    """Return a hash of weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
 
-    The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
+    It is the middle layer, as a fine-tuned model may share embeddings and norms with its base model.
     """
     ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
     embedded = model.embed(range(min(64, model.config.vocab_size)))

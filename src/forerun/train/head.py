@@ -1,4 +1,4 @@
-"""`forerun train head` trains a drafter that reads its target's hidden states, on what the target wrote itself."""
+"""`forerun train head` trains a drafter that reads its target's hidden states, on text that the target wrote."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the method, what it began as, and who wrote the texts; a run may go on with more of them."""
-        own = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
-        return own | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
+        """See `Task`: the method, its first weights, and the samples' options; a run may go on with more texts."""
+        begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
+        return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
@@ -108,7 +108,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a head for a target. Returns the last validation's numbers.
 
-    warn: is told what a user should know of the samples. Raises BadOption for samples of another tokenizer, or too few.
+    warn: called with remarks on samples and target. Raises BadOption for samples of another tokenizer, or too few.
     """
 
     return loop.train(config, lambda: shown_prepare(config, checkpoint, quiet, warn), resume=resume, quiet=quiet)
@@ -129,9 +129,9 @@ def prepare(
     say: Callable[[int, int], None] = lambda num, of: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> HeadTask:
-    """Read the samples, compute what is to be stored, and make the head.
+    """Read the samples, compute the features that are to be stored, and make the head.
 
-    say: is told of how many texts the features are stored, of how many. warn: see `train`.
+    say: called with the number of texts whose features are stored, and the number of all. warn: see `train`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     if tokenizer is None:
@@ -147,7 +147,7 @@ def prepare(
             f"{config.samples} was written with other weights than those of {checkpoint.name}: go on only where both "
             "are one model, such as in other bits"
         )
-    name, module, made = heads.load(config.method, model.config)
+    name, module, method_options = heads.load(config.method, model.config)
     if (text := getattr(module, "remark", lambda of: None)(checkpoint)) is not None:
         warn(text)
     known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
@@ -157,16 +157,16 @@ def prepare(
     for sample in parts[0]:
         written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
         counts += torch.bincount(written, minlength=len(counts))
-    # Ids that were drafted before come behind those that were written, and before all others.
+    # Ids that were drafted before come behind ids that were written, and before all others.
     ranks = counts if before is None else counts.index_add(0, before.ids, torch.full(before.ids.shape, 0.5))
     teacher = Teacher.of(model, ranks, tokenizer.num_ids)
-    head = module.Head(made, teacher, config.seed)
+    head = module.Head(method_options, teacher, config.seed)
     writes_model = hasattr(head, "save_beside") or getattr(head, "backbone", None) is not None
     if writes_model and (config.out / "model").resolve() == checkpoint.folder.resolve():
         raise BadOption(f"--out {config.out} would write over the target, in {config.out / 'model'}: choose another")
     if before is not None:  # and refuse, before hours of storing
         before.go_on(head, model, tokenizer.num_ids)
-    source = _source(config, model, module.layers(made, model.config), samples, options, say)
+    source = _source(config, model, module.layers(method_options, model.config), samples, options, say)
     data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
     if before is None:
         head.begin(data.batch(step) for step in range(max(1, config.fit_tokens // config.tokens_per_step)))
@@ -178,12 +178,12 @@ def prepare(
         "target": checkpoint.name,
         "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
     }
-    return HeadTask(config, head, data, held_out, teacher, known, facts, checkpoint, made)
+    return HeadTask(config, head, data, held_out, teacher, known, facts, checkpoint, method_options)
 
 
 @dataclass(frozen=True)
 class Before:
-    """A head that was trained before. ids: those that it drafts, none where it drafts all."""
+    """A head that was trained before. ids: the ids that it drafts, none where it drafts all."""
 
     folder: str
     config: Mapping[str, Any]
@@ -191,7 +191,7 @@ class Before:
 
     @classmethod
     def read(cls, name: str, method: str, tokenizer: str, num_ids: int) -> Before:
-        """Read what `forerun train head` wrote. Raises for what is none, of another method, or of another tokenizer."""
+        """Read a head of `forerun train head`. Raises where there is none, or it has another method or tokenizer."""
         folder = head_files.located(name, method)
         file = Path(folder) / head_files.CONFIG
         if file.is_file() and "forerun" not in read_json(file):
@@ -203,7 +203,7 @@ class Before:
 
     @torch.no_grad()
     def go_on(self, head: heads.Head, model: LoadedModel, num_ids: int) -> None:
-        """Give a head its weights. Raises where they are another target's, or were trained with other options."""
+        """Copy its weights into a new head. Raises for weights of another target, or trained with other options."""
         if (go_on_as := getattr(head, "go_on_as", None)) is not None:
             go_on_as(self.config)
         tensors, config = head.files()
@@ -216,30 +216,30 @@ class Before:
                     f"{config[key]}: write the options that it was trained with behind --method"
                 )
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        own = {"d2t": tuple(self.ids.shape)} if "d2t" in shapes else {}
-        found = head_files.read_weights(self.folder, {**shapes, **own}, model, num_ids)
+        draft_ids = {"d2t": tuple(self.ids.shape)} if "d2t" in shapes else {}
+        weights = head_files.read_weights(self.folder, {**shapes, **draft_ids}, model, num_ids)
         if (read := getattr(head, "read", None)) is not None:
-            found = {name: host_of(weight) for name, weight in read(self.folder).items()}
+            weights = {name: host_of(weight) for name, weight in read(self.folder).items()}
         for name, weight in head.weights.items():
-            if name in found:  # the weights of a target that is trained along stand elsewhere
-                weight.copy_(tensor_of(dense_of(found[name])))
+            if name in weights:  # the weights of a target that is trained along stand elsewhere
+                weight.copy_(tensor_of(dense_of(weights[name])))
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
-    """The samples that the run sees. Raises BadOption for those of another tokenizer."""
-    found = read_samples(config.samples)
-    if found.options["tokenizer"] != tokenizer:
+    """Return the samples that the run sees, and their options. Raises BadOption for ids of another tokenizer."""
+    file = read_samples(config.samples)
+    if file.options["tokenizer"] != tokenizer:
         raise BadOption(
             f"{shown(str(config.samples))} holds ids of another tokenizer than the target's: let this target write "
             "its own with `forerun train sample`"
         )
     chosen, num_tokens = list[Sample](), 0
-    for sample in found.samples:
+    for sample in file.samples:
         if config.num_tokens is not None and num_tokens >= config.num_tokens:
             break
         num_tokens += len(sample.ids)
         chosen.append(sample)
-    return chosen, found.options
+    return chosen, file.options
 
 
 def _source(

@@ -1,11 +1,11 @@
 """`forerun train lm` trains a small model on Python source, token ids or a target's text, or from its soft labels.
 
-It is a llama, as the shipped target and its draft, which were both trained by it, a GPT-2, a mixture of experts, or a
-hybrid, most of whose layers keep a state.
+It is a llama (as the shipped target and its draft, which this command trained), a GPT-2, a mixture of experts, or a
+hybrid where most layers keep a state.
 Several drafts of one target learn one after another: each learns where the target and the drafts before it (`after`)
 do not agree on the likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they
 cover more than each would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a
-standard checkpoint folder, `model/` in the out folder. loop.py says what else is written there.
+standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 
 @dataclass(frozen=True)
 class Data:
-    """What is learned from, and what the checkpoint needs of it. validation [n, seq_len + 1].
+    """The data of a run, and the parts of it that the checkpoint needs. validation [n, seq_len + 1].
 
     facts: for run.json. tokenizer_folder, end_id: None where ids are all there is; end_id stands behind each text.
-    end_ids: those that end an output.
+    end_ids: ids that end an output.
     """
 
     batches: batches.Mixture
@@ -86,13 +86,13 @@ class LanguageModel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the shape, the loss, and what it learns from; a run may go on with more samples."""
+        """See `Task`: the shape, the loss, and the data; a run may go on with more samples."""
         names = ("shape", "loss", "teacher", "after", "seed")
         return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """See `Task`: all learn alike."""
+        """See `Task`: all weights learn alike."""
         return {}
 
     @property
@@ -156,10 +156,10 @@ class LanguageModel:
         export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id, data.end_ids)
 
     def _covered(self, windows: Tensor, target: Tensor) -> Tensor:
-        """Where at least one earlier draft's likeliest id is the target's: windows [S, L + 1] -> bool [S * L]."""
+        """Return where an earlier draft's likeliest id is the target's: windows [S, L + 1] -> bool [S * L]."""
         best = target.argmax(-1)
-        found = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
-        return torch.stack(found).any(0)
+        hits = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
+        return torch.stack(hits).any(0)
 
     @torch.no_grad()
     def _logits(self, model: TorchModel | None, windows: Tensor) -> Tensor | None:
@@ -190,9 +190,9 @@ def prepare(config: TrainConfig) -> LanguageModel:
 
 
 def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
-    """Read texts, and encode them with a tokenizer that is made of them where none is given.
+    """Read texts, and encode them with the tokenizer, which is trained on them where none is given.
 
-    end_ids: those that end the teacher's output.
+    end_ids: ids that end the teacher's output.
     """
     trains_tokenizer = config.teacher is None and config.tokenizer is None
     corpus = load_corpus(config.text) if config.reads_text or trains_tokenizer else None
@@ -219,7 +219,7 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
 
 
 def ids_data(config: TrainConfig, path: Path) -> Data:
-    """Read rows of ids, of which every 16th is held out. Raises as `batches.load_rows`."""
+    """Read rows of ids, and hold out every 16th. Raises as `batches.load_rows`."""
     rows = batches.load_rows(path, config.shape.vocab_size, config.seq_len_tokens)
     seen, held_out = batches.split_rows(rows)
     return Data(
@@ -230,20 +230,20 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 
 
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
-    """The target, and the ids that end its output. Raises BadOption for one that cannot read the sequences."""
+    """Load the target, and the ids that end its output. Raises BadOption where it cannot read the sequences."""
     if config.teacher is None:
         return None, frozenset()
-    found = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
-    model = found.model
+    checkpoint = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
+    model = checkpoint.model
     assert isinstance(model, TorchModel)
     _check_fits(config.teacher, model, config)
     if model.config.has_windows:
         raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
-    return model, found.end_ids
+    return model, checkpoint.end_ids
 
 
 def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
-    """An earlier draft of the target. Raises BadOption for one that cannot read the sequences."""
+    """Load an earlier draft of the target. Raises BadOption where it cannot read the sequences."""
     model = load_decoder(name, ops, config.device)
     _check_fits(name, model, config)
     return model
@@ -276,7 +276,7 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
-    """The id that training puts behind each text: that of END_OF_TEXT, else one that ends the target's output."""
+    """Return the id that training puts behind each text: END_OF_TEXT, else the lowest that ends the target's output."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None and not end_ids:
         raise BadOption(f"the tokenizer has no token {END_OF_TEXT}, which training puts behind each text: take another")
@@ -284,12 +284,12 @@ def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
 
 
 def num_ids_of(teacher: str) -> int:
-    """The number of ids of a target, of its config.json: what its drafts have to have."""
+    """Return the vocabulary size in the config.json of a target, which its drafts must share."""
     return spec_of(teacher).vocab_size
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Return random weights, or those of config.init_from, with new layers where it is shallower. Raises BadOption."""
+    """Return random weights, or the ones of config.init_from, deepened where it is shallower. Raises BadOption."""
     if config.init_from is None:
         return initial_weights(config.shape, config.seed, device=config.device)
     grown = deepen(read_weights(config.init_from), read_shape(config.init_from), config.shape, config.seed)
@@ -297,13 +297,13 @@ def first_weights(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def make_mixture(config: TrainConfig, corpus: Corpus | None, tokenizer: Tokenizer, end: int) -> batches.Mixture:
-    """Make the batches from the train split, and from the target's own text where it is given."""
-    num_rows, text, own = config.rows_per_step, None, None
+    """Make the batches from the train split, and from text of the target where it is given."""
+    num_rows, text, samples = config.rows_per_step, None, None
     if corpus is not None and config.reads_text:
         tokens = batches.encode_documents(corpus.train, tokenizer, end, seed=config.seed)
         text = batches.WindowStream(tokens, config.seq_len_tokens, config.seed)
     if config.samples is None:
         return batches.Mixture(text, num_rows)
     written = batches.load_samples(config.samples, tokenizer, end)
-    own = batches.WindowStream(written, config.seq_len_tokens, config.seed + 1)
-    return batches.Mixture(text, num_rows, own, config.num_sample_rows)
+    samples = batches.WindowStream(written, config.seq_len_tokens, config.seed + 1)
+    return batches.Mixture(text, num_rows, samples, config.num_sample_rows)

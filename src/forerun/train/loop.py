@@ -1,6 +1,6 @@
 """The one training loop: steps, learning rate, log, checkpoints that are resumed bit for bit, curves.
 
-What is trained is a `Task`: a language model (lm.py) or a drafter's head (heads/). The out folder gets `log.jsonl` (one
+A `Task` is trained: a language model (lm.py) or a drafter's head (heads/). The out folder gets `log.jsonl` (one
 object per logged step; the first is a validation before any), `run.json` (options and data), `state.pt` (to resume
 from) and, where matplotlib is installed, `curves.png`. The task exports what it has learned beside them.
 """
@@ -29,10 +29,10 @@ LOG_EVERY_STEPS = 10
 
 
 class Task(Protocol):
-    """What is trained. weights: by name, trained in place.
+    """The model or head that is trained. weights: by name, trained in place.
 
-    identity: by name, what must be equal where a run goes on from a saved state. facts: for run.json. rates: by name of
-    a weight, its learning rate over that of the others.
+    identity: settings, by name, that must be equal where a run goes on from a saved state. facts: for run.json. rates:
+    by name of a weight, its learning rate over the usual one.
     """
 
     @property
@@ -45,13 +45,13 @@ class Task(Protocol):
     def rates(self) -> Mapping[str, float]: ...
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the batch of one step, which depends on seed and step alone."""
+        """Return the loss of the batch of one step; the batch depends on seed and step alone."""
 
     def validate(self) -> dict[str, float]:
-        """Numbers on held-out data."""
+        """Return numbers on held-out data."""
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write what was learned so far. log: the lines of log.jsonl."""
+        """Write the weights so far, for use. log: the lines of log.jsonl."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def train(
         load_state(run)
     else:
         (config.out / "log.jsonl").write_text("", encoding="utf-8")
-        log(run, task.validate())  # what it begins with
+        log(run, task.validate())  # before the first step
     describe_run(run)
     with deterministic(), progress_bar(quiet) as progress:
         row = progress.add_task("training", total=config.steps, completed=run.step, note="")
@@ -195,13 +195,13 @@ def log(run: Run, numbers: Mapping[str, Any]) -> None:
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log."""
+    """Return the lines of a run's log."""
     path = out / "log.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def save(run: Run) -> None:
-    """Write the state, what was learned, and the curves."""
+    """Write the state, the exported weights, and the curves."""
     save_state(run)
     lines = read_log(run.config.out)
     run.task.export(lines)

@@ -48,10 +48,10 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return how unevenly a router spreads rows: 1 where all experts have as many, their number where one has all.
+    """Return how unevenly a router spreads rows: 1 where all experts get equally many, their number where one gets all.
 
     scores [R, experts]: the router's softmax; chosen [R, k]. It is n sum_i f_i P_i, with the share f_i of choices that
-    fell on expert i and its mean score P_i, through which alone there is a gradient (Fedus, Zoph, Shazeer 2021, arXiv
+    fell on expert i and its mean score P_i, which alone has a gradient (Fedus, Zoph, Shazeer 2021, arXiv
     2101.03961, equations 4 to 6).
     """
     num_experts = scores.shape[-1]

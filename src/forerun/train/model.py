@@ -26,9 +26,9 @@ INTO_STREAM = ("o_proj", "out_proj", "down_proj")  # modules that end a branch o
 
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Draw first weights as GPT-2's: a deviation of 0.02, and of projections into the residual stream a smaller one.
+    """Draw first weights as GPT-2's: a deviation of 0.02, and a smaller one for projections into the residual stream.
 
-    Those are divided by sqrt(2 layers) (Radford et al. 2019, section 2.3).
+    It is divided by sqrt(2 layers) there (Radford et al. 2019, section 2.3).
     """
     small = 0.02 / math.sqrt(2 * shape.num_layers)
     return drawn_weights(shape.spec(), seed, lambda name: small if name in INTO_STREAM else 0.02, device)
@@ -39,7 +39,7 @@ def drawn_weights(
 ) -> dict[str, Tensor]:
     """Draw float32 weights: norms multiply by 1, biases are 0, others normal. deviation_of: the deviation, by module.
 
-    Of recurrent layers decays and convolutions are drawn as published code does (Gu and Dao 2023, arXiv 2312.00752,
+    Decays and convolutions of recurrent layers are drawn as published code does (Gu and Dao 2023, arXiv 2312.00752,
     section 3.6): exp(A_log) is uniform, softplus(dt_bias) log-uniform, and a convolution of n inputs is uniform up to
     1 / sqrt(n). All are drawn on the CPU, so that a seed gives the same model for every device.
     """
@@ -51,7 +51,7 @@ def drawn_weights(
             drawn = torch.empty(size).uniform_(*DECAYS, generator=generator).log()
         elif module == "dt_bias":
             steps = torch.empty(size).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
-            drawn = steps + torch.log(-torch.expm1(-steps))  # whose softplus they are
+            drawn = steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus
         elif module in CONVOLUTIONS and len(size) == 2:
             drawn = torch.empty(size).uniform_(-(size[1] ** -0.5), size[1] ** -0.5, generator=generator)
         elif len(size) > 1:
@@ -114,8 +114,8 @@ def export(
 ) -> None:
     """Write a standard checkpoint folder of the family, with weights in bfloat16 and the tokenizer's files beside them.
 
-    end_id: behind each text of the training; a model of ids alone has neither it nor a tokenizer. end_ids: what ends an
-    output; none = end_id.
+    end_id: behind each text of the training; a model of ids alone has neither it nor a tokenizer. end_ids: ids that
+    end an output; none = end_id.
     """
     save_checkpoint(
         folder,
@@ -128,7 +128,7 @@ def export(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape of a checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
+    """Read the shape of a checkpoint folder. Raises NotFound without one, BadOption for a model of another shape."""
     spec = spec_of(folder)
     if (names := SIZES.get(spec.model_type)) is not None:
         raw = family(spec.model_type).write(spec)

@@ -1,9 +1,9 @@
 """A feed-forward part narrower than the target's: the inner outputs that add most, and a last matrix fitted to them.
 
 An inner output adds its value times its column of the last matrix, so its share is its mean square times that column's
-(a diagonal of Optimal Brain Surgeon, Hassibi and Stork 1993). What is left then makes up for what went: the last matrix
-is the least squares fit to what all of them added, on texts that the target wrote. For Qwen2.5-Coder 1.5B 2,048 of
-8,960 miss 14 % of the sum of squares without the fit, and 3 % with it.
+(a diagonal of Optimal Brain Surgeon, Hassibi and Stork 1993). The kept outputs then make up for the dropped ones: the
+last matrix is the least squares fit to the sum of all of them, on texts that the target wrote. For Qwen2.5-Coder 1.5B
+2,048 of 8,960 miss 14 % of the sum of squares without the fit, and 3 % with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOWN = "down_proj.weight"
 
 
 def narrowed(decoder: Spec, size: int) -> Spec:
-    """Return the spec of a head of one layer with a feed-forward part of at most so many inner outputs."""
+    """Return the spec of a head of one layer with at most `size` inner outputs in its feed-forward part."""
     block = decoder.blocks[0]
     assert block.mlp is not None
     return replace(decoder, blocks=(replace(block, mlp=replace(block.mlp, size=min(size, block.mlp.size))),))
@@ -34,7 +34,7 @@ class Narrowing:
     """Chooses inner outputs of the target's layer, and fits the last matrix.
 
     decoder: the head's spec as wide as the target; last: the target's weights of that layer, whose names begin with
-    `at`. read: which of a batch's layers the target's layer reads.
+    `at`. read: the index, among a batch's layers, of the input of the target's layer.
     """
 
     def __init__(self, decoder: Spec, last: Mapping[str, Tensor], at: str, read: int) -> None:
@@ -43,14 +43,14 @@ class Narrowing:
         self._squares = torch.zeros(width, width)
 
     def seen(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Return the batches, each after its inner outputs were added."""
+        """Yield the batches, each after its inner outputs were added to the sums."""
         for batch in batches:
             inner = self._inner(batch)[batch.inside.flatten()]
             self._squares += inner.T @ inner
             yield batch
 
     def weights(self, size: int) -> dict[str, Tensor]:
-        """Return the matrices of the feed-forward part with so many inner outputs, by their names."""
+        """Return the matrices of the feed-forward part with `size` inner outputs, by their names."""
         down = self._last[self._at + DOWN]
         added = self._squares.diagonal() * down.pow(2).sum(0)
         kept = added.argsort(descending=True, stable=True)[:size].sort().values
@@ -62,7 +62,7 @@ class Narrowing:
         }
 
     def _inner(self, batch: Batch) -> Tensor:
-        """What the last matrix reads [S * L, size], had the target itself run the batch."""
+        """Return the target's inner outputs [S * L, size], computed from the rows before its layer."""
         block, x = self._block, batch.layers[:, :, self._read].float()
         y = block.read(x)
         keys, values = block.keys_values(y, batch.at)

@@ -16,7 +16,7 @@ from forerun.errors import BadOption, NotFound
 from forerun.train.texts import read_texts
 
 MOST_COUNT = 2**32 - 1  # of a file's counts
-MERGE_PAIRS = 4_000_000  # that are held as they came, until they are counted
+MERGE_PAIRS = 4_000_000  # pairs that wait until they are counted together
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,13 +51,13 @@ class Fit:
                 self._merge()
 
     def arrays(self, max_followers: int) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays of a fitted file (tables.FittedTable); of each row its `max_followers` most frequent ids.
+        """Return the arrays of a fitted file (tables.FittedTable), with the `max_followers` likeliest ids of each row.
 
-        Of equal counts the lowest ids are kept.
+        Among equal counts the lowest ids are kept.
         """
-        found: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
+        arrays: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
         if self.order == 1:
-            return found
+            return arrays
         self._merge()
         before, after = np.divmod(self._pairs, self.num_ids)
         order = np.lexsort((after, -self._pair_counts, before))
@@ -66,7 +66,7 @@ class Fit:
         kept = ranks < max_followers
         before, after, counts = before[kept], after[kept], counts[kept]
         order = np.lexsort((after, before))
-        return found | {
+        return arrays | {
             "starts": np.searchsorted(before[order], np.arange(self.num_ids + 1)),
             "followers": after[order].astype(np.int32),
             "follower_counts": counts[order].clip(max=MOST_COUNT).astype(np.uint32),
@@ -95,7 +95,7 @@ def train(
     """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
 
     target: as LLM takes it, None = the default one. progress is called behind each text.
-    Raises UserError for what is not possible, before any text is read where that can be seen.
+    Raises UserError for impossible options, before any text is read where that can be seen.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:

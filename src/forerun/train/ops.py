@@ -20,8 +20,8 @@ class TrainingOps(ReferenceOps):
 
     So training runs the same forward pass of the decoder as serving; only the source of keys, values and states is
     another. Recurrent layers are computed by chunks, because gradients through a step for each token take too long.
-    Sliding windows are refused, because no trainable shape has one. imbalances: what each router of the passes since
-    it was emptied did, see `losses.imbalance`.
+    Sliding windows are refused, because no trainable shape has one. imbalances: one of each router and pass since the
+    list was emptied, see `losses.imbalance`.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:
@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`. A pass that nothing is learned from, as a teacher's, leaves no trace."""
+        """See `ReferenceOps`. A pass without gradients, such as a teacher's, leaves no trace."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 
@@ -78,8 +78,8 @@ class TrainingOps(ReferenceOps):
             return delta_chunks(*texts).transpose(1, 2).flatten(0, 1), {}
 
 
-CHUNK_TOKENS = 64  # of a sequence, of which the gated delta rule is a few products of matrices
-LEAST_DECAY = 1e-30  # of a token, which has a logarithm
+CHUNK_TOKENS = 64  # of a sequence: within a chunk the gated delta rule is a few products of matrices
+LEAST_DECAY = 1e-30  # of a token, as 0 has no logarithm
 
 
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
 
 
 class RememberingOps(ReferenceOps):
-    """Operators for S rows of as many tokens each, whose attention has a mask instead of a cache.
+    """Operators for S sequences of equal length, whose attention has a mask instead of a cache.
 
-    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D]: written by a pass with
-    `remembers`, and what stands before the rows' own keys in other passes.
+    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D], written by a pass with
+    `remembers`; other passes put them before the keys of their rows.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class RememberingOps(ReferenceOps):
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
+        """Attend under the mask: q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come in order."""
         k, v = _trainable(k, v, scoring)
         num_heads, num_rows = q.shape[1], len(self.mask)
         q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
@@ -158,7 +158,7 @@ class RememberingOps(ReferenceOps):
 
 
 def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Keys and values of the layer itself. Raises NotImplementedError for attention that is no plain one."""
+    """Return keys and values of the layer itself. Raises NotImplementedError for attention that training lacks."""
     if k is None or v is None or not scoring.is_plain or scoring.sees_all:
         raise NotImplementedError("training knows attention without soft caps, sinks, biases or keys of other layers")
     return k, v
@@ -167,7 +167,7 @@ def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Te
 def run_rows(model: TorchModel, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
     """Run a model with RememberingOps: ids and positions [S, rows] -> rows behind the final norm [S * rows, H].
 
-    hidden [S * rows, H]: what stands in place of the ids' embeddings.
+    hidden [S * rows, H]: rows in place of the ids' embeddings.
     """
     run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
     rows: Tensor = model.forward(run, None, hidden=hidden).hidden

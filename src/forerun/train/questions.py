@@ -1,8 +1,8 @@
-"""Questions of people, from files as conversations are published in: what a target answers, for drafters to learn from.
+"""Questions of people, from published files of conversations: a target answers them, and drafters learn from that.
 
 A file is JSON (a list, read as far as it is whole) or JSON lines. An entry is a text, an object with a `prompt`, a
 `question` or an `instruction`, or a conversation: `conversations` as ShareGPT has them, `messages`, or `turns`. A
-conversation gives its first turn, where a user said that.
+conversation gives its first turn, where that is a user's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _listed(text: str, path: Path) -> list[Any]:
-    """Return the entries of a list; those before the cut, where it is cut short. Raises ValueError."""
+    """Return the entries of a list; the whole ones before the cut, where it is cut short. Raises ValueError."""
     try:
         whole = json.loads(text)
         return whole if isinstance(whole, list) else [whole]

@@ -1,7 +1,7 @@
-"""`forerun train drafter`: a head for any target in so many hours, of nothing but questions; each part goes on.
+"""`forerun train drafter`: a head for any target in a given time, from nothing but questions.
 
-The target writes for `SAMPLE_SHARE` of the time, and its hidden states are stored while it does. What is left is for
-learning: as many steps as fit, of which a few are timed first. The out folder gets `samples.ids`, `features`, the run
+The target writes for `SAMPLE_SHARE` of the time, and its hidden states are stored while it does. The rest is for
+learning: as many steps as fit, after a few were timed. The out folder gets `samples.ids`, `features`, the run
 (log.jsonl, state.pt, head) and `recipe.json`, which says how far it is. The same command goes on where it was stopped.
 """
 
@@ -27,7 +27,7 @@ from forerun.train.sampling import Progress, write
 SAMPLE_SHARE = 0.6  # of the time
 LEAST_SHARE = 0.1  # of the time, for steps, however long all else took
 MOST_PASSES = 5  # over the samples
-LEAST_TOKENS = 2048  # of samples, which teach something
+LEAST_TOKENS = 2048  # of samples: fewer teach nothing
 NO_END = 1 << 40  # tokens
 TIMED_STEPS = 3
 TOKENS_PER_STEP = 1024
@@ -41,7 +41,7 @@ class _TimeIsUp(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """How far a folder is. sampled_s: seconds of all sessions; steps: of training, None = not known yet."""
+    """The progress of a folder. sampled_s: seconds of all sessions; steps: of training, None = not known yet."""
 
     hours: float
     method: str
@@ -70,7 +70,7 @@ class State:
         return state
 
     def save(self, out: Path) -> None:
-        """Write it into the out folder; what was there stays until that is done."""
+        """Write it into the out folder; the old file stays until that is done."""
         out.mkdir(parents=True, exist_ok=True)
         partial = out / "recipe.json.partial"
         partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -79,7 +79,7 @@ class State:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head that a recipe ends with. folder: where it lies; numbers: of the last validation."""
+    """The head that a recipe ends with, in `folder`. numbers: of the last validation."""
 
     folder: Path
     target: OpenedCheckpoint
@@ -97,7 +97,7 @@ def make(
     warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainedHead:
-    """Sample and train, from wherever the out folder is. say: is told what comes next; warn: see `train head`.
+    """Sample and train, going on in the out folder. say: called with what comes next; warn: see `train head`.
 
     Raises UserError as `train sample` and `train head` do.
     """
@@ -125,7 +125,7 @@ def make(
 
 
 def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float]) -> int:
-    """Return how many steps fit into the time that is left, by the time of a few, which change no weight."""
+    """Return how many steps fit into the time that is left; a few are timed, which change no weight."""
     for weight in task.weights.values():
         weight.requires_grad_(True)
     begun = clock()
@@ -189,7 +189,7 @@ def _sample(
 
 
 def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
-    """What is sampled: texts that fit into the target's positions."""
+    """Return the options of sampling, with texts that fit into the target's positions."""
     asked: dict[str, Any] = {"chat": 0.9} if config.questions else {}
     return SampleConfig(
         out=config.out / SAMPLES,

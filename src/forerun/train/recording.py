@@ -1,4 +1,4 @@
-"""What the target computes while it writes is kept for its heads, so that nothing is run again for them."""
+"""Keeps the target's hidden states while it writes, so that nothing is run again for its heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Recorder(Drafter):
     """A drafter that drafts nothing, and keeps the features of each sequence until they are taken.
 
-    layers: behind which the residual stream is kept, in this order.
+    layers: the residual stream behind each is kept, in this order.
     """
 
     draws = "point"
@@ -47,12 +47,12 @@ class Recorder(Drafter):
             self._parts[seq.id].append(features_of(self._model, taps, own.hidden, best))
 
     def take(self, seq_id: int, num_tokens: int) -> Features:
-        """Return the features of a sequence's first tokens, and forget it. The last one was not run: it gets zeros.
+        """Return the features of a sequence's first tokens, and forget it. The last token was not run: it gets zeros.
 
         Raises InternalError where not all were seen.
         """
         seen = Features.joined(self._parts.pop(seq_id))
-        rows = [torch.cat((own, own.new_zeros(1, *own.shape[1:])))[:num_tokens] for own in seen.tensors]
+        rows = [torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[:num_tokens] for tensor in seen.tensors]
         if len(rows[0]) != num_tokens:
             raise InternalError(f"{len(rows[0])} of {num_tokens} tokens of a text were seen while it was written")
         return Features(*rows)
@@ -62,7 +62,7 @@ class Recorder(Drafter):
 class Recording:
     """The features of samples, in a folder that grows with their file. layers: see Recorder.
 
-    say: is told how many of how many texts have features, while missing ones are computed.
+    say: called while missing features are computed, with the number of texts that have them and of all texts.
     """
 
     folder: Path
@@ -77,13 +77,13 @@ class Recording:
         return self.recorder
 
     def begin(self, llm: LLM, samples: Samples) -> None:
-        """Open the folder, and compute what the samples so far lack in it."""
+        """Open the folder, and compute the features that are missing for the samples so far."""
         model = llm.checkpoint.model
         longest = max((len(sample.ids) for sample in samples.samples), default=1)
         facts = facts_of(model, samples.options)
         source = Recomputed(model, self.layers, longest)
         self.file = Stored(self.folder, samples.samples, source, self.layers, facts, self.say).file
-        llm.engine.drafter.spares = False  # what it raises ends the run: no text is stored without its features
+        llm.engine.drafter.spares = False  # an error ends the run: no text is stored without its features
 
     def write(self, start: int, features: Features) -> None:
         """Store the features of the next sample. start: tokens of all samples before it."""

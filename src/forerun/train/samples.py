@@ -1,9 +1,9 @@
 """A file of texts that a target wrote itself, as token ids: `forerun train sample` appends to it, training reads it.
 
-The file begins with one line that names the format and one of JSON: which tokenizer and weights wrote it, with which
+The file begins with a line that names the format and a line of JSON: which tokenizer and weights wrote it, with which
 options. Records follow, each with a checksum. A process that is killed leaves at most a last record that is cut short,
-which is dropped when the file is opened to go on. Records are in the order of their numbers, and what a number becomes
-depends on the options alone, so a file that was interrupted ends as one that was not, byte by byte.
+which is dropped when the file is opened to go on. Records are in the order of their numbers, and each depends on its
+number and the options alone, so a file that was interrupted ends as one that was not, byte by byte.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST_IDS = 1 << 20  # of one record
 class Sample:
     """One text. ids: all of it; the first `num_given` were given to the target, the others it wrote.
 
-    answer_at: where the answer begins; what is between is the question that the target wrote for itself, and what the
-    chat template puts behind it. temperature: of the answer. number: its place in the order of all samples.
+    answer_at: where the answer begins; before it stand the question that the target wrote for itself, and the chat
+    template's ids behind that. temperature: of the answer. number: its place in the order of all samples.
     """
 
     number: int
@@ -49,22 +49,22 @@ class Sample:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training must not see it."""
+        """Whether training must not see this text."""
         return self.number % HELD_OUT_EVERY == 0
 
     @property
     def key(self) -> bytes:
-        """What is equal where two samples have the same beginning, of which one is enough."""
+        """The bytes of its beginning; one of two samples with the same key is enough."""
         return self.ids[: max(self.answer_at, self.num_given)].tobytes()
 
 
 class SampleWriter:
     """Appends samples to a file, whose options it checks where the file is there already.
 
-    options: what decides what a number becomes; a file that was begun with others is refused. num_tokens: ids so far.
-    next_number: behind the last sample; those that were left out as duplicates at the end are made once more. Raises
-    BadOption for a file of other options, or one that another process writes to, and UnsupportedModel for one that is
-    no such file or is broken inside.
+    options: all that samples depend on; a file that was begun with others is refused. num_tokens: ids so far.
+    next_number: behind the last sample; duplicates that were left out at the end are made once more. Raises BadOption
+    for a file of other options, or one that another process writes to, and UnsupportedModel for one that is no such
+    file or is broken inside.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class SampleWriter:
         return True
 
     def close(self) -> None:
-        """Bring it to the disk."""
+        """Write everything to the disk, and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -120,7 +120,7 @@ class SampleWriter:
             return  # a file system that knows no locks
 
     def _read_on(self, options: Mapping[str, Any]) -> int:
-        """Read what is there; returns where its last whole record ends."""
+        """Read the samples that are there, and return where the last whole record ends."""
         with self.path.open("rb") as file:
             had = _read_header(file, self.path)
             wanted = json.loads(json.dumps(dict(options)))
@@ -151,18 +151,18 @@ class SampleWriter:
 
 @dataclass(frozen=True)
 class Samples:
-    """A whole file. options: what it was made with."""
+    """A whole file. options: the ones that it was made with."""
 
     options: Mapping[str, Any]
     samples: tuple[Sample, ...]
 
     def split(self, held_out: bool) -> list[Sample]:
-        """Those that training may see, or the others."""
+        """Return the held-out samples, or the ones that training may see."""
         return [sample for sample in self.samples if sample.is_held_out == held_out]
 
 
 def read_samples(path: Path) -> Samples:
-    """Read a file; a last record that is cut short is left out, for the file may still grow.
+    """Read a file; a last record that is cut short is left out, as the file may still grow.
 
     Raises NotFound where there is none, UnsupportedModel for another file or one that is broken inside.
     """
@@ -174,7 +174,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def begun_with(path: Path) -> Mapping[str, Any]:
-    """The options of a file that is there already, else none. Raises UnsupportedModel for one that is no such file."""
+    """Return the options of a file that is there already, else {}. Raises UnsupportedModel for another kind of file."""
     if not path.exists() or not path.stat().st_size:
         return {}
     with path.open("rb") as file:
@@ -182,7 +182,7 @@ def begun_with(path: Path) -> Mapping[str, Any]:
 
 
 def stream(samples: Iterable[Sample], end: int) -> NDArray[np.uint32]:
-    """All ids as one stream, each sample followed by the id `end`, if that is not its last one already."""
+    """Return all ids as one stream, each sample followed by the id `end` unless it ends with that already."""
     parts: list[NDArray[np.uint32]] = []
     for sample in samples:
         parts.append(sample.ids)
@@ -219,7 +219,7 @@ def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
         crc = file.read(4)
         if kind >= len(KINDS) or crc != struct.pack("<I", zlib.crc32(head + body)):
             if file.tell() >= size and num <= MOST_IDS:
-                return  # the last one, of which some pages did not reach the disk
+                return  # the last record: some of its pages did not reach the disk
             raise UnsupportedModel(
                 f"{shown(str(path))} is damaged behind sample {number}: cut it there, or sample into another file"
             )

@@ -19,7 +19,7 @@ MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. num_tokens: in the file; num_new: of them, written in so many seconds."""
+    """The progress of a run. num_tokens: in the file; num_new: the ones that this run wrote, in `seconds`."""
 
     num_tokens: int
     num_new: int
@@ -41,7 +41,7 @@ def write(
 ) -> Progress:
     """Let a target write until the file is as long as asked for.
 
-    show: is told after each sample. recording: see Writer.
+    show: called after each sample. recording: see Writer.
 
     Raises UserError where the file was begun otherwise, and where there is too little to begin with.
     """
@@ -78,14 +78,14 @@ def write(
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
-    """Return what passages are cut from: the texts that were named, else those of packages where a kind needs some."""
+    """Return the texts that passages are cut from: the named ones, else of packages where a kind needs them."""
     if config.texts:
         return list(read_texts(config.texts, MAX_TEXT_BYTES))
     return packaged_texts() if shares.task + shares.text > 0 else []
 
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
-    """Return the shares of the kinds, of those that were not given the usual ones for this target."""
+    """Return the shares of the kinds; where none is given, the usual one for this target."""
     chat, task = config.chat, config.task
     if chat is None:
         chat = Shares.chat if config.questions or Frame.opens_a_turn(llm) else 0.0

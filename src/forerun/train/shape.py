@@ -22,7 +22,7 @@ LLAMA = {
     "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
-# Of each family that is trained: what its config.json calls the sizes, and what else stands there.
+# For each family that can be trained, the keys of the sizes in its config.json, and (FIXED) its other entries.
 SIZES: Mapping[str, Mapping[str, str]] = {
     "llama": LLAMA,
     "gpt2": {
@@ -47,19 +47,19 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     "qwen3_5_text": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4},
 }
-# Of a family with states, what config.json says of their heads, which are as many and as wide as those of queries.
+# The config.json keys of the heads with states, which are as many and as wide as the query heads.
 STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 STATE_DIMS = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
-INTERVAL = 4  # of its layers with attention
+INTERVAL = 4  # layers from one with attention to the next, in a family with states
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder with tied embeddings, in elements; heads have hidden_size / num_heads of them.
 
-    family: llama; gpt2, which learns each of its max_positions, and has as many key-value heads as query heads; or
-    qwen3_moe, of whose num_experts parts of ffn_size each row takes num_chosen; or qwen3_5_text, of whose layers every
-    fourth has attention and the others keep a state, whose heads are those of queries.
+    family: llama; gpt2, which learns each of its max_positions, and has as many key-value heads as query heads;
+    qwen3_moe, where each row takes num_chosen of num_experts experts of ffn_size each; or qwen3_5_text, where every
+    fourth layer has attention and the others keep a state with as many heads as there are query heads.
     """
 
     hidden_size: int = option(512, "width of the residual stream, elements", min=1)
@@ -115,7 +115,7 @@ class ModelShape:
 
     @classmethod
     def given(cls, sizes: Mapping[str, Any], seq_len_tokens: int) -> ModelShape:
-        """Return a shape of the sizes that a command got: a gpt2 has as many positions as its sequences have tokens."""
+        """Return the shape from a command's sizes: a gpt2 has as many positions as its sequences have tokens."""
         of_family = {}
         if sizes.get("family") == "gpt2":
             of_family = {"num_kv_heads": sizes.get("num_heads", cls.num_heads), "max_positions": seq_len_tokens}

@@ -1,4 +1,4 @@
-"""Measures how likely a target is to accept the first, second, ... child of a draft model: what Sequoia asks for."""
+"""Measures how likely a target accepts the first, second, ... child of a draft model, which Sequoia asks for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fit(
 ) -> Floats:
     """Measure a pair on held-out texts, write the file that `tree:shape=sequoia,file=FILE` reads, return the shares.
 
-    draft: None = that of the shipped pair. prompts: None = beginnings of held-out Python sources. Raises UserError.
+    draft: None = the shipped one. prompts: None = beginnings of held-out Python sources. Raises UserError.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -79,18 +79,18 @@ def measure(
 
 def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) -> Floats:
     """Return P(child k is the accepted one), [num], for one draw of children of q without replacement; p, q [V]."""
-    found, reached = np.zeros(num), 1.0
+    shares, reached = np.zeros(num), 1.0
     for k in range(num):
         if q.sum() <= 0:
             break
         q = q / q.sum()
         token = int(np.searchsorted(q.cumsum(), rng.random(), side="right").clip(max=len(q) - 1))
         accepted = min(1.0, p[token] / q[token]) if q[token] > 0 else 0.0
-        found[k], reached = reached * accepted, reached * (1 - accepted)
+        shares[k], reached = reached * accepted, reached * (1 - accepted)
         rest = np.maximum(p - q, 0)
         p = rest / rest.sum() if rest.sum() > 0 else p
         q = np.where(np.arange(len(q)) == token, 0.0, q)
-    return found
+    return shares
 
 
 def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
@@ -100,7 +100,7 @@ def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
 
 
 def _logits(runner: Runner, ids: Seq[int]) -> Floats:
-    """The logits behind each id, [n, V]."""
+    """Return the logits behind each id, [n, V]."""
     runner.cache.open(0)
     try:
         return runner.forward([Run(0, list(ids))]).logits[0].astype(np.float64)

@@ -1,7 +1,7 @@
 """`forerun train skip` searches the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
 
-A set of layers is scored on the target's own choices: how often its likeliest token is the target's, over all positions
-of a text, and what a pass of it reads of the target's bytes. Equation (1) of Leviathan et al. 2023 turns both into
+A set of layers is scored on the target's own choices: the share of positions of a text where its likeliest token is the
+target's, and the share of the target's bytes that its pass reads. Equation (1) of Leviathan et al. 2023 turns both into
 tokens per second, relative to plain decoding. The paper searches by Bayesian optimisation; here each layer is left out
 alone, then the least missed ones together, and then single layers are flipped at random while that helps.
 """
@@ -36,8 +36,10 @@ FLIPS = 20  # tries for each set that may be scored
 
 @dataclass(frozen=True)
 class Scored:
-    """A set of layers. agreement: the share of positions at which its likeliest token is the target's. speedup: eq. (1)
-    with the best length, against plain decoding; no overhead and no wider pass is counted.
+    """A set of layers with its score.
+
+    agreement: the share of positions at which its likeliest token is the target's. speedup: eq. (1) with the best
+    length, against plain decoding; no overhead and no wider pass is counted.
     """
 
     layers: tuple[int, ...]
@@ -67,7 +69,7 @@ class Scorer:
         self._wanted = self._choices(None)
 
     def cost(self, layers: Seq[int]) -> float:
-        """The share of the bytes of a target pass that a pass of these layers reads."""
+        """Return the bytes that a pass of these layers reads, over a target pass."""
         return 1 - self._layer_share * (self.num_layers - len(layers))
 
     def score(self, layers: Seq[int]) -> Scored:
@@ -78,32 +80,32 @@ class Scorer:
         return Scored(tuple(layers), agreement, speedup(agreement, length, cost))
 
     def _choices(self, layers: Seq[int] | None) -> npt.NDArray[np.int64]:
-        """The likeliest token behind each position of each text."""
+        """Return the likeliest token behind each position of each text."""
         runner = Runner(self.model, self.cache, layers=layers)
-        found: list[int] = []
+        best: list[int] = []
         for window in self.windows:
             self.cache.open(SLOT)
             scores = runner.forward([Run(SLOT, window, best_only=runner.finds_best)])
-            found += scores.best[0] if runner.finds_best else scores.logits[0].argmax(axis=-1).tolist()
+            best += scores.best[0] if runner.finds_best else scores.logits[0].argmax(axis=-1).tolist()
             self.cache.release(SLOT)
-        return np.array(found)
+        return np.array(best)
 
 
 def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
     """Cut the first `num_tokens` ids into windows. Raises BadOption where the text has fewer than two tokens."""
     kept = ids[:num_tokens]
-    found = [kept[first : first + length] for first in range(0, len(kept), length)]
-    found = [window for window in found if len(window) > 1]
-    if not found:
+    windows = [kept[first : first + length] for first in range(0, len(kept), length)]
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
         raise BadOption("the text has fewer than two tokens: name a longer one")
-    return found
+    return windows
 
 
 def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
     """Return the best proper subset of the layers that was found, by the speed-up, which may be below 1.
 
-    The same arguments give the same set. evaluations: sets that are scored at most, at least 1. say: is told each set
-    that is better than all before. Raises BadOption for a model of one layer.
+    The same arguments give the same set. evaluations: sets that are scored at most, at least 1. say: called with each
+    set that is better than all before. Raises BadOption for a model of one layer.
     """
     everything = tuple(range(scorer.num_layers))
     if len(everything) < 2:
@@ -131,7 +133,7 @@ def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Score
     for num in range(2, len(everything)):
         score(without(least_missed[:num]))
     rng = random.Random(seed)
-    for _ in range(FLIPS * evaluations):  # more than can be scored, for many were scored before
+    for _ in range(FLIPS * evaluations):  # more than can be scored, as many were scored before
         score({*best.layers} ^ {rng.choice(everything)})
     return best
 

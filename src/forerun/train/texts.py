@@ -1,4 +1,4 @@
-"""Texts that tables are fitted to: the files that a caller names, those below folders, or the standard library."""
+"""Texts that tables are fitted to: named files, files below named folders, or the standard library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from forerun.train.corpus import load_corpus
 
 
 def files_of(paths: Seq[Path]) -> list[Path]:
-    """Return the files among `paths`, and those below its folders, sorted; hidden ones below folders are left out.
+    """Return the files among `paths` and below its folders, sorted; hidden ones below folders are left out.
 
     Raises NotFound for a path that is not there, and for a folder without a file.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         inside = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
         if path.is_dir():
             inside = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)]
         if not inside:
             raise NotFound(f"there is no text at {shown(str(path))}: name a file, or a folder with files in it")
-        found += inside
-    return list(dict.fromkeys(found))
+        files += inside
+    return list(dict.fromkeys(files))
 
 
 def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
@@ -56,9 +56,9 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
 
 
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
-    """Texts that come with what is installed: descriptions of packages, Python's own help, and some of its modules.
+    """Return installed texts: descriptions of packages, Python's own help, and some of its modules.
 
-    The order depends on what is installed alone. code_bytes: characters of modules, about.
+    The order depends on the installed packages alone. code_bytes: characters of modules, about.
     """
     described: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
@@ -77,7 +77,7 @@ def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
 
 
 def _decoded(data: bytes, is_cut: bool) -> str | None:
-    """The text of these bytes, None where they are none. is_cut: they may end inside a character."""
+    """Return the text of these bytes, None where they are not UTF-8. is_cut: they may end inside a character."""
     if b"\0" in data:
         return None
     try:

@@ -67,7 +67,7 @@ def save_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's tokenizer.json into `folder`, and what other runtimes read beside it."""
+    """Copy a checkpoint's tokenizer.json into `folder`, with the files that other runtimes read beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).exists():

@@ -1,14 +1,15 @@
-"""The target writes what a drafter learns from, for a drafter must guess what the target writes, not what people do.
+"""The target writes the texts that a drafter learns from, as a drafter must guess the target's texts, not people's.
 
-Three kinds of text. *chat*: the target answers a question that was given; without any it gets only the opening of a
-user's turn, writes the question at temperature 1, and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464).
+There are three kinds of text.
+*chat*: the target answers a given question; without any it gets only the opening of a user's turn, writes the question
+at temperature 1, and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464).
 *task*: an instruction with a passage of a given text.
 *text*: a continuation of such a passage. Half of the answers and continuations are greedy, the others are drawn at
 temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data).
-What repeats itself ends with the third repetition: small models go on so for ever, and there is nothing to learn.
+A text that repeats itself ends with the third repetition: small models go on so for ever, which teaches nothing.
 
-All of them run in one continuous batch. What number i becomes is a function of the options alone: its seed draws kind,
-passage and temperature, and the engine's draws depend on no neighbour where its operators are row-invariant.
+All of them run in one continuous batch. Sample i is a function of the options alone: its seed draws kind, passage and
+temperature, and the engine's draws depend on no neighbour where its operators are row-invariant.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ INSTRUCTIONS = (
 )
 MARK = "FORERUN-PLACE-OF-THE-QUESTION"
 TEMPERATURES = (0.0, 0.0, 0.5, 1.0)  # of answers and continuations, each as often as it stands here
-PERIODS = range(1, 65)  # tokens of what repeats itself
+PERIODS = range(1, 65)  # tokens of the repeated part
 REPEATED = 3  # times, and
 LEAST_REPEATED = 32  # tokens of it at least, end a text
 LOOK_EVERY = 16  # tokens, while a text is written
-MOST_REPEATED = 64  # samples in a row whose beginnings were there before
+MOST_REPEATED = 64  # samples in a row with a beginning that an earlier sample has
 WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How many of the samples are of which kind; together 1."""
+    """The share of each kind among the samples; together 1."""
 
     chat: float = 0.7
     task: float = 0.15
@@ -75,13 +76,13 @@ class Shares:
             raise BadOption(f"the shares of chat, task and text are {parts}: they must be at least 0, and 1 together")
 
     def kind(self, drawn: float) -> str:
-        """The kind that a number drawn from [0, 1) means."""
+        """Map a number drawn from [0, 1) to a kind."""
         return "chat" if drawn < self.chat else "task" if drawn < self.chat + self.task else "text"
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens at most: of a passage (a least one, too), a question and an answer."""
+    """The most tokens of a passage (the fewest, too), a question and an answer."""
 
     passage: tuple[int, int] = (16, 160)
     question: int = 160
@@ -90,7 +91,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a chat template puts around the first question, as ids; () where there is no template."""
+    """The ids that a chat template puts around the first question; () where there is no template."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -99,14 +100,14 @@ class Frame:
     def of(cls, template: ChatTemplate, encode: Callable[[str], list[int]]) -> Frame:
         """Render one conversation and cut it. Raises BadOption where the template changes the user's text."""
         text = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
-        before, found, after = text.partition(MARK)
-        if not found:
+        before, mark, after = text.partition(MARK)
+        if not mark:
             raise BadOption("the chat template does not print a user's text as it is: sample with --chat 0 --task 0")
         return cls(tuple(encode(before)), tuple(encode(after)))
 
     @classmethod
     def opens_a_turn(cls, llm: LLM) -> bool:
-        """Whether a model has a chat template that says where a user's turn begins, so that it can write the rest."""
+        """Return whether a model's chat template opens a user's turn, so that the model can write the rest."""
         try:
             return cls.of_model(llm).before != ()
         except (NotFound, BadOption):
@@ -114,13 +115,13 @@ class Frame:
 
     @classmethod
     def of_model(cls, llm: LLM) -> Frame:
-        """The frame of a model. Raises NotFound without a template, and as `of`."""
+        """Return the frame of a model. Raises NotFound without a template, and as `of`."""
         return cls.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one number is to become. prompt: the ids that the target is given first."""
+    """The plan of one sample. prompt: the ids that the target is given first."""
 
     number: int
     kind: str
@@ -132,9 +133,9 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: where passages are cut from. questions: what conversations begin with, where a question is short enough;
-    without any the target writes its own. begun: the options of a file that is to go on (samples.begun_with), whose
-    frame stays; some templates print the date of the day. Raises BadOption where there are no texts to cut from.
+    texts: passages are cut from them. questions: conversations begin with them, where short enough; without any the
+    target writes its own. begun: the options of a file that is to go on (samples.begun_with), whose frame stays, as
+    some templates print the date of the day. Raises BadOption where there are no texts to cut from.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Writer:
             raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
 
     def options(self) -> dict[str, Any]:
-        """What decides what a number becomes, for the file."""
+        """Return everything that a sample depends on beside its number, for the file."""
         llm = self.llm
         frame = {"frame": [list(self.frame.before), list(self.frame.after)]} if self._writes_frame else {}
         options = {
@@ -190,7 +191,7 @@ class Writer:
         return options | frame | asked
 
     def plan(self, number: int) -> Plan:
-        """What this number is to become; a function of the options."""
+        """Return the plan of this number, a function of the options."""
         rng = random.Random(f"{self.seed} {number}")
         kind = self.shares.kind(rng.random())
         temperature = rng.choice(TEMPERATURES)
@@ -218,7 +219,7 @@ class Writer:
         say: Callable[[SampleWriter], None] = lambda w: None,
         recording: Recording | None = None,
     ) -> None:
-        """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
+        """Append samples until the file holds `num_tokens` ids. say: called after each of them.
 
         recording: stores their features, in the folder that grows with this file.
 
@@ -269,7 +270,9 @@ class Writer:
                     is_new = out.append(sample)
                     num_repeated = 0 if is_new else num_repeated + 1
                     if is_new and recording is not None and recorded is not None:
-                        recording.write(end, recorded)  # behind it: what a kill loses is computed when it goes on
+                        recording.write(
+                            end, recorded
+                        )  # behind the sample: features that a kill loses are computed when it goes on
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(
@@ -289,7 +292,7 @@ class Writer:
         return SamplingParams(max_tokens=self.lengths.answer, temperature=plan.temperature, seed=plan.seed)
 
     def _asks(self, plan: Plan) -> bool:
-        """Whether the target writes the question, too."""
+        """Return whether the target writes the question, too."""
         return plan.kind == "chat" and not self.questions
 
     def _encode(self, text: str) -> list[int]:
@@ -308,7 +311,7 @@ class Writer:
         return short
 
     def _passage(self, rng: random.Random, num: int) -> list[int]:
-        """`num` ids of the given texts, or fewer where one ends, from the beginning of a line."""
+        """Return `num` ids of the given texts, or fewer where a text ends, from the beginning of a line."""
         at = rng.randrange(int(self._sizes[-1]))
         which = int(np.searchsorted(self._sizes, at, side="right"))
         text = self.texts[which]
@@ -321,29 +324,29 @@ def _digest(texts: Seq[str]) -> str:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return the index at which the ids from `start` on have said the same REPEATED times; None where they do not."""
-    own = np.asarray(ids[start:])
-    ends = [end for period in PERIODS if (end := _repeats(own, period)) is not None]
+    """Return the index at which the ids from `start` on end their REPEATEDth repetition; None without one."""
+    written = np.asarray(ids[start:])
+    ends = [end for period in PERIODS if (end := _repeats(written, period)) is not None]
     return start + min(ends) if ends else None
 
 
 def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
-    """The end of the first REPEATED repetitions of so many ids."""
+    """Return the end of the first REPEATED repetitions of `period` ids; None without them."""
     wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # equal neighbours, in a row
     if len(ids) < period + wanted:
         return None
     is_same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period])))
-    found = np.flatnonzero(is_same[wanted:] - is_same[:-wanted] == wanted)
-    return int(found[0]) + period + wanted if len(found) else None
+    places = np.flatnonzero(is_same[wanted:] - is_same[:-wanted] == wanted)
+    return int(places[0]) + period + wanted if len(places) else None
 
 
 def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a tokenizer puts before a text, such as the id that begins a sequence; () for many."""
+    """Return the ids that a tokenizer puts before a text, such as the beginning of a sequence; () for many."""
     whole, bare = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     num = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:num])
 
 
 def longest(lengths: Lengths) -> int:
-    """A length that no sequence of these lengths exceeds, tokens; what a template adds is small beside it."""
+    """Return a length in tokens that no such sequence exceeds, with room for the chat template."""
     return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256

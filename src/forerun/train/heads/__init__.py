@@ -1,7 +1,7 @@
 """Heads that can be trained: each is one file, named as the drafter that reads what it writes, found by scanning.
 
 A file has `Options` (a frozen dataclass; fields with help and range in `metadata`), `LR`, the peak learning rate where
-none is given, and `Head(options, teacher, seed)` with what the protocol below says. loop.py trains it, batches come
+none is given, and `Head(options, teacher, seed)`, which follows the protocol below. loop.py trains it, batches come
 from here, and `forerun train head` finds it.
 """
 
@@ -32,16 +32,16 @@ from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
 WHAT = "method that can be trained"
-ROWS = 128  # whose logits of all ids are in memory at a time
+ROWS = 128  # rows that have logits of all ids in memory at a time
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a head may know of its target. embeddings, head: float32 [V, H], frozen.
+    """The parts of the target that a head may read. embeddings, head: float32 [V, H], frozen.
 
     counts [num_ids]: how often each id with a token was written in the texts that training sees. probe: see
-    head_files.py. last: the weights of the last layer with attention, as those of layer 0, and the final norm. model:
-    the whole of it.
+    head_files.py. last: the weights of the last layer with attention, named as layer 0, and the final norm. model: the
+    whole target.
     """
 
     config: Spec
@@ -54,41 +54,41 @@ class Teacher:
 
     @classmethod
     def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
-        """Read them from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
+        """Read the parts from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
         embeddings, head = torch.from_numpy(embedded).float(), torch.from_numpy(model.head(ids)).float()
         at, final = f"model.layers.{max(0, last_attending(model.config))}.", "model.norm.weight"
         names = [name for name in weight_shapes(model.config) if name.startswith(at)]
-        found = {name.replace(at, "model.layers.0."): model.weight(name) for name in names}
-        last = {name: tensor_of(weight) for name, weight in (found | {final: model.weight(final)}).items()}
+        weights = {name.replace(at, "model.layers.0."): model.weight(name) for name in names}
+        last = {name: tensor_of(weight) for name, weight in (weights | {final: model.weight(final)}).items()}
         probe = tensor_of(head_files.probe(model, num_ids))
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
     def mass(self, hidden: Tensor) -> Tensor:
-        """The log of the sum of exp of all logits of rows behind the final norm [S, L, H], float32 [S, L].
+        """Return the logsumexp of the logits for rows behind the final norm [S, L, H], float32 [S, L].
 
-        As everywhere in training, logits are the LM head's: a scale, cap or bias of the target's is not applied.
+        As everywhere in training, these are the LM head's plain logits: the target's scale, cap or bias is not applied.
         """
         parts = torch.split(hidden.flatten(0, 1), ROWS)
         rows = torch.cat([F.linear(part.float(), self.head).logsumexp(-1) for part in parts])
         return torch.unflatten(rows, 0, hidden.shape[:2])
 
     def decoder(self, ops: ReferenceOps) -> TorchModel:
-        """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
+        """Return a float32 copy of the target that is computed by `ops`; it takes 4 bytes for each weight."""
         weights = {name: tensor_of(self.model.weight(name)) for name in weight_shapes(self.config)}
         return TorchModel(self.config, weights, ops)
 
 
 def last_attending(target: Spec) -> int:
-    """Return the number of the last layer with attention; -1 = none has it."""
+    """Return the index of the last layer with attention; -1 = no layer has it."""
     return max((i for i, block in enumerate(target.blocks) if block.attention is not None), default=-1)
 
 
 def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
-    """Return a head's spec: so many blocks like the target's last one with attention, but without a window.
+    """Return a head's spec: `num` blocks like the target's last one with attention, but without a window.
 
-    changes: of other fields of the target's. Raises BadOption for a target with blocks that are not trained.
+    changes: other values for fields of the target's spec. Raises BadOption for blocks that training does not know.
     """
     block = target.blocks[last_attending(target)]
     a = block.attention
@@ -104,7 +104,7 @@ def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
 class TrainedBlock:
     """One block of a head with gradients, computed by the code that runs models. Rows are [S, L, H].
 
-    weights: a head's, of which this block's names begin with `at`.
+    weights: all weights of the head; the names of this block's begin with `at`.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor], at: str, i: int = 0) -> None:
@@ -122,34 +122,34 @@ class TrainedBlock:
         return self._block.attention
 
     def read(self, x: Tensor) -> Tensor:
-        """What attention reads of the residual stream."""
+        """Return the normed rows of the residual stream that attention reads."""
         return normed(self._block.pre_attention, self.ops, x)
 
     def queries(self, y: Tensor, at: Tensor) -> Tensor:
-        """y [S, L, H], read at positions [S, L] -> [S, heads, L, D]."""
-        found = self._attention.project(self.ops, y.flatten(0, 1), "q_proj")["q_proj"]
-        return _by_text(self._attention.queries(self.ops, found, self._turned(at)), len(y))
+        """Map y [S, L, H] from `read`, at positions [S, L], to queries [S, heads, L, D]."""
+        rows = self._attention.project(self.ops, y.flatten(0, 1), "q_proj")["q_proj"]
+        return _by_text(self._attention.queries(self.ops, rows, self._turned(at)), len(y))
 
     def keys_values(self, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Each [S, heads, L, D]: those of a group are repeated for its queries."""
-        found = self._attention.project(self.ops, y.flatten(0, 1), "k_proj")
-        k, v = self._attention.keys_values(self.ops, found, self._turned(at))
+        """Return keys and values, each [S, heads, L, D]; a key-value head is repeated for the queries of its group."""
+        rows = self._attention.project(self.ops, y.flatten(0, 1), "k_proj")
+        k, v = self._attention.keys_values(self.ops, rows, self._turned(at))
         num = self.spec.heads // self.spec.kv_heads
         return _by_text(k, len(y)).repeat_interleave(num, dim=1), _by_text(v, len(y)).repeat_interleave(num, dim=1)
 
     def behind(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream behind the block. x: before it; y: what attention read. attended [S, heads, L, D]."""
+        """Return the residual stream behind the block. x: before it; y: from `read`. attended [S, heads, L, D]."""
         rows = self._attended(x, y, attended)
         return torch.unflatten(self._block.fed_forward(self.ops, rows, rows), 0, x.shape[:2])
 
     def inner(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """What the last matrix of the feed-forward part reads [S * L, size]; see `behind`."""
+        """Return the input of the last matrix of the feed-forward part [S * L, size]; arguments as in `behind`."""
         assert self._block.mlp is not None
         rows = self._attended(x, y, attended)
         return self._block.mlp.inner(self.ops, normed(self._block.pre_mlp, self.ops, rows))
 
     def _attended(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream behind attention [S * L, H]."""
+        """Return the residual stream behind attention [S * L, H]."""
         rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         if self.spec.gate:
             rows = rows * self._attention.project(self.ops, y.flatten(0, 1), "gate_proj")["gate_proj"].sigmoid()
@@ -160,18 +160,18 @@ class TrainedBlock:
 
 
 def _by_text(rows: Tensor, num: int) -> Tensor:
-    """[S * L, heads, D] -> [S, heads, L, D]."""
+    """Reshape [S * L, heads, D] to [S, heads, L, D]."""
     return torch.unflatten(rows, 0, (num, -1)).transpose(1, 2)
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """The root mean square norm of rows, float32."""
+    """Return the root mean square norm of rows, float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset if offset else weight)
 
 
 class Vocabulary:
-    """The ids that a head drafts, those that the target wrote most often. ids [n], ascending; rows: of the LM head."""
+    """The ids that a head drafts: the target's most frequent ones. ids [n], ascending; rows [n, H]: of the LM head."""
 
     def __init__(self, teacher: Teacher, num_ids: int) -> None:
         self.ids = teacher.counts.argsort(descending=True, stable=True)[:num_ids].sort().values
@@ -180,15 +180,15 @@ class Vocabulary:
         self._has[self.ids] = True
 
     def has(self, ids: Tensor) -> Tensor:
-        """Whether each of these ids is drafted."""
+        """Return whether each of these ids is drafted."""
         return self._has[ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows behind the final norm [R, H] -> float32 logits of the ids that are drafted [R, n]."""
+        """Map rows behind the final norm [R, H] to float32 logits of the drafted ids [R, n]."""
         return F.linear(hidden.to(self.rows.dtype), self.rows).float()
 
     def offsets(self) -> Tensor:
-        """The tensor d2t of published heads: what is to be added to an id of the head's own [n]."""
+        """Return the tensor d2t of published heads [n]: added to a draft id, it gives the target's id."""
         return self.ids - torch.arange(len(self.ids))
 
 
@@ -196,9 +196,9 @@ class Vocabulary:
 class Batch:
     """Texts, packed into S rows of L tokens.
 
-    ids [S, L] int64; text [S, L] int64: which text of its row a token is of, -1 = none; at [S, L]: the index in its
-    text; is_written [S, L] bool: whether the target wrote it. layers [S, L, k, H] and hidden [S, L, H] bfloat16, best
-    [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0 where nothing is
+    ids [S, L] int64; text [S, L] int64: the number of the token's text in its row, -1 = none; at [S, L]: the index in
+    its text; is_written [S, L] bool: whether the target wrote it. layers [S, L, k, H] and hidden [S, L, H] bfloat16,
+    best [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0 where nothing is
     measured.
     """
 
@@ -213,16 +213,16 @@ class Batch:
 
     @property
     def inside(self) -> Tensor:
-        """[S, L] bool: whether another token of the same text is behind. Of the last one nothing is known for sure.
+        """Whether another token of the same text follows, [S, L] bool.
 
-        A text's last token is not run while the target writes, so that features which were recorded are zeros there.
+        A text's last token is not run while the target writes, so its recorded features are zeros.
         """
         inside = (self.text == shifted(self.text, 1)) & (self.text >= 0)
         inside[:, -1] = False
         return inside
 
     def ahead(self, num: int) -> Tensor:
-        """[S, L] bool: whether the token `num` places on is of the same text, and was written by the target."""
+        """Return whether the token `num` places on is of the same text and was written by the target, [S, L] bool."""
         same = torch.zeros_like(self.is_written)
         if num < same.shape[1]:
             end = same.shape[1] - num
@@ -233,9 +233,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a head guesses at one position, over all rows [S, L].
+    """The guesses of a head at one position, over all rows [S, L].
 
-    wanted: rows that have such a token. learned: those of which there are logits. ids [n]: what is drafted. best: the
+    wanted: rows that have such a token. learned: rows with logits. ids [n]: the ids that are drafted. best: the
     target's likeliest id there; mass: see Teacher.
     """
 
@@ -246,17 +246,17 @@ class Rows:
     mass: Tensor
 
     def found(self, own: Tensor) -> Tensor:
-        """[S, L] bool: where the likeliest id is the target's. own [R, n]: logits of the learned rows."""
-        found = torch.zeros_like(self.wanted)
-        found[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
-        return found
+        """Return where the head's likeliest id is the target's, [S, L] bool. own [R, n]: logits of learned rows."""
+        agrees = torch.zeros_like(self.wanted)
+        agrees[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
+        return agrees
 
     def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
         """Return agreement, overlap and loss, with `at` behind their names.
 
-        agreement: the share of rows whose likeliest id is the target's, of those where all earlier positions agreed
-        (reached): alpha at temperature 0. overlap: the mean of sum min(p, q), alpha at temperature 1, over all rows;
-        one whose likeliest id is not drafted counts as 0, so it is a little less. target [R, n]: the target's logits.
+        agreement, alpha at temperature 0: among rows where all earlier positions agreed (reached), the share whose
+        likeliest id is the target's. overlap, alpha at temperature 1: the mean of sum min(p, q) over all rows; a row
+        whose likeliest id is not drafted counts as 0, so it is a little less. target [R, n]: the target's logits.
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
         overlap = torch.minimum(probs, own.softmax(-1)).sum()
@@ -269,90 +269,91 @@ class Rows:
 
 
 def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
-    """Nats of each row [R]: between the target's distribution over these ids and the head's, logits [R, n]."""
+    """Return the cross entropy [R], nats, of the target's distribution over these ids and the head's; logits [R, n]."""
     return F.cross_entropy(own, target.softmax(-1), reduction="none")
 
 
 def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
-    """The loss over positions: the sum of decay^k times the mean loss of position k, by its name in losses.py.
+    """Return the loss over positions: the sum of decay^k times the mean loss of position k.
 
-    parts: of each position, which rows are learned, and own and target logits of those [R, n].
+    parts: for each position, the learned rows and their head and target logits [R, n]. loss: a name of losses.py.
     """
     total = torch.zeros(())
-    for k, (_, own, target) in enumerate(parts):
-        # Of no rows the sum is 0, with a gradient of 0: a batch may have nothing to learn.
-        total = total + (decay**k * losses.by_row(loss, own, target).mean() if len(own) else own.sum())
+    for k, (_, logits, target) in enumerate(parts):
+        # A batch may have nothing to learn: the sum of no rows is 0, with a gradient of 0.
+        total = total + (decay**k * losses.by_row(loss, logits, target).mean() if len(logits) else logits.sum())
     return total
 
 
 def measured(
     parts: Iterable[tuple[Tensor, Tensor, Tensor]], batch: Batch, ids: Tensor, *, of_learned: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """The numbers of `Rows` by position, of heads that guess behind every token.
+    """Return the numbers of `Rows` by position, for heads that guess behind every token.
 
-    parts: as for `decayed`. ids [n]: what is drafted. of_learned: of the rows that are learned, not of all with such a
-    token.
+    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure the learned rows alone, not all
+    rows with such a token.
     """
     numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-    for k, (learned, own, target) in enumerate(parts):
+    for k, (learned, logits, target) in enumerate(parts):
         wanted = learned if of_learned else batch.ahead(k + 2)
         rows = Rows(wanted, learned, ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
-        numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
-        reached = reached & rows.found(own)
+        numbers |= rows.numbers(f"_{k + 1}", logits, target, reached)
+        reached = reached & rows.found(logits)
     return numbers
 
 
 def visible(batch: Batch) -> Tensor:
-    """[S, 1, L, L] bool: what each token may attend to, those of the same text that are not behind it."""
+    """Return the causal mask within each text, [S, 1, L, L] bool."""
     length = batch.ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     return ((batch.text.unsqueeze(1) == batch.text.unsqueeze(2)) & causal).unsqueeze(1)
 
 
 def shifted(rows: Tensor, num: int) -> Tensor:
-    """rows [S, L, ...] moved `num` places to the front; the last ones are repeated, and mean nothing."""
+    """Return rows [S, L, ...] moved `num` places to the front; the last row fills the end, which means nothing."""
     return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
 
 
 class Head(Protocol):
     """A head that is trained. weights: by the names of its file.
 
-    It may have `at(share)`, which is told before each step which share of the steps is behind; `rates`, by name of a
-    weight, its learning rate over that of the others; `backbone`, a target that is trained along (backbone.py); and
-    `go_on_as(config)`, which takes over what else a head that it goes on from has in its config.json; `read(folder)`,
-    which reads the weights of such a head, where its file has other names; and `save_beside(out, checkpoint)`, which
-    writes what stands beside its folder. Its file may have `remark(checkpoint)`: what a user should know of a target.
+    It may have `at(share)`, called before each step with the share of the steps that is done; `rates`, by name of a
+    weight, its learning rate over the usual one; `backbone`, a target that is trained along (backbone.py);
+    `go_on_as(config)`, which takes over other settings from the config.json of the head that it goes on from;
+    `read(folder)`, which reads the weights of such a head where its file has other names; and
+    `save_beside(out, checkpoint)`, which writes beside its folder. Its file may have `remark(checkpoint)`, which
+    returns a warning about this target for the user.
     """
 
     weights: dict[str, Tensor]
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Make better first weights of some batches, before the first step."""
+        """Improve the first weights by some batches, before the first step."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """The loss of a batch, with its gradient."""
+        """Return the loss of a batch, with its gradient."""
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Numbers for the log, each as a sum and what to divide it by: those of `Rows` by position."""
+        """Return the numbers of `Rows` by position, for the log, each as a sum and its divisor."""
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors and the config.json that the drafter of this name reads."""
+        """Return the tensors and the config.json that the drafter of this name reads."""
 
 
 def rate_of(spec: str) -> float:
-    """The peak learning rate of `method[:option=value,...]`, where none is given. Raises BadOption."""
+    """Return the default peak learning rate of `method[:option=value,...]`. Raises BadOption."""
     name, _ = registry.parse_spec(spec)
     return float(registry.load(__name__, name, WHAT).LR)
 
 
 def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
-    """Name, module and options of `method[:option=value,...]`. Raises BadOption."""
+    """Return name, module and options of `method[:option=value,...]`. Raises BadOption."""
     name, options = registry.parse_spec(spec)
     module = registry.load(__name__, name, WHAT)
-    made = registry.make_options(module.Options, options, name)
-    if wrong := [k for k in module.layers(made, config) if not 0 <= k <= config.num_layers]:
+    given = registry.make_options(module.Options, options, name)
+    if wrong := [k for k in module.layers(given, config) if not 0 <= k <= config.num_layers]:
         raise BadOption(f"{name}: the target has {config.num_layers} layers, so none has {wrong[0]} before it")
-    return name, module, made
+    return name, module, given
 
 
 class Packing:
@@ -370,16 +371,16 @@ class Packing:
         self._firsts = [0]
 
     def batch(self, step: int) -> Batch:
-        """The batch of one step."""
+        """Return the batch of one step."""
         wanted = range(step * self._rows, (step + 1) * self._rows)
         return self.joined([self._row(i) for i in wanted])
 
     def epoch(self) -> list[list[int]]:
-        """All rows once, in the first epoch's order, as indices of samples."""
+        """Return all rows once, in the first epoch's order, as indices of samples."""
         return self._packed(0)
 
     def joined(self, rows: Seq[Seq[int]]) -> Batch:
-        """A batch of these rows."""
+        """Return a batch of these rows."""
         return _joined([self._filled(row) for row in rows])
 
     def _row(self, number: int) -> list[int]:
@@ -416,7 +417,7 @@ class Packing:
         for number, i in enumerate(row):
             sample = self.samples[i]
             n = min(left, len(sample.ids))
-            found = self._source.of(sample)
+            features = self._source.of(sample)
             index = torch.arange(n)
             parts.append(
                 Batch(
@@ -424,9 +425,9 @@ class Packing:
                     torch.full((n,), number),
                     index,
                     index >= sample.num_given,
-                    found.layers[:n],
-                    found.hidden[:n],
-                    found.best[:n],
+                    features.layers[:n],
+                    features.hidden[:n],
+                    features.best[:n],
                     torch.zeros(n),
                 )
             )

@@ -1,16 +1,17 @@
 """Medusa-2: the target is trained along with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
 
-The paper's recipe, in two stages. First the heads learn alone, as in Medusa-1: what they would make of the target while
-they know nothing is no reason to change it. Then both learn from one loss,
+The paper's recipe has two stages. First the heads learn alone, as in Medusa-1: while they know nothing, their loss is
+no reason to change the target. Then both learn from one loss,
 
     L = L_target + w * L_heads,   w rising to `heads_weight`,
 
-with a rate of the target that is a fraction of the heads' (`backbone_rate`). In the paper L_target is the cross-entropy
-of a text; here, and for its models without a data set (section 2.3.2, self-distillation), it is KL(p || q) of the
-original's distribution p and the new one's q, on what the original wrote. All layers and the final norm learn, where
-the paper has low-rank adapters; embeddings and LM head stay, so that heads may go on using rows of them.
+where the target's learning rate is a fraction of the heads' (`backbone_rate`). In the paper L_target is the
+cross-entropy of a text; here, and for its models without a data set (section 2.3.2, self-distillation), it is
+KL(p || q) of the original's distribution p and the new one's q, on text that the original wrote. All layers and the
+final norm learn, where the paper has low-rank adapters; embeddings and LM head stay, so that heads may go on using rows
+of them.
 
-What comes out is another target than the one that it was: `save` writes it as a checkpoint of its own, with a card.
+The result is another target than the original: `save` writes it as a separate checkpoint, with a card.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from forerun.train.heads import Batch, Teacher, visible
 from forerun.train.ops import RememberingOps, run_rows
 
 FROZEN = ("model.embed_tokens.weight", "lm_head.weight")
-PREFIX = "target."  # of its weights' names among those that are trained
-ROWS = 256  # of a batch whose whole distributions are compared, and of logits at a time
+PREFIX = "target."  # of the names of its weights, among all that are trained
+ROWS = 256  # of a batch: compared as whole distributions in `_own`; with logits at a time in `renewed`
 
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """Whether the target learns, too, and how."""
+    """Whether the target learns, too, and how it does."""
 
     backbone: bool = field(
         default=False, metadata={"help": "train the target along (Medusa-2); OUT/model is then another target"}
@@ -61,7 +62,7 @@ class BackboneOptions:
 class Backbone:
     """A copy of the target in float32, whose layers and final norm are trained. weights: by their names, with PREFIX.
 
-    share: which share of the steps is behind. Raises BadOption for a target that cannot be trained, UnsupportedModel
+    share: of the steps that are done. Raises BadOption for a target that cannot be trained, UnsupportedModel
     for one that cannot be written.
     """
 
@@ -74,9 +75,9 @@ class Backbone:
         config_to_dict(config)
         self.options, self.share, self._head = options, 0.0, teacher.head
         self._ops = RememberingOps()
-        own = {name: tensor_of(teacher.model.weight(name)).clone() for name in weight_shapes(config)}
-        self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in own.items() if n not in FROZEN}
-        self._model = TorchModel(config, own, self._ops)
+        weights = {name: tensor_of(teacher.model.weight(name)).clone() for name in weight_shapes(config)}
+        self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in weights.items() if n not in FROZEN}
+        self._model = TorchModel(config, weights, self._ops)
 
     @property
     def learns(self) -> bool:
@@ -84,39 +85,39 @@ class Backbone:
         return self.share >= self.options.heads_first
 
     def rows(self, batch: Batch) -> Tensor:
-        """What it computes behind its final norm, float32 [S, L, H]."""
+        """Return its rows behind the final norm, float32 [S, L, H]."""
         self._ops.begin(visible(batch), remembers=True)
         rows = run_rows(self._model, batch.ids, batch.at)
         self._ops.memory = []
         return torch.unflatten(rows, 0, batch.ids.shape)
 
     def loss(self, batch: Batch, rows: Tensor, heads: Tensor) -> Tensor:
-        """The loss of both. rows: of the batch, see `rows`. heads: the loss of the heads that read them."""
+        """Return the loss of both. rows: of the batch, see `rows`. heads: the loss of the heads that read them."""
         place = (self.share - self.options.heads_first) / (1 - self.options.heads_first)
         return self._own(batch, rows).mean() + self.options.heads_weight * min(1.0, 2 * place) * heads
 
     @torch.no_grad()
     def renewed(self, batch: Batch) -> Batch:
-        """The batch with the new target's features in place of the original's."""
+        """Return the batch with the new target's features in place of the original's."""
         rows = self.rows(batch)
         best, mass = torch.empty_like(batch.best), torch.empty_like(batch.mass)
-        for s, own in enumerate(rows):
-            for start in range(0, len(own), ROWS):
+        for s, row in enumerate(rows):
+            for start in range(0, len(row), ROWS):
                 part = slice(start, start + ROWS)
-                logits = F.linear(own[part], self._head).float()
+                logits = F.linear(row[part], self._head).float()
                 best[s, part], mass[s, part] = logits.argmax(-1), logits.logsumexp(-1)
         return replace(batch, hidden=rows, best=best, mass=mass)
 
     @torch.no_grad()
     def measure(self, batch: Batch, renewed: Batch) -> dict[str, tuple[float, float]]:
-        """How far it is from the original: KL in nats, and the share of rows with the same likeliest id."""
+        """Return its distance from the original: KL in nats, and the share of rows with the same likeliest id."""
         kl, rows = self._own(batch, renewed.hidden), batch.ahead(1)
         same = (batch.best == renewed.best)[rows]
         return {"kl": (float(kl.sum()), float(len(kl))), "same_best": (float(same.sum()), float(len(same)))}
 
     @torch.no_grad()
     def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
-        """Write the checkpoint, with a card that says what it is. log: the last numbers."""
+        """Write the checkpoint, with a card that describes it. log: the last numbers."""
         config = self._model.config
         weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
         save_checkpoint(
@@ -134,7 +135,7 @@ class Backbone:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _own(self, batch: Batch, rows: Tensor) -> Tensor:
-        """KL(original || new) of some rows that the original wrote [R], spread over the batch."""
+        """Return KL(original || new) of some rows that the original wrote [R], spread over the batch."""
         written = batch.ahead(1).flatten().nonzero()[:, 0]
         written = written[:: max(1, len(written) // ROWS)]
         new, old = (F.linear(part.flatten(0, 1)[written].float(), self._head).float() for part in (rows, batch.hidden))

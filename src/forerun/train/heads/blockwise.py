@@ -2,10 +2,10 @@
 
 One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1), added to that state, goes
 through the rows of the target's LM head and learns the target's distribution of token m+k+1. All outputs are made of
-one hidden layer; that is what differs from medusa.py. The target stays as it is.
+one hidden layer; in this it differs from medusa.py. The target stays as it is.
 
-The first matrix begins as random numbers, and the second by least squares (`begin`): output k is to be the target's
-hidden state of token m+k.
+The first matrix begins as random numbers, and the second by least squares (`begin`): output k, added to the state, is
+to be the target's hidden state of token m+k.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Options(medusa.Options):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """None: the last hidden state is behind the final norm."""
+    """Return no layers: only the last hidden state, behind the final norm, is read."""
     return ()
 
 
 class Head(medusa.Head):
-    """The layer. Until `begin` its second matrix is 0."""
+    """The feed-forward layer. Until `begin` its second matrix is 0."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self._units = options.heads * options.units
@@ -55,16 +55,16 @@ class Head(medusa.Head):
         return weights
 
     def sizes(self) -> dict[str, Any]:
-        """What config.json says of the layer."""
+        """Return the layer's sizes for config.json."""
         return {"num_heads": self.options.heads, "intermediate_size": self._units}
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the second matrix: what makes the hidden states of the next tokens when it is added to that of one."""
+        """Fit the second matrix so that each output, added to a hidden state, gives the one of a later token."""
         num, units = self.options.heads, self._units + 1
         squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
         for batch in batches:
-            rows = batch.ahead(num + 1)  # of a text's last token nothing is known for sure
+            rows = batch.ahead(num + 1)  # a text's last token may have no features
             x = batch.hidden[rows].float()
             inner = F.pad(F.relu(self._linear("hidden", x)), (0, 1), value=1.0)
             wanted = [shifted(batch.hidden, k + 1)[rows].float() - x for k in range(num)]
@@ -79,5 +79,5 @@ class Head(medusa.Head):
         """See medusa.py."""
         x = batch.hidden[learned].float()
         width = x.shape[-1]
-        own, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))
-        return x + F.linear(inner, self.weights["output.weight"][own], self.weights["output.bias"][own])
+        output, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))
+        return x + F.linear(inner, self.weights["output.weight"][output], self.weights["output.bias"][output])

@@ -6,8 +6,8 @@ features of the tokens before the anchor. Each step learns blocks at many anchor
 from a place that is drawn anew; a mask keeps them apart. The loss is the sum over k of decay^(k-1) times the cross
 entropy to the target's distribution over the ids that are drafted.
 
-The layers begin as the target's last one, and the context as what that layer reads, so that its keys and values are the
-target's own before the first step.
+The layers begin as the target's last one, and the context as the input of that layer, so that its keys and values are
+the target's own before the first step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LR = 8e-4
 
 @dataclass(frozen=True)
 class Options:
-    """What is read and guessed, and how it is learned."""
+    """The layers and sizes of the drafter, and how it learns."""
 
     layers: str | None = field(
         default=None,
@@ -66,14 +66,14 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layers whose residual streams are read. Raises BadOption for what published files cannot say."""
+    """Return the layers whose residual streams are read. Raises BadOption for layer 0, which its files cannot name."""
     num = config.num_layers
     if options.layers is None:
         return tuple(dict.fromkeys((max(1, num // 2), max(1, num - 1), num)))
-    found = tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
-    if 0 in found:
+    numbers = tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
+    if 0 in numbers:
         raise BadOption("dflash:layers=0 is not possible: its files count layers by their outputs, so 1 is the first")
-    return found
+    return numbers
 
 
 class Head:
@@ -85,7 +85,7 @@ class Head:
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
         decoder = own_blocks(target, options.depth)
-        mask_id = int(teacher.counts.argsort(descending=True, stable=True)[-1])  # of all ids the rarest
+        mask_id = int(teacher.counts.argsort(descending=True, stable=True)[-1])  # the rarest id
         self.config = DFlashConfig(decoder, layers(options, target), options.block, mask_id, len(self.ids))
         self.weights = _first_weights(self.config, teacher)
         self._blocks = [TrainedBlock(decoder, self.weights, f"layers.{i}.", i) for i in range(options.depth)]
@@ -95,7 +95,7 @@ class Head:
         """See `Head` in this package: nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package; where the blocks begin depends on the batch alone, as a resumed run needs it."""
+        """See `Head` in this package; the anchors depend on the batch alone, as a resumed run needs it."""
         start = int(batch.ids.sum()) % self.options.every
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
@@ -105,13 +105,13 @@ class Head:
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
             reached = torch.ones_like(batch.is_written[:, anchors])
-            for k, (learned, own, target) in enumerate(self._places(batch, anchors)):
+            for k, (learned, logits, target) in enumerate(self._places(batch, anchors)):
                 best, mass = (shifted(rows, k)[:, anchors] for rows in (batch.best, batch.mass))
                 rows = Rows(batch.ahead(k + 1)[:, anchors], learned, self.ids, best, mass)
-                for name, (total, count) in rows.numbers(f"_{k + 1}", own, target, reached).items():
+                for name, (total, count) in rows.numbers(f"_{k + 1}", logits, target, reached).items():
                     had = sums.get(name, (0.0, 0.0))
                     sums[name] = had[0] + total, had[1] + count
-                reached = reached & rows.found(own)
+                reached = reached & rows.found(logits)
         return sums
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -120,26 +120,26 @@ class Head:
         return weights | {"d2t": self._vocab.offsets()}, self.config.to_json(self._teacher.config.num_layers)
 
     def go_on_as(self, config: Mapping[str, Any]) -> None:
-        """See `Head` in this package: the id that stands for a mask, which its layers have learned."""
+        """See `Head` in this package: takes over the id of the mask, which the layers have learned."""
         self.config = dataclasses.replace(self.config, mask_id=int(config["dflash_config"]["mask_token_id"]))
 
     def _anchors(self, batch: Batch, start: int) -> Tensor:
-        """Indices of the blocks' first tokens in a row [A]: a token has features for those behind it alone."""
+        """Return the indices of the blocks' first tokens in a row [A], from 1: an anchor needs features before it."""
         return torch.arange(1 + start, batch.ids.shape[1], self.options.every)
 
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each place behind the anchors: which are learned [S, A], and own and target logits of those [R, ids]."""
+        """Yield for each place behind the anchors the learned rows [S, A], and their logits and the target's [R, n]."""
         x = torch.unflatten(self._streams(batch, anchors), 1, (len(anchors), self.options.block))
         x = self._normed(x, "norm")
         for k in range(self.options.block - 1):
             learned = batch.ahead(k + 1)[:, anchors] & self._vocab.has(shifted(batch.best, k))[:, anchors]
-            own = self._vocab.logits(x[:, :, k + 1][learned])
+            logits = self._vocab.logits(x[:, :, k + 1][learned])
             with torch.no_grad():
                 target = self._vocab.logits(shifted(batch.hidden, k)[:, anchors][learned])
-            yield learned, own, target
+            yield learned, logits, target
 
     def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """The residual stream of all blocks behind all layers [S, A block, H]."""
+        """Return the residual stream of all blocks behind all layers [S, A block, H]."""
         block = self.options.block
         context, at = self._context(batch), batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
         ids = torch.full((*at.shape[:2], block), self.config.mask_id)
@@ -147,14 +147,14 @@ class Head:
         x = F.embedding(ids.flatten(1), self._teacher.embeddings)
         mask = _visible(batch, anchors).repeat_interleave(block, dim=1).unsqueeze(1)
         places = at.flatten(1)
-        for own in self._blocks:
-            y = own.read(x)
-            far, near = own.keys_values(context, batch.at), own.keys_values(y, places)
-            x = own.behind(x, y, _attend(own.queries(y, places), far, near, mask, block, own.scale))
+        for layer in self._blocks:
+            y = layer.read(x)
+            far, near = layer.keys_values(context, batch.at), layer.keys_values(y, places)
+            x = layer.behind(x, y, _attend(layer.queries(y, places), far, near, mask, block, layer.scale))
         return x
 
     def _context(self, batch: Batch) -> Tensor:
-        """What keys and values of the context are made of [S, L, H]."""
+        """Return the rows that keys and values of the context are made of [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
         joined = F.linear(rows, self.weights["fc.weight"])
         return self._normed(joined, "hidden_norm")
@@ -164,7 +164,7 @@ class Head:
 
 
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """The target's last layer, for each; the context is what that layer reads, or else the last of the layers."""
+    """Return the target's last layer for each; the context begins as its input, else as the last tapped layer."""
     width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
     wanted = last_attending(teacher.config)
     place = config.layers.index(wanted) if wanted in config.layers else num - 1
@@ -179,7 +179,7 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _visible(batch: Batch, anchors: Tensor) -> Tensor:
-    """[S, A, L] bool: the tokens of the same text before each anchor."""
+    """Return the mask of the tokens of the same text before each anchor, [S, A, L] bool."""
     before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 
@@ -187,12 +187,12 @@ def _visible(batch: Batch, anchors: Tensor) -> Tensor:
 def _attend(
     q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
 ) -> Tensor:
-    """q [S, heads, A block, D] over the context [S, heads, L, D] under a mask, and all rows of the same block."""
+    """Attend from q [S, heads, A block, D] to the masked context [S, heads, L, D] and all rows of the same block."""
     length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
     blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *own))
     near = (blocks @ keys.transpose(-1, -2)).float().flatten(2, 3)
     weights = (torch.cat((far, near), -1) * scale).softmax(-1).to(q.dtype)
     around: Tensor = torch.unflatten(weights[..., length:], 2, (-1, block)) @ values
-    found: Tensor = weights[..., :length] @ context[1] + around.flatten(2, 3)
-    return found
+    attended: Tensor = weights[..., :length] @ context[1] + around.flatten(2, 3)
+    return attended

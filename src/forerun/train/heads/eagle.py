@@ -1,15 +1,15 @@
 """A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py draws with it.
 
 Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
-token m+2. Then one row of `every` goes on as it will when it drafts: step j takes its own output of the step before in
-place of features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to
-j. The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; where the target's
-likeliest id is not one of them, a row is left out. What no step learns from is not computed.
+token m+2. Then one row of `every` goes on as it will when it drafts: step j takes the head's output of the step before
+in place of features, and the embedding of token m+j+1, and sees the rows of true features up to m and its rows of steps
+1 to j. The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; a row is left
+out where the target's likeliest id is not one of them. Rows that no step learns from are not computed.
 
 The layer begins as the target's last one with attention, whose feed-forward part is narrowed (narrowing.py), and behind
-it come the target's final norm and LM head. So all that is missing is what that layer would read, had the target run
-token m+1. A least squares fit makes it of the features of token m and the embedding of token m+1, before the first step
-(`begin`).
+it come the target's final norm and LM head. So all that is missing is the input of that layer, had the target run
+token m+1. A least squares fit predicts it from the features of token m and the embedding of token m+1, before the first
+step (`begin`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LEAST_MLP = 2048  # inner outputs, where none are asked for
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """How a head that goes on with its own rows learns."""
+    """The options of learning for a head that goes on with its own rows."""
 
     draft_vocab: int = field(
         default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
@@ -71,7 +71,7 @@ class Learning:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """What the head reads, and how it learns."""
+    """The layers and sizes of the head, and how it learns."""
 
     layers: str | None = field(
         default=None,
@@ -106,9 +106,9 @@ def stepping_block(target: Spec, **changes: Any) -> Spec:
 class SteppingHead:
     """A head of one layer that goes on with its own rows, in float32, with gradients.
 
-    decoder: the layer, over the ids of vocab, tied. weights: of the layer, its norm, and of what makes its input, which
-    joins the embedding of a token with features of the token before. fitted: which of the layers that are read is what
-    the target's own layer reads; None = none.
+    decoder: the layer, over the ids of vocab, tied. weights: of the layer, its norm, and the projection of its input,
+    which joins the embedding of a token with features of the token before. fitted: the index, among the layers that
+    are read, of the one whose rows the target's own layer reads; None = none.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class SteppingHead:
         self._eps = self._norm.eps
 
     def features(self, batch: Batch) -> Tensor:
-        """Return what it makes of the target's rows of each token [S, L, H]."""
+        """Return the features that it makes of the target's rows of each token [S, L, H]."""
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return what stands for the features in the next step. stream [S, L, H]: the rows behind the layer."""
+        """Return the features of the next step. stream [S, L, H]: the rows behind the layer."""
         return stream
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit `input` by least squares: what the target's own layer reads at the next token, on these batches.
+        """Fit `input` by least squares on these batches to the input of the target's own layer at the next token.
 
-        Rows are weighted by one over the mean square of what is fitted. Without that layer's input among what is read
-        the weights stay as they are.
+        The square error of a row is weighted by one over the mean square of the fitted row. Without that layer's input
+        among the rows that are read, the weights stay as they are.
         """
         if self._fitted is None:
             return
@@ -156,7 +156,7 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package; which rows go on depends on the batch alone, as a resumed run needs it."""
+        """See `Head` in this package; the rows that go on depend on the batch alone, as a resumed run needs it."""
         every = self._learning.every
         going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
@@ -190,25 +190,25 @@ class SteppingHead:
             attended = _attend(self._block.queries(y, at)[0], first, later, mask, rows, self._block.scale)
             stream = self._block.behind(x, y, attended[None])
             feature = self.fed(stream)
-            own = self._vocab.logits(self.normed(stream[0, learned[j][rows]]))
+            logits = self._vocab.logits(self.normed(stream[0, learned[j][rows]]))
             with torch.no_grad():
                 target = self._vocab.logits(shifted(batch.hidden, j + 1)[learned[j]])
-            yield learned[j], own, target
+            yield learned[j], logits, target
 
     def normed(self, rows: Tensor) -> Tensor:
         """Return rows behind the final norm."""
         return norm_of(rows, self.weights["model.norm.weight"], self._eps, self._norm.offset)
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """What `input` joins [S, L, 2 H], unjoined."""
+        """Return the normed embeddings and features side by side, which `input` joins [S, L, 2 H]."""
         eps = self._eps
         sides = zip((embedded, feature), SIDES, strict=True)
         return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
 
     def _read(self, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream before the layer, and what its attention reads, both [S, L, H].
+        """Return the residual stream before the layer, and the input of its attention, both [S, L, H].
 
-        ids [S, L]: the token behind each row; feature [S, L, H]: what is known of the row's own.
+        ids [S, L]: the token behind each row; feature [S, L, H]: the features of the row's token.
         """
         inputs = self._inputs(F.embedding(ids, self._teacher.embeddings), feature)
         x = F.linear(inputs, self.weights["input.weight"])
@@ -263,7 +263,7 @@ class Head(SteppingHead):
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """The target's last layer and final norm; features are those behind the last of the layers; norms 1."""
+    """Return the target's last layer and final norm; features begin as the last tapped layer, with norms of 1."""
     width = config.decoder.hidden_size
     weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
     weights["fc.weight"] = torch.cat((torch.zeros(width, width * (len(config.layers) - 1)), torch.eye(width)), 1)
@@ -281,9 +281,9 @@ def _attend(
     rows: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attend from some rows to the first step's, under the mask, and to what each row itself was in later steps.
+    """Attend from some rows to the first step's, under the mask, and to each row's own keys of the later steps.
 
-    rows [S, L] bool: which they are; q [heads, R, D]: their queries, in order. first: keys and values
+    rows [S, L] bool: the rows that attend; q [heads, R, D]: their queries, in order. first: keys and values
     [S, heads, L, D]. later: keys and values of each later step [1, heads, R, D].
     """
     attended, begin = list[Tensor](), 0
@@ -291,8 +291,8 @@ def _attend(
         here = slice(begin, begin + num)
         scores = (q[:, here] @ first[0][packed].transpose(-1, -2)).float()
         scores = scores.masked_fill(~mask[packed][:, rows[packed]], -torch.inf)
-        own = [(q[:, here] * keys[0, :, here]).sum(-1, keepdim=True).float() for keys, _ in later]
-        weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
+        steps = [(q[:, here] * keys[0, :, here]).sum(-1, keepdim=True).float() for keys, _ in later]
+        weights = (torch.cat((scores, *steps), -1) * scale).softmax(-1).to(q.dtype)
         length = mask.shape[-1]
         out: Tensor = weights[..., :length] @ first[1][packed]
         for i, (_, values) in enumerate(later):

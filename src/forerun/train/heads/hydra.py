@@ -1,7 +1,7 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109), trained as medusa.py trains; the drafter is drafters/hydra.py.
 
 Head k (from 0) reads the target's last hidden state of token m and the embeddings of tokens m+1 to m+k+1, and learns
-the target's distribution of token m+k+2. In training these tokens are those of the text; when it drafts, token m+1 is
+the target's distribution of token m+k+2. In training these tokens come from the text; when it drafts, token m+1 is
 committed and the others are drafted. Its first block is linear(x) + silu(linear(x)) from all that it reads to a hidden
 state, and begins as the hidden state alone; the blocks behind it are Medusa's.
 """
@@ -23,11 +23,11 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Options(medusa.Options):
-    """How many heads there are, and how they learn."""
+    """The number of heads, and how they learn."""
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """None: the last hidden state is behind the final norm."""
+    """Return no layers: only the last hidden state, behind the final norm, is read."""
     return ()
 
 
@@ -47,12 +47,12 @@ class Head(medusa.Head):
         return weights
 
     def sizes(self) -> dict[str, Any]:
-        """What config.json says of them."""
+        """Return the sizes of the heads for config.json."""
         numbers = {"hydra_num_heads": self.options.heads, "hydra_num_layers": self.options.blocks}
         return {**numbers, "hydra_head_arch": "mlp", "grounded_heads": True}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """What one head makes of hidden states and the tokens behind them [R, H]."""
+        """Return the output of one head for hidden states and the tokens behind them [R, H]."""
         tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
         embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]
         x, at = torch.cat((batch.hidden[learned].float(), *embedded), -1), f"hydra_mlp.{head}."

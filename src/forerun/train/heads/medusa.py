@@ -27,7 +27,7 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Options(BackboneOptions):
-    """How many heads there are, and how they learn."""
+    """The number of heads, and how they learn."""
 
     heads: int = field(default=4, metadata={"help": "heads, one for each token ahead", "min": 1, "max": 16})
     blocks: int = field(default=1, metadata={"help": "residual blocks of a head", "min": 1, "max": 8})
@@ -43,12 +43,12 @@ class Options(BackboneOptions):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """None: the last hidden state is behind the final norm."""
+    """Return no layers: only the last hidden state, behind the final norm, is read."""
     return ()
 
 
 class Head:
-    """All heads in float32, with gradients. They begin as the target's own head, for their blocks add nothing."""
+    """All heads in float32, with gradients. They begin as the target's own head, as their blocks add nothing yet."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._teacher = options, teacher
@@ -81,7 +81,7 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; with a target that learns, of what that one says."""
+        """See `Head` in this package; with a target that learns, measured against the new one."""
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)
@@ -89,13 +89,13 @@ class Head:
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Head` in this package."""
-        own = {name: weight for name, weight in self.weights.items() if not name.startswith(PREFIX)}
-        weights = {name: weight.detach().bfloat16() for name, weight in own.items()}
+        trained = {name: weight for name, weight in self.weights.items() if not name.startswith(PREFIX)}
+        weights = {name: weight.detach().bfloat16() for name, weight in trained.items()}
         sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}
         return weights | {"d2t": self._vocab.offsets()}, {**self.sizes(), **sizes}
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """The weights of all heads, by the names of the file."""
+        """Return the first weights of all heads, by the names of the file."""
         return {
             f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
             for head in range(self.options.heads)
@@ -104,27 +104,27 @@ class Head:
         }
 
     def sizes(self) -> dict[str, Any]:
-        """What config.json says of them."""
+        """Return the sizes of the heads for config.json."""
         return {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """What one head makes of the hidden states of these rows [R, H]."""
+        """Return the output of one head for the hidden states of these rows [R, H]."""
         return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
+        """Yield for each head the learned rows [S, L], and their logits and the target's, float32 [R, draft_vocab]."""
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
-            own = self._vocab.logits(self.rows(head, batch, learned))
+            logits = self._vocab.logits(self.rows(head, batch, learned))
             with torch.no_grad():
                 target = self._vocab.logits(shifted(batch.hidden, head + 1)[learned])
-            yield learned, own, target
+            yield learned, logits, target
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _through(self, names: Iterable[str], x: Tensor) -> Tensor:
-        """x [R, H] behind residual blocks."""
+        """Return x [R, H] behind these residual blocks."""
         for name in names:
             x = x + F.silu(self._linear(name, x))
         return x

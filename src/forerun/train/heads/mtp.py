@@ -1,10 +1,10 @@
 """A block as models with multi-token prediction bring along (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-Row m has what the target computed for token m, behind its final norm, and the embedding of token m+1, and learns the
+Row m reads the target's hidden state of token m, behind its final norm, and the embedding of token m+1, and learns the
 target's distribution of token m+2 by the target's own LM head. Then it goes on as it will when it drafts, with its own
-rows behind its norm in place of the target's: steps, masks, loss and first fit are those of eagle.py. The block begins
-as the target's last one with attention. It is written twice: by itself, and in a copy of the target's folder, under the
-names that published files have, where it is found without being named (models/next_tokens.py).
+rows behind its norm in place of the target's: steps, masks, loss and first fit are as in eagle.py. The block begins as
+the target's last one with attention. It is written twice: by itself, and in a copy of the target's folder, under the
+names of published files, where it is found without being named (models/next_tokens.py).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["LR", "Head", "Options", "layers", "remark"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """How the block learns; it drafts all ids, and learns to tell those apart that the target wrote most often."""
+    """How the block learns: it drafts all ids, and learns to tell the ids apart that the target wrote most often."""
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return what the block is fitted to at first: the layer whose input is that of the target's own block."""
+    """Return the layer whose input the block is fitted to at first: the target's last one with attention."""
     return (max(0, last_attending(config)),)
 
 
 def remark(checkpoint: Checkpoint) -> str | None:
-    """Return what a user should know of a target: that nothing is added to a GGUF file."""
+    """Return a warning that nothing is added to a GGUF file; None for other targets."""
     if _has_folder(checkpoint.opened):
         return None
     return f"{checkpoint.name} is a GGUF file, to which nothing is added: name the block with mtp:path=OUT/head"
@@ -67,7 +67,7 @@ class Head(SteppingHead):
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """See `SteppingHead`: rows behind the block's norm stand for the target's."""
+        """See `SteppingHead`: rows behind the block's norm take the place of the target's."""
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -80,11 +80,11 @@ class Head(SteppingHead):
         """See `Head` in this package."""
         block = next_tokens.find(OpenedCheckpoint.of(folder))
         assert block is not None  # its file was looked at before
-        found = {
+        weights = {
             name: torch.cat([tensor_of(rows).float() for rows in block.source.blocks(name)]) for name in self.weights
         }
         return {
-            name: w + block.side_offset if name.removesuffix(".weight") in SIDES else w for name, w in found.items()
+            name: w + block.side_offset if name.removesuffix(".weight") in SIDES else w for name, w in weights.items()
         }
 
     def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
@@ -101,5 +101,5 @@ class Head(SteppingHead):
 
 
 def _has_folder(opened: OpenedCheckpoint) -> bool:
-    """Whether a target is a folder of safetensors, to which the block can be added."""
+    """Return whether a target is a folder of safetensors, to which the block can be added."""
     return opened.source is not None and opened.source.names is None

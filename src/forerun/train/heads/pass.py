@@ -1,8 +1,8 @@
 """PaSS: vectors behind which the target itself guesses ahead (Monea et al. 2023, arXiv 2311.13581); drafters/pass.py.
 
-Behind token m stand LA_1 .. LA_T in place of tokens m+1 .. m+T, and what the target computes behind LA_j learns the
-target's distribution of token m+j+1. The target stays as it is: T x H numbers are learned, by gradients through all of
-its layers. Every so many tokens of a row are such an m. The texts are run once, without gradients; each group of
+Behind token m stand LA_1 .. LA_T in place of tokens m+1 .. m+T, and the target's output behind LA_j learns the target's
+distribution of token m+j+1. The target stays as it is: T x H numbers are learned, by gradients through all of its
+layers. Every n-th token of a row is such an m (`every`). The texts are run once, without gradients; each group of
 vectors attends to the keys and values of its own text up to m, and to the vectors before it.
 """
 
@@ -24,12 +24,12 @@ from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.train.ops import RememberingOps, run_rows
 
-LR = 1e-2  # of so few numbers
+LR = 1e-2  # high, for so few numbers
 
 
 @dataclass(frozen=True)
 class Options:
-    """How many vectors there are, and how they learn."""
+    """The number of vectors, and how they learn."""
 
     vectors: int = field(
         default=4, metadata={"help": "look-ahead vectors, one for each token ahead", "min": 1, "max": 16}
@@ -45,7 +45,7 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """None: it reads what stands behind all layers. Raises BadOption for a target with sliding windows or states."""
+    """Return no layers, as it reads behind the last one. Raises BadOption for a target with windows or states."""
     if config.has_windows:
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
     if config.has_states:
@@ -73,7 +73,7 @@ class Head:
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; of the places that are learned."""
+        """See `Head` in this package; measured at the places that are learned."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -82,7 +82,7 @@ class Head:
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each vector: which rows are learned [S, L], and own and target logits of those, float32 [R, V]."""
+        """Yield for each vector the learned rows [S, L], and their logits and the target's, float32 [R, V]."""
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
         is_place = torch.zeros(length, dtype=torch.bool)
@@ -90,22 +90,22 @@ class Head:
         behind = self._run(batch, places)
         for j in range(self.options.vectors):
             learned = batch.ahead(j + 2) & is_place
-            own = F.linear(behind[:, :, j][learned[:, places]], self._rows).float()
+            logits = F.linear(behind[:, :, j][learned[:, places]], self._rows).float()
             with torch.no_grad():
                 target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
-            yield learned, own, target
+            yield learned, logits, target
 
     def _run(self, batch: Batch, places: Tensor) -> Tensor:
-        """What the target computes behind the vectors at each place: [S, places, T, H]."""
+        """Return the target's hidden states behind the vectors at each place [S, places, T, H]."""
         num, num_rows = self.options.vectors, len(batch.ids)
         mask = visible(batch)
         with torch.no_grad():
             self._ops.begin(mask, remembers=True)
             run_rows(self._target, batch.ids, batch.at)
         row = torch.arange(num * len(places))
-        own = (row // num == row.unsqueeze(1) // num) & (row <= row.unsqueeze(1))
-        own = own.expand(num_rows, 1, -1, -1)
-        self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), own), -1), remembers=False)
+        before = (row // num == row.unsqueeze(1) // num) & (row <= row.unsqueeze(1))
+        before = before.expand(num_rows, 1, -1, -1)
+        self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), before), -1), remembers=False)
         at = (batch.at[:, places].unsqueeze(-1) + torch.arange(1, num + 1)).flatten(1)
         vectors = self.weights[head_files.LOOK_AHEAD].repeat(num_rows * len(places), 1)
         hidden = run_rows(self._target, torch.zeros_like(at), at, vectors)
