@@ -25,18 +25,18 @@ class Bandwidth:
 
 
 def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
-    """Measure the fastest probe in num_repeats rounds; fewer, but at least one, where they take longer than max_s."""
+    """Return the fastest probe of num_repeats rounds; of fewer, but at least one, where they take longer than max_s."""
     probes = Probes(device)
     end_s = time.perf_counter() + max_s
-    found = probes.read()
+    best = probes.read()
     for _ in range(num_repeats - 1):
         if time.perf_counter() < end_s:
-            found = max(found, probes.read(), key=lambda b: b.bytes_per_s)
-    return found
+            best = max(best, probes.read(), key=lambda b: b.bytes_per_s)
+    return best
 
 
 class Probes:
-    """Ways to read a large buffer, which can be run between the runs of the code whose limit they measure.
+    """Ways to read a large buffer, which can run between runs of the measured code.
 
     No kernel may read faster than the limit. A plain loop of loads is slower than a kernel that prefetches, and the
     fastest way differs from machine to machine, so there are several probes. On a CPU csrc/bandwidth.cpp reads as the
@@ -56,16 +56,16 @@ class Probes:
 
     def read(self) -> Bandwidth:
         """Run every probe once, and return the fastest."""
-        found = self.read_each()
-        best = max(found, key=lambda name: found[name])
-        return Bandwidth(found[best], best)
+        rates = self.read_each()
+        best = max(rates, key=lambda name: rates[name])
+        return Bandwidth(rates[best], best)
 
     def read_each(self) -> dict[str, float]:
         """Run every probe once, and return the bytes per second of each."""
-        found = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
+        rates = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
         if self._native is not None:
-            found |= {name: values[0] for name, values in self._native.read(1)}
-        return found
+            rates |= {name: values[0] for name, values in self._native.read(1)}
+        return rates
 
 
 def _buffer_bytes(device: str) -> int:

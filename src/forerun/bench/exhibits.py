@@ -1,7 +1,7 @@
-"""A table or figure as data, and the one renderer of all of them: text for a terminal, SVG and PNG, JSON.
+"""A table or figure as data, and its one renderer: text for a terminal, SVG and PNG, JSON.
 
-Pictures need matplotlib. Colours mean the same everywhere: what was accepted, rejected, corrected or added, and what
-the target and the draft model do.
+Pictures need matplotlib. Colours mean the same everywhere: accepted, rejected, corrected or added tokens, and the work
+of the target and the draft model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of what a token or a pass is, in pictures.
+# By the kind of a token or pass, in pictures.
 COLOURS = {
     "accepted": "#157038",
     "rejected": "#b91c2b",
@@ -38,7 +38,7 @@ COLOURS = {
     "target encoder": "#e3b505",
     "draft encoder": "#e07b2a",
 }
-CURVES = ("#1b5dc2", "#a34a06", "#157038", "#6d36c9", "#b91c2b", "#556171")  # of several in one panel, in turn
+CURVES = ("#1b5dc2", "#a34a06", "#157038", "#6d36c9", "#b91c2b", "#556171")  # for several curves in one panel, in turn
 
 SUFFIXES = (".png", ".svg")
 
@@ -46,7 +46,7 @@ Interval = tuple[float, float]
 
 
 class Token(NamedTuple):
-    """A token's text, and what became of it."""
+    """A token's text, and its kind: what became of it."""
 
     text: str
     kind: Kind
@@ -75,7 +75,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. names: of y = 0, 1, 2 ... downwards, where the y axis has no numbers."""
+    """One plot. names: labels of y = 0, 1, 2 ... downwards, where the y axis has no numbers."""
 
     title: str
     x_label: str
@@ -94,7 +94,7 @@ class Plot:
 
 
 class Bar(NamedTuple):
-    """A pass of a model: when it starts, how long it takes, and what it is: a key of COLOURS."""
+    """A pass of a model. kind: a key of COLOURS."""
 
     start: float
     length: float
@@ -111,14 +111,14 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Coloured:
-    """Lines of tokens, coloured by what became of them."""
+    """Lines of tokens, coloured by their kinds."""
 
     lines: Seq[Tokens]
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A table or figure: its numbers, its picture, how it is read, and the command that makes it."""
+    """A table or figure: its numbers, its picture, a note on how to read it, and the command that makes it."""
 
     name: str
     title: str
@@ -130,7 +130,7 @@ class Exhibit:
 
 
 def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = None) -> Curve:
-    """Return the numbers of one column as dots, whose y is the place of their row; rows without one are left out.
+    """Return the numbers of one column as dots, with the place of the row as y; rows without a number are left out.
 
     spans: the column of the intervals around them.
     """
@@ -149,14 +149,14 @@ def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = Non
 
 
 def print_exhibit(exhibit: Exhibit, console: Console) -> None:
-    """Print the table, and how it is read."""
+    """Print the table, the note and the recipe."""
     console.print(Text(exhibit.title, "bold"))
     console.print(table(exhibit.rows, [_shown(column, i, exhibit.rows) for i, column in enumerate(exhibit.columns)]))
     console.print(f"{exhibit.note}\nAgain: {exhibit.recipe}\n")
 
 
 def _shown(column: Column, i: int, rows: Seq[Seq[Value]]) -> Column:
-    """The column that shows the values of a place; one that has tokens is folded."""
+    """Return the column for the values at place i; a column with tokens is folded."""
     has_tokens = any(isinstance(row[i], Tokens) for row in rows)
     return replace(column, value=lambda row: _cell(row[i], column), is_text=column.is_text or has_tokens or None)
 
@@ -183,7 +183,7 @@ def _cell(value: Value, column: Column) -> Any:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -222,7 +222,7 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
 
 
 def record_of(exhibit: Exhibit) -> dict[str, Any]:
-    """Return an exhibit as JSON: its rows by the names of the columns, of which no two may be one."""
+    """Return an exhibit for JSON, its rows by column name. Raises InternalError where two columns have one name."""
     names = [" ".join(column.name.split()) for column in exhibit.columns]
     if len(set(names)) < len(names):
         raise InternalError(f"{exhibit.name} has columns of one name: {', '.join(names)}")
@@ -243,7 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 def save(figure: Figure, file: Any, suffix: str = "") -> None:
-    """Save a figure to a file, or to a stream in the format of a suffix; texts in SVG stay texts."""
+    """Save a figure to a file, or to a stream in the format of a suffix; text in SVG stays text."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "forerun"}):

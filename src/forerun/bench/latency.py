@@ -1,7 +1,7 @@
 """`forerun bench latency`: plain decoding against every drafter, one request at a time, on held-out prompts.
 
-What is compared is measured in the same run, interleaved prompt by prompt, because a shared machine's memory is faster
-in one minute than in the next; the speed-up is the median of the per-prompt ratios. results.py makes numbers of it.
+All variants are measured in the same run, interleaved prompt by prompt, because a shared machine's memory is faster in
+one minute than in the next; the speed-up is the median of the per-prompt ratios. results.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from forerun.types import SamplingParams, StepReport
 PLAIN = Variant("none", 0)
 
 
-# Named workloads: what the options of a plan are where the command line does not say otherwise, and the engine's.
+# Named workloads: the plan's options and the engine's; the command line goes before them.
 WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # The pair of Llama 3.2 1B drafting for 3B at its true shapes; one request at a time.
     "w1": (
@@ -65,9 +65,9 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan, dict[str, Any]]:
-    """A plan and the engine's options: those of a workload, under what is given.
+    """Return a plan and the engine's options: a workload's, overridden by the given ones.
 
-    Raises BadOption for an unknown workload, and for one whose models are to be others.
+    Raises BadOption for an unknown workload, and where other shapes are given beside it.
     """
     if workload is not None and workload not in WORKLOADS:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
@@ -80,7 +80,7 @@ def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan
 
 @dataclass(frozen=True)
 class Measured:
-    """Every line of the tables, and what they were measured with."""
+    """Every line of the tables, and the models and the ceiling of the measurement."""
 
     lines: list[Line]
     target: Checkpoint
@@ -89,16 +89,16 @@ class Measured:
 
 
 def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
-    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
+    """Measure, print tables, and return all of it for JSON. Raises UserError for an impossible measurement."""
     console = make_console()
-    found = measured(config, plan, console)
-    print_tables(found.lines, found.ceiling, console)
-    about = {"bench": "latency", "target": found.target.name, "widened": plan.shape != "none", "plan": plan.record()}
-    return about | record_of(found.lines, found.target.model, found.drafts, found.ceiling)
+    results = measured(config, plan, console)
+    print_tables(results.lines, results.ceiling, console)
+    about = {"bench": "latency", "target": results.target.name, "widened": plan.shape != "none", "plan": plan.record()}
+    return about | record_of(results.lines, results.target.model, results.drafts, results.ceiling)
 
 
 def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
-    """Measure, and print what is measured. Raises UserError for what cannot be."""
+    """Measure, and print the sizes of the measurement. Raises UserError for an impossible one."""
     prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
@@ -130,16 +130,16 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
 
 
 def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
-    """(id, text) of the first held-out prompts, one from each module in turn. Raises NotFound, BadOption."""
-    found = read_texts_or_ids(num, file)
-    for name, prompt in found:
+    """Return (id, text) of the first held-out prompts, one from each module in turn. Raises NotFound, BadOption."""
+    prompts = read_texts_or_ids(num, file)
+    for name, prompt in prompts:
         if not isinstance(prompt, str):
             raise BadOption(f'the prompt {shown(name)} is token ids, and this benchmark takes texts: give "text"')
-    return cast(list[tuple[str, str]], found)
+    return cast(list[tuple[str, str]], prompts)
 
 
 def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
-    """The same, of a file whose lines may have "ids" in place of "text"."""
+    """Return the same of a file whose lines may have "ids" in place of "text"."""
     file = file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -164,7 +164,7 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
 
 
 def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
-    """One engine per drafter and length over the same weights, plain decoding first."""
+    """Return one engine per drafter and length over the same weights, plain decoding first."""
     # A prompt's second run would find most of the first one's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
@@ -197,7 +197,7 @@ def _models(config: EngineConfig, plan: LatencyPlan) -> tuple[str, ...]:
 
 
 def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:
-    """A draft model without options of its own is loaded here, for all lengths; anything else stays as it is named."""
+    """Return a draft model without options as loaded once, for all lengths; anything else as it is named."""
     if isinstance(draft, Checkpoint):
         return draft
     shipped, model = is_shipped(target.opened.path), target.model
@@ -216,7 +216,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
 
 
 def draft_models(llms: dict[Variant, LLM]) -> list[LoadedModel]:
-    """Every draft model once; trained heads are none."""
+    """Return every draft model once; trained heads do not count."""
     runners = [llm.engine.drafter.first.runner for llm in llms.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
     return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
@@ -229,24 +229,24 @@ class Clock:
         self.seconds = 0.0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, whose seconds count."""
+        """Return the same call, with its seconds counted."""
 
         def timed(*given: Any, **more: Any) -> Any:
             started = time.perf_counter()
-            found = call(*given, **more)
+            result = call(*given, **more)
             self.seconds += time.perf_counter() - started
-            return found
+            return result
 
         return timed
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the counted seconds since the last `take`."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class ForwardClock(Clock):
-    """Seconds inside a runner's forward passes, those of a draft made at once among them."""
+    """Seconds inside a runner's forward passes, `run_ahead` included."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class ForwardClock(Clock):
 
 
 class EncoderClock(Clock):
-    """Seconds in which the encoders of an LLM ran, its target's and its draft model's."""
+    """Seconds inside the encoders of an LLM, the target's and the draft model's."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -267,14 +267,14 @@ class EncoderClock(Clock):
 def tallied(
     llms: Mapping[Variant, LLM], prompts: Seq[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
 ) -> dict[tuple[float, Variant], Tally]:
-    """Run every prompt by every engine, in turns, and return what was measured by temperature and variant.
+    """Run every prompt on every engine, in turns, and return the tallies by temperature and variant.
 
-    Each prompt begins with another variant, for a run may be slower behind one than behind another. The runs of a tally
+    Each prompt begins with another variant, as a run may be slower behind one than behind another. The runs of a tally
     are in the order of repeats, and of prompts within each. Two variants may be one engine.
     """
     order, by_id = list(llms), {id(llm): llm for llm in llms.values()}
     for llm in by_id.values():
-        llm.engine.drafter.spares = False  # one that fails ends the measurement, which would be of plain decoding
+        llm.engine.drafter.spares = False  # a failure ends the measurement, which would go on as plain decoding
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
     encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
@@ -335,7 +335,7 @@ def run_together(
     """Run prompts at once and return the ids of their outputs. detail: whether the steps have their rounds.
 
     The clock runs from the end of the prefill of the first prompts, which both sides pay alike. encoder: its seconds
-    are counted by themselves.
+    are counted apart.
     """
     encoder = encoder or Clock()
     for one in filter(None, (clock, encoder)):
@@ -365,7 +365,7 @@ def run_together(
 
 
 class Took(NamedTuple):
-    """Seconds of one answer, and of the part until its first tokens came; num_first: how many tokens came then."""
+    """Seconds of one answer, and until its first tokens came; num_first: how many tokens came then."""
 
     seconds: float
     first_s: float
@@ -375,7 +375,7 @@ class Took(NamedTuple):
 def answered(
     llm: LLM, ids: list[int], params: SamplingParams, hear: Callable[[StepReport], object] = lambda report: None
 ) -> tuple[RequestOutput, Took]:
-    """Answer one prompt, and return what that took. hear: is told of every step."""
+    """Answer one prompt; return the output and its times. hear: called with the report of every step."""
     firsts = list[tuple[float, int]]()
 
     def note(report: StepReport) -> None:
@@ -394,7 +394,7 @@ def answered(
 
 
 def progress_bar() -> Progress:
-    """On standard error, and only where that is a terminal."""
+    """Make a progress bar on standard error, shown only where that is a terminal."""
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,9 +1,9 @@
 """`forerun bench methods`: plain decoding and ways of drafting on six kinds of work, one request at a time.
 
 A way is a drafter with a pacing policy and a rule. One engine for each policy holds all drafters over the same target,
-and a request chooses its own. The ways take turns on every prompt, in an order that rotates, because a shared machine
-is faster in one minute than in the next; a speed-up is the ratio to plain decoding's run of the same turn. Where a rule
-keeps the text it is compared with plain decoding's. methods_results.py makes numbers.
+and a request chooses one of them. The ways take turns on every prompt, in an order that rotates, because a shared
+machine is faster in one minute than in the next; a speed-up is the ratio to plain decoding's run of the same turn.
+Where a rule keeps the text, the text is compared with plain decoding's. methods_results.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Turn:
 def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON.
 
-    Raises UserError for what cannot be measured, and InternalError where a drafter fails or changes a text.
+    Raises UserError for an impossible measurement, and InternalError where a drafter fails or changes a text.
     """
     console = make_console()
     check_picture(plan.picture)
     prompts = read_work(plan)
-    for temperature in plan.temperatures:  # what cannot be honoured is refused before a model is read
+    for temperature in plan.temperatures:  # impossible parameters are refused before a model is read
         plan.params(temperature, None, "")
     for acceptance in plan.acceptances:
         verify.find(acceptance)
@@ -115,7 +115,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
 
 
 def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
-    """The first prompts of each kind, the kinds in turn. Raises NotFound, BadOption."""
+    """Return the first prompts of each kind, the kinds in turn. Raises NotFound, BadOption."""
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -131,10 +131,10 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
         if kind not in by_kind:
             raise BadOption(registry.unknown("kind of work", kind, by_kind))
     kinds = [kind for kind in by_kind if not plan.kinds or kind in plan.kinds]
-    found = [by_kind[kind][i] for i in range(plan.prompts_per_kind) for kind in kinds if i < len(by_kind[kind])]
-    if not found:
+    prompts = [by_kind[kind][i] for i in range(plan.prompts_per_kind) for kind in kinds if i < len(by_kind[kind])]
+    if not prompts:
         raise BadOption(f"{file} holds no prompt: every line must be JSON with id, kind and messages")
-    return found
+    return prompts
 
 
 # ----------------------------------------------------------------------------------------------------------- engine
@@ -143,9 +143,9 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: MethodsPlan, console: Console
 ) -> tuple[dict[str, LLM], list[Way], dict[str, str]]:
-    """An engine for each policy with all drafters that can serve; the ways; and of the others why they cannot.
+    """Return an engine for each policy with all drafters that can serve, the ways, and why others cannot serve.
 
-    Raises UserError where a drafter that was asked for cannot serve at all.
+    Raises UserError where a drafter that was named cannot serve at all.
     """
     # A prompt's second run would find the first one's cache, and a prompt that is not run teaches its drafter nothing.
     options = {**config.options(), "extra_drafts": None, "prefix_caching": False, "max_batch_size": 1}
@@ -155,7 +155,7 @@ def _build(
     for draft in dict.fromkeys(drafts):
         if draft == PLAIN:
             continue
-        errors, found = dict[str, UserError](), list[str | None]()
+        errors, fitting = dict[str, UserError](), list[str | None]()
         try:
             llm = LLM(checkpoint, **{**options, "draft": draft})
         except UserError as error:
@@ -164,15 +164,15 @@ def _build(
             try:
                 for temperature in plan.temperatures:  # nothing runs
                     llm.engine.make([0], plan.params(temperature, Way("", "auto", "", acceptance), ""))
-                found.append(acceptance)
+                fitting.append(acceptance)
             except UserError as error:
                 errors[draft if len(acceptances) == 1 else f"{draft}, {acceptance}"] = error
-        if plan.drafts and not found:
+        if plan.drafts and not fitting:
             raise next(iter(errors.values()))
         for name, why in errors.items():
             left_out[name] = str(why)
             console.print(f"left out: {name}, for {why}")
-        ways += [Way("", draft, spec, acceptance) for spec in pacings for acceptance in found]
+        ways += [Way("", draft, spec, acceptance) for spec in pacings for acceptance in fitting]
     if not ways:
         raise BadOption("no drafter is left to compare with plain decoding: name one with --draft")
     specs = ";".join(dict.fromkeys(way.draft for way in ways))
@@ -184,26 +184,26 @@ def _build(
     return llms, named_ways(ways, plan), left_out
 
 
-_FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # of a way, and what tables call them
+_FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # of a way, and their names in tables
 
 
 def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
-    """Return the ways, each named by what they differ in."""
+    """Return the ways, each named by the fields in which they differ."""
     fields = [name for name, what in _FIELDS.items() if what in _compared(plan)]
     return [replace(way, name=", ".join(str(getattr(way, name)) for name in fields)) for way in ways]
 
 
 def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
-    """What the names of the ways are made of: what a plan has several of; the drafters where it has several of none."""
+    """Return the options that name the ways: the ones with several values in the plan, else the drafter."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
-    found = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
-    return found or ["draft"]
+    names = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
+    return names or ["draft"]
 
 
 def same(ways: Seq[Way]) -> str:
-    """Return what all ways have in common, behind commas."""
-    found = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
-    return "".join(f", {what} {value}" for what, (value, *others) in found.items() if value is not None and not others)
+    """Return the fields that all ways have in common, behind commas."""
+    values = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
+    return "".join(f", {what} {value}" for what, (value, *others) in values.items() if value is not None and not others)
 
 
 def title_of(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
@@ -223,7 +223,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _draft_models(llms: Mapping[str, LLM]) -> list[LoadedModel]:
-    """Every draft model once; each engine has the same. Trained heads are none."""
+    """Return every draft model once; each engine has the same. Trained heads do not count."""
     llm = next(iter(llms.values()))
     runners = [member.runner for member in llm.engine.drafter.members.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
@@ -231,7 +231,7 @@ def _draft_models(llms: Mapping[str, LLM]) -> list[LoadedModel]:
 
 
 def chats(llm: LLM) -> bool:
-    """Whether the model has a chat template."""
+    """Return whether the model has a chat template."""
     try:
         return bool(llm.chat_template.names)
     except NotFound:
@@ -239,7 +239,7 @@ def chats(llm: LLM) -> bool:
 
 
 def conversation_ids(llm: LLM, messages: Seq[Message], tools: Seq[Mapping[str, Any]] = ()) -> list[int]:
-    """A conversation as the model's chat template writes it; joined where the model has none."""
+    """Return the ids of a conversation by the model's chat template, or of its joined texts where there is none."""
     if chats(llm):
         return llm.apply_chat_template(messages, tools=list(tools) or None)
     return llm.tokenizer.encode("\n\n".join(str(message["content"]) for message in messages) + "\n\n")
@@ -253,13 +253,15 @@ Tallies = dict[tuple[float, str, str], Tally]  # by temperature, kind and way
 def _measure(
     llms: Mapping[str, LLM], ways: Seq[Way], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
 ) -> tuple[Tallies, int]:
-    """Run everything; returns the runs, and how many texts were compared with plain decoding's."""
+    """Run everything; return the runs, and how many texts were compared with plain decoding's."""
     first_pacing, llm = next(iter(llms.items()))
     plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # which no policy and no rule changes
     every = [*plain, *ways]
     ids = {prompt.id: conversation_ids(llm, prompt.messages) for prompt in prompts}
     for prompt_ids in ids.values():
-        llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], plain[0], ""))  # refuses one that is too long
+        llm.engine.make(
+            prompt_ids, plan.params(plan.temperatures[0], plain[0], "")
+        )  # refuses a prompt that is too long
     goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     built = {way: _serving(llms[way.pacing], way) for way in every}
     clocks = {id(drafter): _clock(llms[way.pacing], drafter) for way, drafter in built.items()}
@@ -274,9 +276,9 @@ def _measure(
     task, num_compared = progress.add_task("warming up", total=len(every) * (len(turns) + 1)), 0
 
     def once(way: Way, turn: Turn, params: SamplingParams, tally: Tally) -> list[int]:
-        own = llms[way.pacing]
-        token_ids = run_once(own, ids[turn.prompt.id], params, tally, clocks[id(built[way])])
-        if _serving(own, way) is not built[way]:
+        way_llm = llms[way.pacing]
+        token_ids = run_once(way_llm, ids[turn.prompt.id], params, tally, clocks[id(built[way])])
+        if _serving(way_llm, way) is not built[way]:
             raise InternalError(
                 f"the drafter {shown(way.draft)} failed on {turn.prompt.id}: what it raised is logged above"
             )
@@ -292,7 +294,7 @@ def _measure(
         first = turn.number % len(every)
         for way in [*every[first:], *every[:first]]:
             progress.update(task, description=f"T={t:g} {turn.prompt.id} {way.name}")
-            # Repeats, temperatures and rules have the same texts: what a drafter learned there would be the answer.
+            # Repeats, temperatures and rules have the same texts: a drafter that learned there would know the answer.
             salt = f"repeat {turn.repeat} at {t:g} by {way.acceptance}"
             params = plan.params(t, way, salt, turn.number, goes_on)
             text = once(way, turn, params, tallies[t, turn.prompt.kind, way.name])
@@ -319,14 +321,14 @@ def _turns(prompts: Seq[WorkPrompt], plan: MethodsPlan) -> Iterator[Turn]:
 
 
 def _clock(llm: LLM, drafter: Drafter) -> ForwardClock | None:
-    own = drafter.runner
-    return None if own is None or own is llm.engine.runner else ForwardClock(own)
+    runner = drafter.runner
+    return None if runner is None or runner is llm.engine.runner else ForwardClock(runner)
 
 
 def compare(texts: Mapping[str, list[int]], name: str, temperature: float, tokenizer: Tokenizer) -> None:
     """Raise InternalError for the first way whose text is not plain decoding's, with both around the difference.
 
-    name: of what was asked.
+    name: of the prompt.
     """
     plain = texts[PLAIN]
     for spec, text in texts.items():

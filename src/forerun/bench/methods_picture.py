@@ -17,9 +17,9 @@ from forerun.bench.methods_results import AGAIN, PLAIN, Cell, Summary
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
+MOST_SHOWN = 2.5  # the speed-up with the strongest colour; its inverse has the strongest opposite colour
 DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
-CHARACTERS_PER_INCH = 120  # of a font of one point, on average
+CHARACTERS_PER_INCH = 120  # in a font of one point, on average
 NOTE = (
     "1 = as fast as plain decoding. Dots: geometric mean over the kinds; whiskers: least and most of the rounds, one "
     "prompt of each kind in each. Grey: plain decoding against itself, which is the noise. Squares: median over a "
@@ -31,7 +31,7 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     """Write a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
 
     Ways are sorted, the fastest first; the last row is plain decoding against itself. title: the model and the machine.
-    about: what ran.
+    about: the prompts and runs.
     """
     from matplotlib.figure import Figure
 
@@ -45,8 +45,8 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     widths = {"width_ratios": [3.2, 0.72 * len(kinds)]}
     panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex="col", gridspec_kw=widths)
     for (dots, squares), temperature in zip(panels, temperatures, strict=True):
-        own = [s for s in summaries if s.temperature == temperature and s.name != PLAIN]
-        rows = [*(row for row in own if row.name != AGAIN), *(row for row in own if row.name == AGAIN)]
+        drawn = [s for s in summaries if s.temperature == temperature and s.name != PLAIN]
+        rows = [*(row for row in drawn if row.name != AGAIN), *(row for row in drawn if row.name == AGAIN)]
         _dots(dots, rows, temperature)
         of_kind = {(cell.name, cell.kind): cell.speedup for cell in cells if cell.temperature == temperature}
         _squares(squares, [[of_kind[row.name, kind] for kind in kinds] for row in rows], kinds)
@@ -54,7 +54,7 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
 
 
 def _folded(text: str, points: int, width_in: float) -> str:
-    """Fold each line of a text in a font of so many points to a width in inches."""
+    """Fold each line of a text in a font of `points` points to a width in inches."""
     return "\n".join(textwrap.fill(line, int(width_in * CHARACTERS_PER_INCH / points)) for line in text.splitlines())
 
 

@@ -1,8 +1,8 @@
 """The results of `forerun bench methods`: numbers by way and kind of work, and two tables for each temperature.
 
 A way is a drafter with a pacing policy and a rule. A cell is one way on one kind; a summary is over kinds. The speed-up
-of a cell is the median over its prompts of plain decoding's seconds per token over the way's, in the same turn; that of
-a summary is the geometric mean.
+of a cell is the median over its prompts of the ratio plain decoding / way in seconds per token, both in the same turn.
+The speed-up of a summary is the geometric mean over its cells.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rich.text import Text
 from forerun.bench.results import Ceiling, Tally, overheads
 from forerun.bench.tables import Column, table
 
-PLAIN, AGAIN = "none", "none again"  # the second is the same once more: what is not 1 is noise
+PLAIN, AGAIN = "none", "none again"  # the second is the same once more: its distance from 1 is noise
 
-MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column
+MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column; longer ones get two lines
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted over steps. alpha_hat is None where no drafted token was tested.
+    """Counts over steps. alpha_hat is None where no drafted token was tested.
 
-    tokens_per_pass: the mean accepted length, the target's own token included. overhead_share: of the steps, outside
-    of the target's passes and those of a draft model; a drafter without one is overhead. draft_share: all of drafting.
+    tokens_per_pass: the mean accepted length, the target's own token included. overhead_share: the share of the steps'
+    time outside of the passes of target and draft model; a drafter without a model is overhead. draft_share: all of
+    drafting.
     """
 
     num_tokens: int
@@ -41,7 +42,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Cell(Counts):
-    """One way on one kind of work at one temperature. speedups: of each run."""
+    """One way on one kind of work at one temperature. speedups: one for each run."""
 
     name: str
     temperature: float
@@ -56,7 +57,7 @@ class Cell(Counts):
 class Summary(Counts):
     """One way at one temperature: rates are geometric means over the kinds, counts are over all steps.
 
-    speedup_range: the least and the most of the rounds, each of which is one run of each kind.
+    speedup_range: the least and the most over the rounds; a round has one run of each kind.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Summary(Counts):
 
 
 def counts_of(tallies: Seq[Tally]) -> Counts:
-    """Compute what is counted over the steps of these runs."""
+    """Compute the counts over the steps of these runs."""
     steps = [step for tally in tallies for step in tally.steps]
     seconds = sum(step.seconds for step in steps)
     tested, accepted = (sum(tally.total(name) for tally in tallies) for name in ("num_tested", "num_accepted"))
@@ -83,7 +84,7 @@ def counts_of(tallies: Seq[Tally]) -> Counts:
 
 
 def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
-    """One cell per tally. tallies: by temperature, kind and way, plain decoding among them."""
+    """Return one cell per tally. tallies: by temperature, kind and way, plain decoding among them."""
     cells = []
     for (temperature, kind, name), tally in tallies.items():
         plain = tallies[temperature, kind, PLAIN].seconds_per_token
@@ -104,25 +105,25 @@ def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
 
 
 def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cell]) -> list[Summary]:
-    """One summary for each way and temperature, the fastest first within a temperature."""
-    made = []
+    """Return a summary for each way and temperature, the fastest first within a temperature."""
+    summaries = []
     for temperature, name in dict.fromkeys((cell.temperature, cell.name) for cell in cells):
-        own = [cell for cell in cells if (cell.temperature, cell.name) == (temperature, name)]
-        least = min(own, key=lambda cell: cell.speedup)
-        rounds = list(map(geometric_mean, zip(*(cell.speedups for cell in own), strict=False)))
-        made.append(
+        matching = [cell for cell in cells if (cell.temperature, cell.name) == (temperature, name)]
+        least = min(matching, key=lambda cell: cell.speedup)
+        rounds = list(map(geometric_mean, zip(*(cell.speedups for cell in matching), strict=False)))
+        summaries.append(
             Summary(
-                **vars(counts_of([tallies[temperature, cell.kind, name] for cell in own])),
+                **vars(counts_of([tallies[temperature, cell.kind, name] for cell in matching])),
                 name=name,
                 temperature=temperature,
-                tokens_per_s=geometric_mean(cell.tokens_per_s for cell in own),
-                speedup=geometric_mean(cell.speedup for cell in own),
+                tokens_per_s=geometric_mean(cell.tokens_per_s for cell in matching),
+                speedup=geometric_mean(cell.speedup for cell in matching),
                 speedup_range=(min(rounds), max(rounds)),
                 least_speedup=least.speedup,
                 least_kind=least.kind,
             )
         )
-    return sorted(made, key=lambda summary: (summary.temperature, -summary.speedup))
+    return sorted(summaries, key=lambda summary: (summary.temperature, -summary.speedup))
 
 
 # ----------------------------------------------------------------------------------------------------------- output
@@ -130,10 +131,10 @@ def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cel
 
 def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
     """Return the speed-ups of one temperature, ways by kinds; the best of each column has a star."""
-    found = {(cell.name, cell.kind): cell.speedup for cell in cells}
+    by_cell = {(cell.name, cell.kind): cell.speedup for cell in cells}
     rows = [summary for summary in summaries if summary.name not in (PLAIN, AGAIN)]
     again = [summary for summary in summaries if summary.name == AGAIN]
-    speedups = {kind: _on(kind, found) for kind in kinds} | {"all": attrgetter("speedup")}
+    speedups = {kind: _on(kind, by_cell) for kind in kinds} | {"all": attrgetter("speedup")}
     return table(
         [*rows, *again],
         [
@@ -146,13 +147,13 @@ def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head
 
 
 def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
-    """Return tokens per pass of one temperature, ways by kinds, and what is counted over all kinds."""
-    found = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
+    """Return tokens per pass of one temperature, ways by kinds, and the counts over all kinds."""
+    by_cell = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
     return table(
         [summary for summary in summaries if summary.name != AGAIN],
         [
             Column(head, "name"),
-            *(Column(broken(kind), _on(kind, found), "{:.2f}") for kind in kinds),
+            *(Column(broken(kind), _on(kind, by_cell), "{:.2f}") for kind in kinds),
             Column("all", "tokens_per_pass", "{:.2f}"),
             Column("alpha", "alpha_hat", "{:.2f}"),
             Column("draft-\ning", "draft_share", "{:.1%}"),
@@ -193,7 +194,7 @@ Results = tuple[Seq[Cell], Seq[Summary]]
 def print_methods(
     cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str, ceiling: Ceiling, console: Console
 ) -> None:
-    """Print two tables for each temperature, and how they are read. head: what the names of the ways are."""
+    """Print two tables for each temperature, and how they are read. head: the heading above the names of the ways."""
     print_results({"": (cells, summaries)}, kinds, head, console, ceiling)
 
 
@@ -202,7 +203,7 @@ def print_results(
 ) -> None:
     """Print for each temperature the speed-ups of each part of the requests, tokens per pass, and how they are read.
 
-    results: by the part in words, "" where there is one. ceiling: plain decoding's, if it is to be compared with it.
+    results: by the part in words, "" where there is only one. ceiling: the limit to compare plain decoding with.
     """
     for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
         begins, makes = f"\nTemperature {temperature:g}", "speed-up over plain decoding, which makes"

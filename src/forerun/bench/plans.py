@@ -1,4 +1,4 @@
-"""What each benchmark is asked to measure. The fields are its flags; nothing here imports numpy."""
+"""The options of each benchmark. The fields are its flags; nothing here imports numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Request = tuple[Prompt, SamplingParams]
 
 
 class Plan:
-    """The options of a benchmark, as fields of a frozen dataclass. Raises BadOption for one outside of its range."""
+    """The options of a benchmark, as fields of a frozen dataclass. Raises BadOption for a value out of range."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -39,22 +39,22 @@ class Plan:
 
 
 def shape(default: str | None = "none", help: str = f"{SHAPE_HELP}, or none", **about: Any) -> Any:
-    """The shape that the target is widened to."""
+    """Make the field for the shape that the target is widened to."""
     return option(default, help, **about)
 
 
 def repeats(default: int = 1, help: str = "times every prompt is run", least: int = 1) -> Any:
-    """How often everything is run. least: that makes sense."""
+    """Make the field for how often everything is run. least: the smallest allowed number."""
     return option(default, help, flag="--repeats", min=least)
 
 
 def prompt_file(what: str = '"id" and "text"') -> Any:
-    """A file with prompts. what: its lines have."""
+    """Make the field for a file with prompts. what: the keys of its lines."""
     return option(None, f"JSON lines with {what}", usual="the shipped ones")
 
 
 def picture(help: str) -> Any:
-    """A file for a picture."""
+    """Make the field for a picture's file."""
     return option(None, help, is_written=True)
 
 
@@ -64,10 +64,10 @@ KINDS = "chat, summary, edit, question, list or story"
 
 @dataclass(frozen=True)
 class LatencyPlan(Plan):
-    """What `forerun bench latency` measures.
+    """The options of `forerun bench latency`.
 
-    drafts: () = every method that needs nothing else. With a draft_shape all drafts are models, which get it; () = the
-    configuration's. spec_lengths: () = the configuration's.
+    drafts: () = every method that needs nothing else. With a draft_shape all drafts are models,
+    which are widened to it; () = the configuration's. spec_lengths: () = the configuration's.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure", flag="--draft", usual="all")
@@ -86,9 +86,9 @@ class LatencyPlan(Plan):
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter, the policy that decides how far it drafts, and the rule, None = the engine's choice.
+    """A drafter, the pacing policy that sets its draft length, and the rule, None = the engine's choice.
 
-    name: what differs from the other ways.
+    name: made of the fields in which the ways differ.
     """
 
     name: str
@@ -97,17 +97,17 @@ class Way:
     acceptance: str | None = None
 
     def keeps_texts(self, temperature: float) -> bool:
-        """Whether a draft may change no token. Rules other than match keep the distribution, and draw other texts."""
+        """Return whether drafts may change no token. Rules other than match keep distributions, but not texts."""
         rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
         return rule.is_lossless and (temperature == 0 or rule.name == "match")
 
 
 @dataclass(frozen=True)
 class MethodsPlan(Plan):
-    """What `forerun bench methods` measures.
+    """The options of `forerun bench methods`.
 
     drafts: () = every drafter that needs no file. pacings: () = the engine's. acceptances: () = the engine's own
-    choice: match at temperature > 0, for every run has a seed. kinds: () = all that the prompt file has. picture:
+    choice: match at temperature > 0, as every run has a seed. kinds: () = all kinds in the prompt file. picture:
     without .svg or .png at its end both are written.
     """
 
@@ -139,7 +139,7 @@ class MethodsPlan(Plan):
     def params(
         self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
     ) -> SamplingParams:
-        """Return how one run is decoded. salt: runs of the same one may learn from each other."""
+        """Return the parameters of one run. salt: runs of the same salt may learn from each other."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,
@@ -153,10 +153,10 @@ class MethodsPlan(Plan):
 
 @dataclass(frozen=True)
 class SuitePlan(Plan):
-    """What `forerun bench suite` measures.
+    """The options of `forerun bench suite`.
 
-    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: the first so many, None = all;
-    prompts_per_kind: the first so many of each kind, None = all. most_rounds: a kind is run again while plain decoding
+    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: the first prompts, None = all;
+    prompts_per_kind: the first ones of each kind, None = all. most_rounds: a kind is run again while plain decoding
     differs from itself.
     """
 
@@ -184,7 +184,7 @@ class SuitePlan(Plan):
 
 @dataclass(frozen=True)
 class TunePlan(Plan):
-    """What `forerun tune` measures, and for how long. requests: () = the project's own prompts. shape: of `widen`."""
+    """The options of `forerun tune`. requests: () = the project's own prompts. shape: of `widen`."""
 
     requests: Seq[Request] = ()
     shape: str = "none"

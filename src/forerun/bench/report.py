@@ -1,7 +1,7 @@
-"""`forerun bench report`: what benchmarks wrote with --json, as one HTML page that needs nothing else.
+"""`forerun bench report`: the --json records of benchmarks, as one HTML page that needs nothing else.
 
-Every record gets what ran, a plot of its main numbers (inline SVG, by matplotlib), its table, and the record itself.
-VIEWS says which numbers of a benchmark are plotted; a record of another kind has its table alone. The tables and
+Every record gets its facts, a plot of its main numbers (inline SVG, by matplotlib), its table, and the record itself.
+VIEWS selects the numbers of a benchmark that are plotted; a record of another kind has its table alone. The tables and
 figures of `python -m benchmarks.paper --out`, which are records too, keep their own pictures.
 """
 
@@ -37,10 +37,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class View:
-    """How the rows of a benchmark are plotted.
+    """The plot of a benchmark's rows.
 
-    rows: the key that holds them. labels: fields that name a row, or, with `x`, a curve over that field. values: of a
-    panel each. The range of a field is beside it, as field_range.
+    rows: the key that holds them. labels: fields that name a row, or, with `x`, a curve over that field. values: one
+    field for each panel. The range of a field is beside it, as field_range.
     """
 
     labels: tuple[str, ...]
@@ -63,7 +63,7 @@ VIEWS = {
     "peers": View(("engine", "configuration"), ("tokens_per_s",)),
     "peer forwards": View(("engine", "context"), ("seconds",), "num_rows"),
 }
-# Facts that say what a record was measured with, where it has them.
+# Facts about models and machine, where a record has them.
 FACTS = (
     "target",
     "shape",
@@ -129,7 +129,7 @@ def read(file: Path) -> list[Record]:
 
 
 def page_of(records: Seq[tuple[str, Record]]) -> str:
-    """Return the page of these records, each with a name of its own."""
+    """Return the page of these records, as pairs of source and record."""
     titles = [_title(record) for _, record in records]
     entries = "".join(f'<li><a href="#r{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
     sections = "".join(
@@ -165,13 +165,13 @@ def _section(number: int, title: str, source: str, record: Record) -> str:
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
-    """Return the rows of a record, what names them first, and flat: fields of a nested object as object.field."""
+    """Return the rows of a record, with the naming fields first, and flat: nested fields as object.field."""
     view = VIEWS.get(str(record.get("bench")))
     key = view.rows if view else "lines"
     if "exhibit" in record:
         key = "rows"
-    found = record.get(key) or []
-    rows = [dict(_flat(row)) for row in found if isinstance(row, dict)]
+    values = record.get(key) or []
+    rows = [dict(_flat(row)) for row in values if isinstance(row, dict)]
     names = (*view.labels, *((view.x,) if view.x else ())) if view else ()
     return [{**{name: row[name] for name in names if name in row}, **row} for row in rows]
 
@@ -185,7 +185,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def table_of(rows: Seq[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table; lists of more than two values, which no cell has room for, are left out."""
+    """Return rows as an HTML table, without the columns that have lists other than pairs of numbers."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -203,7 +203,7 @@ def _is_short(value: list[Any]) -> bool:
 
 
 def _number(value: Any) -> str:
-    """Return a value for people: numbers with four digits, intervals with a dash."""
+    """Return a value as text for people: numbers with four digits, intervals with a dash."""
     if isinstance(value, list):
         return " - ".join(map(_number, value))
     if value is None:
@@ -217,7 +217,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without the names that another picture of the page would repeat."""
+    """Return a picture as inline SVG, without ids that another picture of the page would repeat."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()
@@ -252,15 +252,15 @@ def _curves(view: View, rows: Seq[Mapping[str, Any]], x: str) -> Iterator[Curve]
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_name(row, view.labels), []).append(row)
-    for name, own in list(groups.items())[:MOST_CURVES]:
+    for name, group in list(groups.items())[:MOST_CURVES]:
         for field in view.values:
-            known = [row for row in own if isinstance(row.get(field), int | float)]
+            known = [row for row in group if isinstance(row.get(field), int | float)]
             label = name or field.replace("_", " ")
             yield Curve(label, [float(row[x]) for row in known], [float(row[field]) for row in known])
 
 
 def _name(row: Mapping[str, Any], labels: Seq[str]) -> str:
-    """Return what a row is called: its texts as they are, its numbers with what they are."""
+    """Return the name of a row: its texts, and its numbers behind their labels."""
     known = {label: row[label] for label in labels if row.get(label) is not None}
     said = (
         value if isinstance(value, str) else f"{label.replace('_', ' ')} {value:g}" for label, value in known.items()

@@ -34,7 +34,7 @@ FULL_DRAFTS = 0.8  # least share of steps with a full draft for which a formula 
 
 @dataclass(frozen=True)
 class Variant:
-    """A drafter, and how far it drafts (0 = plain decoding)."""
+    """A drafter and its draft length (0 = plain decoding)."""
 
     draft: str
     spec_length: int
@@ -44,8 +44,8 @@ class Variant:
 class Tally:
     """The runs of one variant at one temperature.
 
-    seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. The first has no second of
-    encoder_s, which encoders took, those of an encoder-decoder and of its draft model.
+    seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. encoder_s: seconds of the
+    encoders of an encoder-decoder and its draft model, which seconds_per_token leaves out.
     """
 
     variant: Variant
@@ -71,7 +71,7 @@ class Line:
     temperature: float
     tokens_per_s: float
     speedup: float  # median of the prompts' ratios
-    speedup_range: tuple[float, float]  # the least and the largest of them
+    speedup_range: tuple[float, float]  # the least and the largest ratio
     tokens_per_step: float
     alpha_hat: float | None
     acceptance_rate: float | None
@@ -86,12 +86,12 @@ class Line:
 
 
 def plain_pass_s_of(tallies: Iterable[Tally]) -> float:
-    """Return the seconds of a plain pass, over all temperatures, because a forward pass does not depend on them."""
+    """Return the seconds of a plain pass, over all temperatures, as a forward pass does not depend on them."""
     return median(step.target_forward_s for t in tallies if t.variant.spec_length == 0 for step in t.steps)
 
 
 def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
-    """Compute rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
+    """Compute the rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
     spec_length = tally.variant.spec_length
     ratios = [a / b for a, b in zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)]
     drafted, tested, accepted = (tally.total(n) for n in ("num_drafted", "num_tested", "num_accepted"))
@@ -162,13 +162,13 @@ class Ceiling:
 
 def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     """Measure the memory's bandwidth, and print the limit that it sets."""
-    found = bandwidth.measure(model.device)
+    measured = bandwidth.measure(model.device)
     what = "the experts that it chooses and all other weights" if model.config.has_experts else "all weights"
-    ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
+    ceiling = Ceiling(model.bytes_per_pass, measured.bytes_per_s, measured.probe)
     console.print(
         f"limit without speculation: {ceiling.tokens_per_s:,.1f} tokens/s, for each token reads {what}, "
         f"{ceiling.bytes_per_pass / 1e9:.3f} GB, which takes {1e3 / ceiling.tokens_per_s:,.1f} ms at the "
-        f"{found.bytes_per_s / 1e9:.1f} GB/s of this machine's memory (best probe: {found.probe})"
+        f"{measured.bytes_per_s / 1e9:.1f} GB/s of this machine's memory (best probe: {measured.probe})"
     )
     return ceiling
 
@@ -186,7 +186,7 @@ GAINS = (
     Column("tokens/\npass", "tokens_per_step", "{:.2f}"),
     Column("accep-\nted", "acceptance_rate", "{:.0%}"),
 )
-COSTS = (  # and what theory makes of them
+COSTS = (  # and the predictions from them
     *_NAMES,
     Column("alpha", "alpha_hat", "{:.3f}"),
     Column("c", "c", "{:.3f}"),
@@ -232,7 +232,7 @@ def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
 
 
 def record_of(lines: Seq[Line], model: LoadedModel, drafts: Seq[LoadedModel], ceiling: Ceiling) -> dict[str, Any]:
-    """Return the measurement as JSON: what ran, on which machine, and every line of the table."""
+    """Return the measurement for JSON: models, machine, and every line of the table."""
     return {
         "shape": describe(model.config),
         "num_parameters": num_parameters(model.config),

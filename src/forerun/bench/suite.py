@@ -1,8 +1,8 @@
-"""`forerun bench suite`: a public benchmark, plainly and as the engine drafts when nothing is set, whole requests.
+"""`forerun bench suite`: a public benchmark in whole requests, with plain decoding and the default drafting.
 
-Each conversation meets an engine that has seen nothing, as the first request of a user does: searches remember earlier
-answers, and one that is asked again would be found. Plain decoding runs twice, and the ways take turns in an order that
-rotates, for a shared machine is faster in one minute than in the next; kinds in which plain decoding differs from
+Each conversation meets a fresh engine, as the first request of a user does: searches remember earlier answers, and
+would find an answer that is asked for again. Plain decoding runs twice, and the ways take turns in an order that
+rotates, as a shared machine is faster in one minute than in the next; kinds in which plain decoding differs from
 itself by more than `NOISE` are run again. Texts are compared with plain decoding's wherever the rule keeps them.
 """
 
@@ -50,7 +50,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass
 class Run:
-    """What one way took for one conversation. Seconds and tokens are sums over its turns."""
+    """The measurements of one way on one conversation. Seconds and tokens are sums over its turns."""
 
     conversation: str
     kind: str
@@ -59,7 +59,7 @@ class Run:
     seconds: float = 0.0
     first_token_s: float = 0.0
     num_tokens: int = 0
-    num_first_tokens: int = 0  # of the passes that wrote the first ones
+    num_first_tokens: int = 0  # of the passes that wrote the first tokens
     num_passes: int = 0
     texts: list[list[int]] = field(default_factory=list)  # of each turn, as ids
     steps: list[StepReport] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Run:
         return {name: value for name, value in vars(self).items() if name not in ("texts", "steps", "draft_forward_s")}
 
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
-        """Add the run to a tally: the whole request, or what follows its first tokens."""
+        """Add the run to a tally: the whole request, or the part behind its first tokens."""
         seconds, num = self.seconds, self.num_tokens
         if not is_whole:
             seconds, num = seconds - self.first_token_s, num - self.num_first_tokens
@@ -83,7 +83,7 @@ class Run:
 def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON.
 
-    Raises UserError for what cannot be measured, and InternalError where a drafter fails or changes a text.
+    Raises UserError for an impossible measurement, and InternalError where a drafter fails or changes a text.
     """
     console = make_console()
     check_picture(plan.picture)
@@ -136,7 +136,7 @@ def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
 
 
 def ways_of(config: EngineConfig, plan: SuitePlan) -> list[Way]:
-    """Return the ways of drafting, named by what they differ in. Raises BadOption."""
+    """Return the ways of drafting, named by the fields in which they differ. Raises BadOption."""
     for spec in plan.pacings:
         pacing.make(spec, config.spec_length)
     for acceptance in plan.acceptances:
@@ -172,15 +172,15 @@ class Measuring:
         self.draft_models: list[LoadedModel] = []
 
     def engine(self, way: Way) -> LLM:
-        """Return an engine that has seen nothing, over the weights that are loaded."""
+        """Return a fresh engine over the loaded weights."""
         draft = self.drafts.get(way.draft, way.draft)
         options = {**self.config.options(), "draft": draft, "pacing": way.pacing, "extra_drafts": None}
         llm = LLM(self.checkpoint, **options)
-        llm.engine.drafter.spares = False  # one that fails ends the measurement, which would be of plain decoding
+        llm.engine.drafter.spares = False  # a failure ends the measurement, which would go on as plain decoding
         return llm
 
     def params(self, way: Way, temperature: float, number: int) -> SamplingParams:
-        """Return how a turn is decoded. number: of the conversation, for its seed."""
+        """Return the parameters of a turn. number: of the conversation, for its seed."""
         return SamplingParams(
             max_tokens=self.plan.max_tokens,
             temperature=temperature,
@@ -195,7 +195,7 @@ class Measuring:
             with self.engine(way) as llm:
                 if not chats(llm):
                     raise BadOption("a suite needs a model that answers: this one has no chat template")
-                llm.measure_passes()  # and kept for the engines of all conversations
+                llm.measure_passes()  # once: the engines of all conversations share the result
                 models = latency.draft_models({Variant(way.name, 0): llm})
                 self.draft_models += [model for model in models if model not in self.draft_models]
                 for conversation in self.suite.conversations:
@@ -215,7 +215,7 @@ class Measuring:
         return ids + ids[-1:] * (self.plan.max_tokens * (len(conversation.turns) - 1))
 
     def run(self, progress: Progress) -> None:
-        """Run everything, and kinds again where plain decoding was too far from itself."""
+        """Run everything, and kinds again while plain decoding is too far from itself, up to most_rounds."""
         kinds = self.suite.kinds
         num_asked = len(self.suite.conversations) * len(self.plan.temperatures) * len(self.ways)
         task = progress.add_task("measuring", total=num_asked)
@@ -285,7 +285,7 @@ class Measuring:
     def _answer(
         self, llm: LLM, ids: list[int], params: SamplingParams, asked: Run, clock: ForwardClock | None
     ) -> tuple[list[int], str]:
-        """Answer one turn, and add what it took."""
+        """Answer one turn, and add its measurements."""
 
         def note(report: StepReport) -> None:
             draft_s = clock.take() if clock is not None else 0.0
@@ -314,5 +314,5 @@ class Measuring:
         return tallies
 
     def cells(self, *, is_whole: bool) -> list[Cell]:
-        """Return the numbers of whole requests, or of what follows their first tokens."""
+        """Return the numbers of whole requests, or of the parts behind their first tokens."""
         return cells_of(self.tallies(is_whole=is_whole))

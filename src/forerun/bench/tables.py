@@ -1,4 +1,4 @@
-"""Tables of what was measured: columns that say what they show of a row, and ratios with their range.
+"""Tables of measurements: columns that know their value of a row, and ratios with their range.
 
 A row may be anything: a column takes a field of it by its name, or a function. exhibits.py makes tables and pictures
 with the same columns.
@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-MOST_FOLDED = 12  # characters that a column of texts has at least, where one of them is as long
+MOST_FOLDED = 12  # least characters of a column of texts, where a text is as long
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Seq[float]) -> Ratio:
-        """Of at least one value."""
+        """Summarise at least one value."""
         return cls(tuple(values), median(values), (min(values), max(values)))
 
 
@@ -36,10 +36,10 @@ class Ratio:
 class Column:
     """A column of a table.
 
-    name: its head, where \\n breaks the line. value: what it shows of a row, as the path of a field or a function; None
-    where rows are tuples. form: how a value is written, each end of an interval by itself. absent: what stands for
-    None. is_text: left-justified and folded; None = where a value is a text. is_once: what the row before has, too, is
-    not shown again.
+    name: its head, where \\n breaks the line. value: the path of a field of the row, or a function of it; None in
+    exhibits, where rows are tuples. form: the format of a value, or of each end of an interval. absent: the text for
+    None. is_text: left-justified and folded; None = where a value is a text. is_once: a value equal to the one above is
+    left out.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Column:
     is_once: bool = False
 
     def of(self, row: Any) -> Any:
-        """Return what the column shows of a row."""
+        """Return the value of a row in this column."""
         if isinstance(self.value, str):
             return attrgetter(self.value)(row)
         return row if self.value is None else self.value(row)
 
     def written(self, value: Any) -> str:
-        """Return a value as a table has it."""
+        """Return a value as text."""
         if value is None:
             return self.absent
         if isinstance(value, tuple):
@@ -67,13 +67,13 @@ class Column:
 
 
 def table(rows: Seq[Any], columns: Seq[Column]) -> Table:
-    """Return a table of these columns, with a line for each row. A value may be a Text of its own."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    """Return a table of these columns, with a line for each row. A value may be a rich Text."""
+    grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     shown = [_values(column, rows) for column in columns]
     for column, values in zip(columns, shown, strict=True):
         is_text = any(isinstance(value, str) for value in values) if column.is_text is None else column.is_text
         longest = max((len(value) for value in values if isinstance(value, str)), default=0)
-        made.add_column(
+        grid.add_column(
             column.name,
             justify="left" if is_text else "right",
             no_wrap=not is_text,
@@ -82,8 +82,8 @@ def table(rows: Seq[Any], columns: Seq[Column]) -> Table:
         )
     for i in range(len(rows)):
         cells = [(column, values[i]) for column, values in zip(columns, shown, strict=True)]
-        made.add_row(*(value if isinstance(value, Text) else Text(column.written(value)) for column, value in cells))
-    return made
+        grid.add_row(*(value if isinstance(value, Text) else Text(column.written(value)) for column, value in cells))
+    return grid
 
 
 def _values(column: Column, rows: Seq[Any]) -> list[Any]:

@@ -1,12 +1,12 @@
 """`forerun tune`: which drafter, how far, and whether at all, for these prompts with this model on this machine.
 
 1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding: that shows which of its
-   guesses are right, and what drafting takes.
+   guesses are right, and how long drafting takes.
 2. The time of passes by their rows is measured (as in pacing/measuring.py, and finer), and every length of every
    drafter is predicted from both (tune_prediction.py).
-3. Those that promise most, some of them with `pacing=auto`, and plain decoding run in turns until the time is over.
-   What their passes took makes the predictions better: a length that then promises more than all that were measured
-   is measured, too. The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
+3. The most promising ones, some with `pacing=auto`, and plain decoding run in turns until the time is over. The times
+   of their passes improve the predictions: a length that then promises more than all measured ones is measured, too.
+   The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from forerun.text.terminal import make_console
 PROBE_SHARE = 0.35  # of the time, for step 1
 FEWEST_ROUNDS = 2  # of step 3, whatever the time
 MOST_ROUNDS = 15
-PLAIN_EVERY = 8  # ways of a turn: behind so many plain decoding runs once more
-SEARCH_ROUNDS = 4  # of these, behind which further lengths may come in
+PLAIN_EVERY = 8  # ways of a turn, behind which plain decoding runs once more
+SEARCH_ROUNDS = 4  # of step 3, behind which further lengths may come in
 NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
 HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
 CLOSE = 0.97  # of the best prediction: another length of the same drafter is measured, too
-OUT = 0.9  # of the best measurement: what is slower after FEWEST_ROUNDS is measured no more
+OUT = 0.9  # of the best measurement: slower ways are measured no more after FEWEST_ROUNDS
 
 
 def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
-    """Measure, print what was found, write the config file, and return all of it for JSON.
+    """Measure, print the results, write the config file, and return all of it for JSON.
 
-    Raises UserError for what cannot be measured, InternalError where a drafter fails.
+    Raises UserError for an impossible measurement, InternalError where a drafter fails.
     """
     console = make_console()
     opened = measured_target(config, plan.shape)
@@ -65,28 +65,28 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
     candidates = candidates_of(opened, plan)
     checkpoint = load_widened(opened, plan.shape, console)
     bench = TuningEngine.of(checkpoint, config, plan, candidates, console)
-    found = tuned(bench, console)
-    print_found(found, console)
+    result = tuned(bench, console)
+    print_found(result, console)
     if plan.picture is not None:
-        draw(found, plan.picture, "shipped model" if opened.is_shipped else checkpoint.name)
+        draw(result, plan.picture, "shipped model" if opened.is_shipped else checkpoint.name)
         console.print(f"{plan.picture}: speed-up by draft length, predicted and measured")
-    options = config_of(found.chosen, config, plan.concurrency)
+    options = config_of(result.chosen, config, plan.concurrency)
     if plan.out is not None:
-        write_config(plan.out, options, found)
+        write_config(plan.out, options, result)
     print_use(options, plan.out, console)
     return {
         "bench": "tune",
         "target": checkpoint.name,
         "build": checkpoint.model.ops.build,
         "precision": checkpoint.model.precision,
-        "num_prompts": found.num_prompts,
+        "num_prompts": result.num_prompts,
         "config": options,
-        **found.as_dict(),
+        **result.as_dict(),
     }
 
 
 def print_use(options: Mapping[str, Any], out: Path | None, console: Console) -> None:
-    """Say how the options are used."""
+    """Print how the options are used."""
     if out is None:
         console.print(f"Options: {', '.join(f'{k}={v}' for k, v in options.items())}; --out FILE writes a config file.")
     else:
@@ -113,9 +113,9 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
         progress.add_task("what passes take", total=None)
         curve = bench.pass_times()
         passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
-        for turn in (turn for own in turns.values() for turn in own):
+        for turn in (turn for spec_turns in turns.values() for turn in spec_turns):
             passes.add(turn.plain.steps, turn.drafted.steps)
-        predictors = {spec: Predictor(own, passes, bench.runs_model(spec)) for spec, own in turns.items()}
+        predictors = {spec: Predictor(spec_turns, passes, bench.runs_model(spec)) for spec, spec_turns in turns.items()}
         contenders = _race(bench, predictors, passes, begun + 60 * plan.minutes, progress)
     num_prompts = sum(map(len, bench.groups))
     chosen, doubt = chosen_of(contenders, num_prompts)
@@ -124,8 +124,10 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
         contenders=contenders,
         chosen=chosen,
         doubt=doubt,
-        alphas={spec: alphas([text for turn in own for text in turn.texts]) for spec, own in turns.items()},
-        alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
+        alphas={
+            spec: alphas([text for turn in spec_turns for text in turn.texts]) for spec, spec_turns in turns.items()
+        },
+        alpha_hats={spec: _alpha_hat(spec_turns) for spec, spec_turns in turns.items()},
         pass_s=curve.one_row_s,
         curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratio(curve.widths), strict=True)},
         v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
@@ -135,7 +137,7 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
 
 
 def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, list[Turn]]:
-    """Step 1. Groups for which there is no time left are not measured at all."""
+    """Run step 1. Groups for which there is no time left are not measured at all."""
     ways = [Way(PLAIN, 0), *(Way(spec, LONGEST) for spec in bench.candidates)]
     task = progress.add_task("what is guessed right", total=len(ways) * (len(bench.groups) + 1))
     for way in ways:
@@ -159,12 +161,12 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
 
 
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """The ways that are measured: plain decoding, the fixed lengths that promise most, and auto with their drafters.
+    """Return the ways to measure: plain decoding, the most promising fixed lengths, and auto with their drafters.
 
-    Each drafter's best length, then the length of the best drafter that is farthest from its best and as good. A
-    drafter that was never right is not measured.
+    The fixed lengths are each drafter's best, then the best drafter's length that is farthest from its best, with a
+    prediction within CLOSE. A drafter that was never right is not measured.
     """
-    is_right = {spec for spec, own in predictions.items() if any(one.tokens_per_pass > 1 for one in own)}
+    is_right = {spec for spec, lengths in predictions.items() if any(one.tokens_per_pass > 1 for one in lengths)}
     best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
     order = sorted(best, key=lambda spec: -best[spec].speedup)
     fixed = [Way(spec, best[spec].spec_length) for spec in order if best[spec].speedup > HOPELESS][: NUM_FIXED - 1]
@@ -181,7 +183,7 @@ def _alpha_hat(turns: Seq[Turn]) -> float | None:
 
 
 def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Prediction | None:
-    """Return what was predicted of a way; None of plain decoding and of auto."""
+    """Return the prediction for a way; None for plain decoding and auto."""
     if way.spec_length is None or way.draft == PLAIN:
         return None
     return next(one for one in predictions[way.draft] if one.spec_length == way.spec_length)
@@ -190,7 +192,7 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
 def _race(
     bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
 ) -> list[Contender]:
-    """Step 3: whole rounds in turns, as long as another one fits into the time."""
+    """Run step 3: whole rounds in turns, as long as another one fits into the time."""
     predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
     contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
@@ -218,22 +220,22 @@ def _race(
 
 
 def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """Return a length that promises more than all that were measured, if there is one.
+    """Return a length that promises more than all measured ways, if there is one.
 
-    Predictions of a drafter are corrected by how much faster it was, at the lengths that were measured, than is
-    predicted of these now.
+    Predictions of a drafter are corrected by the median ratio, over its measured lengths, of measured to predicted
+    speed-up.
     """
     known = {one.way for one in contenders}
     best = max(one.measured.speedup for one in contenders)
-    found = list[tuple[float, Way]]()
-    for spec, own in predictions.items():
+    promising = list[tuple[float, Way]]()
+    for spec, lengths in predictions.items():
         fixed = [one for one in contenders if one.way.draft == spec and one.way.spec_length]
         if fixed:
             now = [prediction_of(one.way, predictions) for one in fixed]
             errors = [one.measured.speedup / guess.speedup for one, guess in zip(fixed, now, strict=True) if guess]
-            ways = [(one.speedup * median(errors), Way(spec, one.spec_length)) for one in own]
-            found += [(speedup, way) for speedup, way in ways if speedup > best and way not in known]
-    return [max(found, key=lambda pair: pair[0])[1]] if found else []
+            ways = [(one.speedup * median(errors), Way(spec, one.spec_length)) for one in lengths]
+            promising += [(speedup, way) for speedup, way in ways if speedup > best and way not in known]
+    return [max(promising, key=lambda pair: pair[0])[1]] if promising else []
 
 
 def one_round(
@@ -244,7 +246,7 @@ def one_round(
     task: TaskID,
     passes: Passes | None = None,
 ) -> None:
-    """Run all prompts with each contender that is not out, in turns. passes: learns what they took."""
+    """Run all prompts with each contender that is not out, in turns. passes: learns from their passes."""
     plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
         order = _rotated(running, number + group)
@@ -266,12 +268,14 @@ def one_round(
 
 
 def _together(turns: Mapping[str, Seq[Turn]]) -> float:
-    """Return how many requests ran at once."""
-    return fmean(step.num_decoding for own in turns.values() for t in own for step in full_steps(t.plain.steps))
+    """Return the mean number of requests that ran at once."""
+    return fmean(
+        step.num_decoding for spec_turns in turns.values() for t in spec_turns for step in full_steps(t.plain.steps)
+    )
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:
-    """Take those out of the race that are far behind, once they had their rounds."""
+    """Take ways out of the race that are far behind after FEWEST_ROUNDS."""
     running = [one for one in contenders if not one.is_out]
     best = max(one.measured.speedup for one in running)
     for one in running:

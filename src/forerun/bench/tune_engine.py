@@ -31,14 +31,14 @@ from forerun.types import SamplingParams
 USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycle", "lookahead", "self")
 SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
 PROMPTS_PER_KIND = 2
-GROUP_REQUESTS = 4  # prompts that are run one behind the other in each place of a batch, where several run at once
+GROUP_REQUESTS = 4  # prompts of a group for each place of the batch, one behind the other, where several run at once
 WARM_UP_TOKENS = 8
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes that are measured, for each request
 CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for these
 
 
 def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
-    """The specs of the drafters that are considered. Raises UserError for one that was named and cannot serve."""
+    """Return the specs of the drafters to consider. Raises UserError for one that was named and cannot serve."""
     if plan.only and not plan.drafts:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
 
@@ -53,17 +53,17 @@ def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
         if method == "model" and options.path is not None and options == type(options)(path=options.path):
             given.append(f"tree:of=(model:path={options.path})")
     usual = () if plan.only else SHIPPED if opened.is_shipped else USUAL
-    found = dict.fromkeys(spec for spec in given if spec != PLAIN)
+    specs = dict.fromkeys(spec for spec in given if spec != PLAIN)
     alone(PLAIN)
     for spec in usual:
         try:
             _ = alone(spec).models
         except UserError:
             continue
-        found[spec] = None
-    if not found:
+        specs[spec] = None
+    if not specs:
         raise BadOption("no drafter is left to compare with plain decoding: name one with --draft")
-    return list(found)
+    return list(specs)
 
 
 @dataclass
@@ -81,9 +81,9 @@ class TuningEngine:
     def of(
         cls, checkpoint: Checkpoint, config: EngineConfig, plan: TunePlan, candidates: Seq[str], console: Console
     ) -> TuningEngine:
-        """Build the engine. Drafters whose drafts the rule cannot judge are left out, or refused where they were named.
+        """Build the engine. Drafters that the rule cannot judge are left out, or refused where they were named.
 
-        A prompt's second run would find the first one's cache, so that prefixes are not shared.
+        Prefixes are not shared, as a prompt's second run would find the first one's cache.
         """
         llm = LLM(
             checkpoint,
@@ -115,12 +115,12 @@ class TuningEngine:
         return bench
 
     def serving(self, spec: str) -> Drafter:
-        """The drafter that serves those who ask for a spec."""
+        """Return the drafter that serves requests for a spec."""
         router = self.llm.engine.drafter
         return router.members[router.chosen(spec)]
 
     def params(self, own: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
-        """How one prompt is run. salt: runs of the same one may learn from each other."""
+        """Return the parameters of one run of a prompt. salt: runs of the same salt may learn from each other."""
         rule = own.acceptance or ("ratio" if own.temperature > 0 else None)
         return replace(
             own,
@@ -142,20 +142,20 @@ class TuningEngine:
             engine.use_pacing(pacing.make("fixed", LONGEST))
         ids = [ids for ids, _ in self.groups[group]]
         first = sum(map(len, self.groups[:group]))
-        params = [self.params(own, way, salt, first + i) for i, (_, own) in enumerate(self.groups[group])]
+        params = [self.params(asked, way, salt, first + i) for i, (_, asked) in enumerate(self.groups[group])]
         run_together(self.llm, ids, params, tally, detail=detail)
         if way.draft != PLAIN and self.serving(way.draft) is not self.built[way.draft]:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Run a few tokens of the first group one way, and measure what its pacing wants to know."""
-        kept, self.groups = self.groups, [[(ids, _short(own)) for ids, own in self.groups[0]]]
+        """Run a few tokens of the first group one way, and measure the passes for its pacing."""
+        kept, self.groups = self.groups, [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
         self.llm.measure_passes()
         self.groups = kept
 
     def pass_times(self) -> PassTime:
-        """Measure what passes of the target take by their rows, finely: kernels take rows by the few."""
+        """Measure the time of the target's passes by rows, in small steps, as kernels take a few rows at a time."""
         engine, size = self.llm.engine, self.plan.concurrency
         if not self.llm.config.calibrate:
             return engine.costs.target
@@ -164,7 +164,7 @@ class TuningEngine:
         return measured(engine.runner, widths=widths, least_limit_s=limit_s)
 
     def runs_model(self, spec: str) -> bool:
-        """Whether a drafter runs a model of its own, or one of those that it is made of does."""
+        """Return whether a drafter, or one that it is made of, runs a draft model."""
         opened = self.llm.opened
         return Outlines.of(opened.under(replace(opened.config, draft=spec, extra_drafts=None))).has_models
 
@@ -174,23 +174,23 @@ def _short(params: SamplingParams) -> SamplingParams:
 
 
 def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
-    """The prompts as ids, and how each is continued. Raises UserError with the number of one that cannot be run.
+    """Return the prompts as ids, with their parameters. Raises UserError with the number of an impossible prompt.
 
     A text is a message where the model has a chat template, as in `forerun generate`; the shipped model continues it.
     """
     goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     default = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature, ignore_eos=goes_on)
     requests = plan.requests or [(prompt, default) for prompt in _own_prompts(config)]
-    found = []
-    for number, (prompt, own) in enumerate(requests, 1):
-        params = replace(own, max_tokens=min(own.max_tokens or plan.max_tokens, plan.max_tokens))
+    prompts = []
+    for number, (prompt, asked) in enumerate(requests, 1):
+        params = replace(asked, max_tokens=min(asked.max_tokens or plan.max_tokens, plan.max_tokens))
         try:
             ids = _ids(llm, prompt)
             llm.engine.make(ids, params)
         except UserError as error:
             raise type(error)(f"prompt {number}: {error}") from error
-        found.append((ids, params))
-    return found
+        prompts.append((ids, params))
+    return prompts
 
 
 def _own_prompts(config: EngineConfig) -> list[Prompt]:

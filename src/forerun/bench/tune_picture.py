@@ -12,7 +12,7 @@ from forerun.bench.exhibits import save_picture
 from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import Contender, Found
 
-MOST_CURVES = 6  # those that promise most; more cannot be told apart
+MOST_CURVES = 6  # the most promising ones; more cannot be told apart
 LINES = "Lines: predicted from one run with drafts of 16 and the measured time of passes."
 DOTS = "Dots: measured in turns with plain decoding, with the least and most of the rounds."
 DASHED = "Dashed: measured with pacing=auto."
@@ -21,7 +21,7 @@ NO_STAR = "Chosen: {}."
 
 
 def caption(found: Found, drawn: Collection[Contender]) -> str:
-    """Explain what is drawn of the ways that were measured, and nothing else."""
+    """Explain only the marks that are drawn for the measured ways."""
     parts = [LINES]
     if drawn:
         parts.append(DOTS)
@@ -44,8 +44,8 @@ def draw(found: Found, file: Path, name: str) -> None:
     shown = [spec for spec in order if spec in measured] + [spec for spec in order if spec not in measured]
     colours = {spec: f"C{i}" for i, spec in enumerate(shown[:MOST_CURVES])}
     for spec, colour in colours.items():
-        own = found.predictions[spec]
-        panel.plot([one.spec_length for one in own], [one.speedup for one in own], color=colour, label=spec)
+        lengths = found.predictions[spec]
+        panel.plot([one.spec_length for one in lengths], [one.speedup for one in lengths], color=colour, label=spec)
     drawn = [one for one in found.contenders if one.way.spec_length != 0 and one.way.draft in colours]
     for one in drawn:
         colour, result, is_chosen = colours[one.way.draft], one.measured, one is found.chosen

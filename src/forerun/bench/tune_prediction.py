@@ -1,14 +1,14 @@
-"""What `forerun tune` predicts: tokens of a pass and speed-up at any draft length, from one run at the longest.
+"""The predictions of `forerun tune`: tokens of a pass and speed-up at any draft length, from one run at the longest.
 
-A run with drafts of at most LONGEST nodes says which of them the target took. How a run with K nodes goes on the same
-text is counted by walking along it: a draft of K nodes is the first K of the recorded one, which come best first;
-where it ends inside of an accepted path, the next draft begins there, and its nodes are those of the recorded draft
-below that place, in their order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low
-at small K: what is easy to guess is passed by few long rounds, and by many short ones (docs/tuning.md).
+A run with drafts of at most LONGEST nodes says which of them the target took. A run with K nodes is counted by walking
+along the same text: a draft of K nodes is the first K of the recorded one, which come best first; where it ends inside
+of an accepted path, the next draft begins there and takes the nodes of the recorded draft below that place, in their
+order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low at small K: few long rounds
+pass an easy stretch of text, and many short ones (docs/tuning.md).
 
     speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
 
-The seconds of a pass are the median of plain decoding's on the same prompt in the same turn; v is the measured curve
+A pass takes the median of plain decoding's passes on the same prompt in the same turn; v is the measured curve
 (pacing/measuring.py), corrected by the passes behind these texts; draft and rest were recorded in the run.
 """
 
@@ -28,28 +28,28 @@ from forerun.bench.results import Tally
 from forerun.types import StepReport
 
 LONGEST = 16  # nodes of the recorded drafts, and the longest length that is predicted
-ROW_EDGES = (1, 2, 3, 4, 6, 9, 13, 17)  # of the rows whose passes are taken together, for each sequence
-FEWEST_PASSES = 6  # of these, for a median
+ROW_EDGES = (1, 2, 3, 4, 6, 9, 13, 17)  # rows for each sequence: passes between two edges share one median
+FEWEST_PASSES = 6  # between two edges, for a median
 FAR_OFF = 3.0  # times the median: a step that took longer was held up by another process
 
 
 @dataclass(frozen=True)
 class Round:
-    """The draft of one sequence in one step. parents: of each node, -1 = the last committed token; accepted: nodes."""
+    """The draft of one sequence in one step. parents: by node, -1 = the last committed token; accepted: nodes."""
 
     parents: Seq[int]
     accepted: Seq[int]
 
     @cached_property
     def depths(self) -> list[int]:
-        """The number of nodes on the path down to each node."""
+        """The depth of each node: 1 behind the last committed token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
     def ranks(self, root: int) -> dict[int, int]:
-        """Return the places of the nodes below `root` among these: what is drafted first from there."""
+        """Return the rank of each node below `root` among these nodes: the order in which they are drafted."""
         ranks, below = dict[int, int](), {root}
         for node, parent in enumerate(self.parents):
             if parent in below:
@@ -59,12 +59,12 @@ class Round:
 
     @property
     def ends_open(self) -> bool:
-        """Whether all of a path was accepted, so that it is not known whether one more node would have been."""
+        """Whether a path was accepted to its end, so that the draft was too short to say where it would be rejected."""
         return bool(self.parents) and (self.accepted[-1] if self.accepted else -1) not in self.parents
 
 
 class _Token(NamedTuple):
-    """A token that a round emitted. place: among the accepted nodes; behind them for the one of the target itself."""
+    """A token that a round emitted. place: among the accepted nodes; the target's own token stands behind them."""
 
     round: Round
     place: int
@@ -80,9 +80,9 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run at one draft length, as it is counted. num_passes: of a draft model, one behind another.
+    """The counts of a run at one draft length. num_passes: of a draft model, one behind another.
 
-    sizes: how many rounds draft so many nodes.
+    sizes: the number of rounds by drafted nodes.
     """
 
     num_tokens: int
@@ -91,18 +91,18 @@ class Replayed:
 
     @staticmethod
     def joined(parts: Seq[Replayed]) -> Replayed:
-        """Return the counts of several together."""
+        """Return the sum of several counts."""
         sizes = sum((Counter(part.sizes) for part in parts), Counter[int]())
         return Replayed(sum(p.num_tokens for p in parts), sum(p.num_passes for p in parts), sizes)
 
     @cached_property
     def num_rounds(self) -> int:
-        """Rounds of all sequences, those without a draft among them."""
+        """The rounds of all sequences, with or without a draft."""
         return sum(self.sizes.values())
 
     @cached_property
     def num_nodes(self) -> int:
-        """Drafted nodes."""
+        """The number of drafted nodes."""
         return sum(size * num for size, num in self.sizes.items())
 
     @property
@@ -112,15 +112,15 @@ class Replayed:
 
 
 def deepest_of(texts: Iterable[Seq[Round]]) -> int:
-    """Return the number of nodes on the longest path that a draft had."""
+    """Return the depth of the deepest draft."""
     return max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
 
 
 def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
-    spec_length: at most that of the recorded run, with which these very rounds are counted. deepest: the longest path
-    that the drafter makes, None = the longest in these texts.
+    spec_length: at most the recorded run's, which gives the recorded rounds back. deepest: the longest path that the
+    drafter makes, None = the longest in these texts.
     """
     deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
@@ -137,20 +137,21 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
-    """Cut what was emitted behind each rejection, where a draft of any length has to begin anew."""
-    found: list[list[_Token]] = [[]]
+    """Cut the emitted tokens behind each rejection, where a draft of any length has to begin anew."""
+    stretches: list[list[_Token]] = [[]]
     for round_ in text:
-        found[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
+        stretches[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
         if not round_.ends_open:
-            found.append([])
-    return found if found[-1] else found[:-1]
+            stretches.append([])
+    return stretches if stretches[-1] else stretches[:-1]
 
 
 def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
-    """Return how many tokens from `start` on a draft of so many nodes has.
+    """Return how many tokens from `start` on are accepted from a draft of `spec_length` nodes.
 
-    A draft that begins where a recorded one did has no more than that one. Of another the target's own tokens between
-    two recorded drafts count as likely nodes: it is only known that the drafter was right before and behind them.
+    A draft that begins where a recorded one did has no more than that one. In any other draft the target's own tokens
+    between two recorded drafts count as likely nodes: it is only known that the drafter was right before and behind
+    them.
     """
     is_recorded = stretch[start].place == 0
     num = used = 0  # used: nodes of the draft down to the last token that was behind a recorded path
@@ -173,26 +174,26 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
 
 
 def alphas(texts: Seq[Seq[Round]]) -> list[float]:
-    """Return by position how often a token was accepted where one was tested; as far as any was."""
-    found = []
+    """Return the share of accepted tokens among the tested ones by position, up to the last one with a test."""
+    shares = []
     rounds = [round_ for text in texts for round_ in text]
     for depth in range(LONGEST):
         num_accepted = sum(len(r.accepted) > depth for r in rounds)
         num_rejected = sum(len(r.accepted) == depth and bool(r.parents) and not r.ends_open for r in rounds)
         if not num_accepted + num_rejected:
             break
-        found.append(num_accepted / (num_accepted + num_rejected))
-    return found
+        shares.append(num_accepted / (num_accepted + num_rejected))
+    return shares
 
 
 # ------------------------------------------------------------------------------------------------------------- seconds
 
 
 def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
-    """Return the steps that read no prompt and in which the most requests decode: others are of the ends of a run."""
-    own = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
-    most = max((step.num_decoding for step in own), default=0)
-    return [step for step in own if step.num_decoding == most]
+    """Return the steps without prompt tokens in which the most requests decode; others lie at the ends of a run."""
+    decoding = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
+    most = max((step.num_decoding for step in decoding), default=0)
+    return [step for step in decoding if step.num_decoding == most]
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Turn:
 
     @cached_property
     def texts(self) -> list[list[Round]]:
-        """The rounds of each output."""
+        """The rounds, by output."""
         texts: dict[int, list[Round]] = {}
         for step in self.drafted.steps:
             for detail in step.rounds:
@@ -213,29 +214,29 @@ class Turn:
 
     @cached_property
     def plain_pass_s(self) -> float:
-        """Seconds of a pass of plain decoding on these prompts."""
+        """The median seconds of a pass of plain decoding on these prompts."""
         return median(step.target_forward_s for step in full_steps(self.plain.steps))
 
 
 def usual(values: Seq[float]) -> float:
-    """Return the mean, in which what is far off counts as FAR_OFF medians; 0 of nothing."""
+    """Return the mean with values clipped at FAR_OFF medians; 0 without values."""
     return fmean(min(value, FAR_OFF * median(values)) for value in values) if values else 0.0
 
 
 def per_token_s(steps: Iterable[StepReport]) -> float:
-    """Return the seconds of a token while nothing but decoding is done."""
-    own = full_steps(steps)
-    return sum(step.seconds for step in own) / sum(step.num_committed for step in own)
+    """Return the seconds of a token over the full steps, which do nothing but decode."""
+    full = full_steps(steps)
+    return sum(step.seconds for step in full) / sum(step.num_committed for step in full)
 
 
 def rest_s(step: StepReport) -> float:
-    """Return the seconds of a step outside of the target's pass and of drafting."""
+    """Return the seconds of a step outside of the target's pass and outside of drafting."""
     return step.seconds - step.target_forward_s - step.draft_s
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one drafter would do at one length. c: seconds of a drafted token, in plain passes; v: of its pass."""
+    """The prediction for one length. c: seconds of a drafted token, v: of the target's pass, both in plain passes."""
 
     spec_length: int
     tokens_per_pass: float
@@ -245,26 +246,26 @@ class Prediction:
 
 
 class Passes:
-    """The seconds of a pass by its rows, over those of a pass of plain decoding in the same turn.
+    """The seconds of a pass by its rows, over a pass of plain decoding in the same turn.
 
-    curve(rows): as it was calibrated, without a text before the rows. What passes took behind the texts comes in by
-    `add`: the curve is moved to the medians over a few rows each, and between them by what lies between.
+    curve(rows): as it was calibrated, without a text before the rows. `add` brings in the passes behind texts: the
+    curve is moved to their medians between ROW_EDGES, and by linear interpolation elsewhere.
     """
 
     def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:
         self.curve, self.num_together = curve, num_together
-        self._found = list[tuple[int, float]]()  # rows, and seconds over those of a plain pass
+        self._found = list[tuple[int, float]]()  # rows, and seconds over a plain pass
         self._moved: list[tuple[float, float]] = []  # rows, and how far the curve is too low there; [] = not known yet
 
     def add(self, plain: Seq[StepReport], steps: Iterable[StepReport]) -> None:
-        """Add steps of a turn that had these plain ones."""
+        """Add the drafted and the plain steps of one turn."""
         one_s = median(step.target_forward_s for step in full_steps(plain))
         more = [step for step in full_steps(steps) if step.num_rows > step.num_decoding]
         self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
         self._moved = []
 
     def v(self, rows: float) -> float:
-        """Return the seconds of a pass over those of a plain one; at least 1."""
+        """Return the seconds of a pass, in plain passes; at least 1."""
         self._moved = self._moved or [(self.num_together, 0.0), *self._errors()]
         places, errors = zip(*self._moved, strict=True)
         return max(1.0, self._of_curve(rows) + float(np.interp(rows, places, errors)))
@@ -274,15 +275,15 @@ class Passes:
 
     def _errors(self) -> Iterator[tuple[float, float]]:
         for least, most in itertools.pairwise(self.num_together * edge for edge in ROW_EDGES):
-            own = [(rows, ratio) for rows, ratio in self._found if least < rows <= most]
-            if len(own) >= FEWEST_PASSES:
-                error = median(ratio - self._of_curve(rows) for rows, ratio in own)
-                yield fmean(rows for rows, _ in own), error
+            between = [(rows, ratio) for rows, ratio in self._found if least < rows <= most]
+            if len(between) >= FEWEST_PASSES:
+                error = median(ratio - self._of_curve(rows) for rows, ratio in between)
+                yield fmean(rows for rows, _ in between), error
 
 
 @dataclass
 class Predictor:
-    """Predicts one drafter from its turns. runs_model: whether it drafts by passes of a model."""
+    """Predicts one drafter from its turns. runs_model: whether it drafts by passes of a draft model."""
 
     turns: Seq[Turn]
     passes: Passes
@@ -291,30 +292,30 @@ class Predictor:
 
     @cached_property
     def steps(self) -> list[StepReport]:
-        """The steps of the drafter."""
+        """The full steps of the drafter."""
         return [step for turn in self.turns for step in full_steps(turn.drafted.steps)]
 
     @cached_property
     def plain_rest_s(self) -> float:
-        """Seconds of a step of plain decoding outside of its pass."""
+        """The seconds of a step of plain decoding outside of its pass."""
         return usual([rest_s(step) for turn in self.turns for step in full_steps(turn.plain.steps)])
 
     @cached_property
     def num_together(self) -> float:
-        """Sequences of a step."""
+        """The mean number of sequences in a step."""
         return fmean(step.num_decoding for step in self.steps)
 
     @cached_property
     def rest_per_token_s(self) -> float:
-        """Seconds that each token more of a step takes outside of passes."""
+        """The seconds outside of passes for each further token of a step."""
         more = fmean(step.num_emitted for step in self.steps) - self.num_together
         return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
 
     @cached_property
     def draft_s(self) -> tuple[float, float, float]:
-        """Seconds of drafting: of a step, of each pass of a draft model in it, and of each node beside that.
+        """The seconds of drafting: for a step, for each pass of a draft model in it, and for each node beside that.
 
-        The last two come from least squares: the last drafts of a text are shorter, by what is left of it.
+        The last two come from least squares: the last drafts of a text are shorter, as little of it is left.
         """
         if not self.runs_model:
             return usual([step.draft_s for step in self.steps]), 0.0, 0.0
@@ -331,27 +332,27 @@ class Predictor:
         return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
 
     def at(self, spec_length: int) -> Prediction:
-        """Predict one length: all prompts' seconds of plain decoding over those of drafting."""
+        """Predict one length; the speed-up compares the seconds of all prompts."""
         if spec_length not in self._replays:  # passes are learned, counts stay
-            own = [turn for turn in self.turns if turn.texts]
-            deepest = deepest_of(text for turn in own for text in turn.texts)
-            self._replays[spec_length] = [(turn, replay(turn.texts, spec_length, deepest)) for turn in own]
+            turns = [turn for turn in self.turns if turn.texts]
+            deepest = deepest_of(text for turn in turns for text in turn.texts)
+            self._replays[spec_length] = [(turn, replay(turn.texts, spec_length, deepest)) for turn in turns]
         both = self._replays[spec_length]
-        total = Replayed.joined([found for _, found in both])
+        total = Replayed.joined([replayed for _, replayed in both])
         plain_s = drafted_s = 0.0
-        for turn, found in both:
-            num_steps = found.num_rounds / self.num_together
-            pass_s = turn.plain_pass_s * self._v(found)
-            rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (found.tokens_per_pass - 1)
-            plain_s += found.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
-            drafted_s += num_steps * (pass_s + self._draft_s(found) + rest)
+        for turn, replayed in both:
+            num_steps = replayed.num_rounds / self.num_together
+            pass_s = turn.plain_pass_s * self._v(replayed)
+            rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (replayed.tokens_per_pass - 1)
+            plain_s += replayed.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
+            drafted_s += num_steps * (pass_s + self._draft_s(replayed) + rest)
         pass_s = fmean(turn.plain_pass_s for turn in self.turns)
         num_drafted = self.num_together * total.num_nodes / total.num_rounds
         c = self._draft_s(total) / pass_s / num_drafted if num_drafted else 0.0
         return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
 
     def _v(self, found: Replayed) -> float:
-        """Return the mean time of a pass, over a plain one's: rows cost little up to some number, and then much."""
+        """Return the mean time of a pass, in plain passes: rows cost little up to some number, and then much."""
         mean = found.num_nodes / found.num_rounds
         others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
         return sum(num * self.passes.v(others + 1 + size) for size, num in found.sizes.items()) / found.num_rounds

@@ -1,8 +1,8 @@
-"""The results of `forerun tune`: what was measured of each way, which one is chosen and why, a table, a config file.
+"""The results of `forerun tune`: the measurements of each way, the choice with its reason, a table, a config file.
 
-The speed-up of a way is plain decoding's time for all prompts over the way's. Each prompt's share of that is the median
-over the rounds of the way's seconds per token over plain decoding's in the same round, so that a machine which is
-slower for a minute cancels out.
+The speed-up of a way is plain decoding's time for all prompts over the way's. For each prompt the two are compared by
+the median over the rounds of their ratio in seconds per token in the same round, so that a machine which is slower for
+a minute cancels out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.models import named
 
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
-FEW_PROMPTS = 4  # with fewer nothing is chosen: auto decides while it runs
+FEW_PROMPTS = 4  # with fewer, nothing is chosen: auto decides while it runs
 
 Seconds = dict[int, dict[int, float]]  # by group of prompts and round: per token
 
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def length(self) -> str:
-        """The length as a table has it: "-" of plain decoding."""
+        """The length as in a table: "-" for plain decoding."""
         if self.spec_length is None:
             return AUTO
         return str(self.spec_length or "-")
@@ -67,7 +67,7 @@ class Measured:
 class Contender:
     """A way that was measured.
 
-    predicted: before it was measured; None of plain decoding and of auto. is_out: far behind, measured no more.
+    predicted: before it was measured; None for plain decoding and auto. is_out: far behind, measured no more.
     """
 
     way: Way
@@ -79,12 +79,12 @@ class Contender:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that a pass brings each request, as they were counted."""
+        """The counted tokens of a pass for each request."""
         num_decoded = sum(step.num_decoding for step in self.tally.steps)
         return self.tally.total("num_emitted") / num_decoded if num_decoded else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is kept in JSON."""
+        """Return the record for JSON."""
         return {
             **asdict(self.way),
             "length": self.way.length,
@@ -98,11 +98,11 @@ class Contender:
 
 @dataclass(frozen=True)
 class Found:
-    """All that was found.
+    """All results.
 
-    predictions: of each drafter, by length. doubt: why no way was chosen, so that auto decides; or empty. alphas: by
-    position; alpha_hats: accepted / tested. pass_s: seconds of a pass of one row, and curve: of others over it, by
-    rows, without a text before them; v: behind the prompts. seconds: that it took.
+    predictions: by drafter and length. doubt: why no way was chosen, so that auto decides; or empty. alphas: by
+    position; alpha_hats: accepted / tested. pass_s: seconds of a pass of one row; curve: longer passes over it, by
+    rows, without a text before them; v: the same behind the prompts. seconds: of the whole run.
     """
 
     predictions: Mapping[str, Seq[Prediction]]
@@ -118,19 +118,19 @@ class Found:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is kept in JSON."""
+        """Return the record for JSON."""
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             **kept,
-            "predictions": {spec: [asdict(one) for one in own] for spec, own in self.predictions.items()},
+            "predictions": {spec: [asdict(one) for one in lengths] for spec, lengths in self.predictions.items()},
             "contenders": [one.as_dict() for one in self.contenders],
             "chosen": self.chosen.as_dict(),
         }
 
 
 def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
-    """Compare a way with plain decoding, over the rounds that it ran. Both: seconds per token."""
-    ratios = {group: [own[i] / plain[group][i] for i in own] for group, own in seconds.items()}
+    """Compare a way with plain decoding, over the rounds that it ran; both in seconds per token."""
+    ratios = {group: [in_rounds[i] / plain[group][i] for i in in_rounds] for group, in_rounds in seconds.items()}
     weights = {group: median(plain[group].values()) for group in seconds}
     num_rounds = min(map(len, ratios.values()))
     total = sum(weights.values())
@@ -138,15 +138,15 @@ def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
     def speedup(parts: Mapping[int, float]) -> float:
         return total / sum(weights[group] * part for group, part in parts.items())
 
-    rounds = [speedup({group: own[i] for group, own in ratios.items()}) for i in range(num_rounds)]
-    return Measured(speedup({g: median(own) for g, own in ratios.items()}), min(rounds), max(rounds), num_rounds)
+    rounds = [speedup({group: each[i] for group, each in ratios.items()}) for i in range(num_rounds)]
+    return Measured(speedup({g: median(each) for g, each in ratios.items()}), min(rounds), max(rounds), num_rounds)
 
 
 def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, str]:
     """Return the fastest way; plain decoding, which comes first, where no other is faster by PLAIN_MARGIN.
 
-    Where the measurements do not tell, returns the best way with pacing=auto, which is never far behind plain decoding
-    and decides by what it meets; and the reason, which is empty otherwise.
+    Where the measurements do not tell, return the best way with pacing=auto, which is never far behind plain decoding
+    and decides while it runs, and the reason; else the reason is empty.
     """
     plain, *others = contenders
     running = [one for one in others if not one.is_out]
@@ -156,19 +156,22 @@ def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, 
         return auto, f"{num_prompts} prompt{'s' * (num_prompts != 1)} of at least {FEW_PROMPTS} were measured"
     best = max(running, key=lambda one: one.measured.speedup, default=plain)
     if best.measured.speedup >= PLAIN_MARGIN:
-        own = best.measured
-        if own.least > 1:
+        result = best.measured
+        if result.least > 1:
             return best, ""
-        return auto, f"{best.way} made {own.least:.2f} to {own.most:.2f} times plain decoding's tokens per second"
+        return auto, f"{best.way} made {result.least:.2f} to {result.most:.2f} times plain decoding's tokens per second"
     hopeful = max(running, key=lambda one: one.measured.most, default=plain)
     if hopeful.measured.most >= PLAIN_MARGIN:
-        own = hopeful.measured
-        return auto, f"{hopeful.way} made {own.least:.2f} to {own.most:.2f} times plain decoding's tokens per second"
+        result = hopeful.measured
+        return (
+            auto,
+            f"{hopeful.way} made {result.least:.2f} to {result.most:.2f} times plain decoding's tokens per second",
+        )
     return plain, ""
 
 
 def reason_of(found: Found) -> str:
-    """Return in one sentence what was chosen and why."""
+    """Return the choice and its reason in words."""
     plain, *others = found.contenders
     order = sorted(others, key=lambda one: -one.measured.speedup)
     if found.doubt:
@@ -178,13 +181,13 @@ def reason_of(found: Found) -> str:
     if found.chosen is plain:
         best = f"{order[0].way}, made {order[0].measured.speedup:.2f} times its tokens per second"
         return f"Chosen: plain decoding, for nothing was faster by {PLAIN_MARGIN - 1:.0%}: the best, {best}."
-    own, predicted = found.chosen.measured, found.chosen.predicted
+    result, predicted = found.chosen.measured, found.chosen.predicted
     said = "" if predicted is None else f", {predicted.speedup:.2f} were predicted"
     behind = next((one for one in order if one is not found.chosen), None)
     beside = "" if behind is None else f"; the next, {behind.way}, {behind.measured.speedup:.2f}"
     return (
-        f"Chosen: {found.chosen.way}, for it made {own.speedup:.2f} times plain decoding's tokens per second "
-        f"({own.least:.2f} to {own.most:.2f} in {own.num_rounds} rounds{said}){beside}."
+        f"Chosen: {found.chosen.way}, for it made {result.speedup:.2f} times plain decoding's tokens per second "
+        f"({result.least:.2f} to {result.most:.2f} in {result.num_rounds} rounds{said}){beside}."
     )
 
 
@@ -200,10 +203,10 @@ NOTE = (
 def table_of(found: Found) -> Table:
     """Return a row for each way that was measured, the fastest first, then the best length of every other drafter."""
     measured = {one.way.draft for one in found.contenders}
-    best = {spec: max(own, key=lambda one: one.speedup) for spec, own in found.predictions.items()}
+    best = {spec: max(lengths, key=lambda one: one.speedup) for spec, lengths in found.predictions.items()}
     rows: list[tuple[Way, Prediction | None, Contender | None]] = [
         *((one.way, one.predicted, one) for one in sorted(found.contenders, key=lambda one: -one.measured.speedup)),
-        *((Way(spec, own.spec_length), own, None) for spec, own in best.items() if spec not in measured),
+        *((Way(spec, guess.spec_length), guess, None) for spec, guess in best.items() if spec not in measured),
     ]
 
     def predicted(name: str) -> Callable[[Any], float | None]:
@@ -236,7 +239,7 @@ def table_of(found: Found) -> Table:
 
 
 def print_found(found: Found, console: Console) -> None:
-    """Print what passes take, the table, how it is read, and what is chosen."""
+    """Print the times of passes, the table with its note, and the choice."""
     if found.pass_s is not None:
         rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if ratio > 1)
         console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
@@ -248,7 +251,7 @@ def print_found(found: Found, console: Console) -> None:
 
 
 def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict[str, Any]:
-    """Return the options that start an engine like that: the drafter and its length, and those that are not usual.
+    """Return the options of an engine that runs the choice: drafter, length, and all that differ from the defaults.
 
     A target that is a folder or file of this machine gets its whole path, so that the file may be used from anywhere.
     """
@@ -280,5 +283,5 @@ def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A text, a number or a truth value as TOML writes it; of these JSON is a part of TOML but for one character."""
+    """Return a text, number or truth value as TOML; for these JSON is valid TOML, but for one character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

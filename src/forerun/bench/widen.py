@@ -51,7 +51,7 @@ SHAPES = {
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }
 PROMPTS = named.DATA / "prompts.jsonl"
-SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two of them are in memory beside the model
+SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two shards are in memory beside the model
 
 
 def shape_named(name: str, config: Spec) -> WideShape:
@@ -91,7 +91,7 @@ def widen_checkpoint(
 
 @dataclass(frozen=True)
 class WeightsOf(Mapping[str, HostTensor]):
-    """The weights of a model in memory, each in the model's type, whatever packs them."""
+    """The weights of a model in memory, each in the model's type, unpacked."""
 
     model: LoadedModel
 
@@ -131,7 +131,7 @@ class _InMemory:
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
     """Return a checkpoint that shares the weights and takes texts of `num` tokens.
 
-    It is for measuring the time of such texts; what the model says beyond its trained positions means nothing.
+    It is for measuring the time of such texts; the output beyond the trained positions means nothing.
     """
     model = copy.copy(checkpoint.model)
     cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
@@ -171,7 +171,7 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
 def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
     """Return the folder of a head of `eagle`, as drafters name it.
 
-    num_ids: of the head's target. Raises as a drafter does for what is no such head, and BadOption for a shape with
+    num_ids: of the head's target. Raises as a drafter does where there is no such head, and BadOption for a shape with
     more ids, whose rows have a dimension that the head does not expect.
     """
     path = head_files.located(name, "eagle")
@@ -182,20 +182,20 @@ def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
 
 
 def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
-    """Widen what `head_to_widen` found as its target was widened, into a new folder: it drafts the same tokens.
+    """Widen a head from `head_to_widen` as its target was widened, into a new folder: it drafts the same tokens.
 
-    What reads the target's rows gets zeros for their new dimensions, and writes zeros into its own.
+    Matrices that read the target's rows get zeros for the new dimensions, in inputs and outputs.
     """
     config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
-    small, own = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
+    small, facts = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
     stored = head_files.stored(folder)
-    weights = {name: dense_of(own) for name, own in stored.items()}
+    weights = {name: dense_of(tensor) for name, tensor in stored.items()}
     layer = {name: weights[name] for name in layer_shapes(config)}
-    decoder, made = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
+    decoder, grown = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
     wide = dataclasses.replace(config, decoder=decoder)
     old, new = small.hidden_size, decoder.hidden_size
     scale = math.sqrt(old / new)
-    made = {name: made[name] for name in layer_shapes(wide)}
+    grown = {name: grown[name] for name in layer_shapes(wide)}
     for name, sizes in input_shapes(wide).items():
         numbers = np.full(sizes, scale if len(sizes) == 1 else 0.0, np.float32)
         trained = weights[name].float32()
@@ -203,10 +203,10 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
             numbers[:old] = trained * np.float32(scale)
         else:
             numbers.reshape(new, -1, new)[:old, :, :old] = trained.reshape(old, -1, old)
-        made[name] = HostTensor.of(numbers).to(weights[name].dtype)
+        grown[name] = HostTensor.of(numbers).to(weights[name].dtype)
     probe = np.pad(weights[head_files.PROBE].values, ((0, 0), (0, new - old)))
-    made[head_files.PROBE] = HostTensor(probe, weights[head_files.PROBE].dtype)
-    head_files.save(out, "eagle", {**made, "d2t": weights["d2t"]}, wide.to_json(), own["tokenizer"])
+    grown[head_files.PROBE] = HostTensor(probe, weights[head_files.PROBE].dtype)
+    head_files.save(out, "eagle", {**grown, "d2t": weights["d2t"]}, wide.to_json(), facts["tokenizer"])
 
 
 def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
@@ -238,19 +238,19 @@ def describe(spec: Spec) -> str:
         "attention": "{0.heads}/{0.kv_heads} heads of {0.head_dim}",
     }
     for part, text in of_parts.items():
-        found = [getattr(block, part) for block in spec.blocks]
-        kinds = dict.fromkeys(text.format(one) for one in found if one is not None)
+        parts = [getattr(block, part) for block in spec.blocks]
+        kinds = dict.fromkeys(text.format(one) for one in parts if one is not None)
         said += [" and ".join(kinds)] if kinds else []
     return ", ".join([*said, f"{spec.vocab_size} ids"])
 
 
 def measured_target(config: EngineConfig, shape: str) -> Opened:
-    """Open the model of a measurement: where none is named, the default; or the shipped one, if it is to be widened."""
+    """Open the model of a measurement; where none is named, the default, or the shipped one if it is to be widened."""
     return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 
 
 def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
-    """Load the target in the wanted shape, and print a line that says what it is and how long that took."""
+    """Load the target in the wanted shape, and print a line that describes it and says how long that took."""
     start, note, config = time.perf_counter(), "", opened.config
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
@@ -272,7 +272,7 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
 def draft_options(spec: str) -> tuple[str, str | None]:
     """Return path and quantization of the draft model that `spec` names, or the shipped one's.
 
-    Raises BadOption for other drafters, and for options that a widened model has not.
+    Raises BadOption for other drafters, and for options that a widened model lacks.
     """
     method, options = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":

@@ -1,7 +1,7 @@
-"""Public benchmarks as conversations: each file here names one, where its questions are, and how a line is read.
+"""Public benchmarks as conversations: each file here names one, locates its questions, and reads a line of them.
 
-A suite is found by its constant TITLE. It has a LICENCE, a HOME from which people get it, where a package of PyPI holds
-the questions a PACKAGE and FILES inside of it, and a function `conversation` that reads one line. No question of
+A suite is found by its constant TITLE. It has a LICENCE, a HOME from which people get it, a function `conversation`
+that reads one line, and, where a package of PyPI holds the questions, a PACKAGE and FILES inside of it. No question of
 anybody else is kept in this repository: they come from the package, or from a file that the user names.
 """
 
@@ -29,9 +29,9 @@ Turn = tuple["Message", ...]
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn; behind each turn comes the model's own answer.
+    """The messages of a user, turn by turn; behind each turn comes the model's own answer.
 
-    kind: the sort of work it is. turns: the messages of each turn, which the model answers. tools: the functions that
+    kind: the kind of work. turns: the messages of each turn, which the model answers. tools: the functions that
     the model may call, as JSON schemas.
     """
 
@@ -43,7 +43,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark's questions. title and licence: as its authors say them."""
+    """A benchmark's questions. title and licence: as its authors write them."""
 
     name: str
     title: str
@@ -56,9 +56,9 @@ class Suite:
         return list(dict.fromkeys(conversation.kind for conversation in self.conversations))
 
     def first(self, num: int | None = None, per_kind: int | None = None, kinds: tuple[str, ...] = ()) -> Suite:
-        """Return the suite of its first conversations: so many in all, and of each of these kinds (() = all).
+        """Return the suite with its first conversations: `num` in all, `per_kind` of each of these kinds (() = all).
 
-        Raises BadOption for a kind that it has not.
+        Raises BadOption for a kind that it lacks.
         """
         for kind in kinds:
             if kind not in self.kinds:
@@ -136,7 +136,7 @@ def _listed(files: list[Path]) -> str:
 
 
 def said(*texts: str) -> tuple[Turn, ...]:
-    """Return turns of a user who says these texts. Raises TypeError for what is no text."""
+    """Return turns of a user who says these texts. Raises TypeError for anything but texts."""
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a turn is a text")
     return tuple(({"role": "user", "content": text},) for text in texts)

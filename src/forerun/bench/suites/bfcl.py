@@ -17,11 +17,11 @@ HOME = "berkeley-function-call-leaderboard/bfcl_eval/data of github.com/ShishirP
 PACKAGE, MODULE = "bfcl-eval", "bfcl_eval"
 KINDS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
 FILES = tuple(f"data/BFCL_v4_{kind}.json" for kind in KINDS)
-TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # its own names of JSON's types
+TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # its names for JSON's types
 
 
 def conversation(line: Mapping[str, Any]) -> Conversation | None:
-    """Read a question of one turn with its functions; None of several turns."""
+    """Read a question of one turn with its functions; None for one of several turns."""
     turns = line["question"]
     if len(turns) != 1:
         return None
