@@ -1,1 +1,1 @@
-"""`forerun certify`: whether this installation, with this pair of models, says exactly what plain decoding says."""
+"""`forerun certify`: whether this installation draws exactly as plain decoding does, with this pair of models."""

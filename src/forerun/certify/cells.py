@@ -24,7 +24,7 @@ LEAST_TESTS, MOST_TESTS = 3, 12
 
 @dataclass(frozen=True)
 class Setting:
-    """How the outputs of one test are drawn. sizes: ids that are allowed, and tokens of an output."""
+    """The settings that outputs of one test are drawn with. size: allowed ids, and tokens of an output."""
 
     source: Source
     rule: str
@@ -55,7 +55,7 @@ class Setting:
 
 
 class Sampler:
-    """Draws outputs of one setting, beside the probabilities of plain decoding."""
+    """Draws outputs of one setting, and knows plain decoding's probability of each."""
 
     def __init__(self, pair: Pair, setting: Setting, seed: int) -> None:
         self.setting, self._seed = setting, seed
@@ -74,7 +74,7 @@ class Sampler:
             self.num_accepted += request.report.num_accepted
 
     def test(self) -> Test:
-        """Compare what was drawn with what plain decoding draws."""
+        """Compare the counts with plain decoding's probabilities."""
         cells = list(dict.fromkeys([*self.probs, *self.counts]))
         counts = np.array([self.counts[cell] for cell in cells])
         wanted = np.array([self.probs.get(cell, 0.0) for cell in cells])
@@ -86,8 +86,8 @@ class Sampler:
 
 
 def check(clock: Clock, pair: Pair, seed: int) -> Check:
-    """Draw outputs of every setting as long as there is time, the same number of seconds for each."""
-    found = Check(
+    """Draw outputs of every setting, with the remaining time split evenly over the settings that are left."""
+    counted = Check(
         "counted outputs",
         "few ids",
         "G-tests (Williams, Holm) of 64 outputs against teacher-forced plain decoding",
@@ -111,25 +111,25 @@ def check(clock: Clock, pair: Pair, seed: int) -> Check:
             num = min(MOST_SAMPLES, int(rate * (end_s - clock.taken_s)))
             if num < FIRST_SAMPLES:
                 break
-        found.tests.append(sampler.test())
-        found.num_samples += found.tests[-1].num_samples
+        counted.tests.append(sampler.test())
+        counted.num_samples += counted.tests[-1].num_samples
         if not sampler.num_drafted:
             silent.append(setting.about)
-        found.facts[setting.about] = [
+        counted.facts[setting.about] = [
             f"drafted {sampler.num_drafted}",
             f"tested {sampler.num_tested}",
             f"accepted {sampler.num_accepted}",
         ]
-    found.facts["nothing_drafted"] = silent
-    found.ran = bool(found.tests)
-    found.result = f"{len(found.tests)} tests"
+    counted.facts["nothing_drafted"] = silent
+    counted.ran = bool(counted.tests)
+    counted.result = f"{len(counted.tests)} tests"
     if silent:
-        found.result += f", {len(silent)} of them without a draft"
-    return found
+        counted.result += f", {len(silent)} of them without a draft"
+    return counted
 
 
 def _settings(pair: Pair) -> Iterator[Setting]:
-    """Every way to draft with every rule, each with another size, temperature and length; the user's own first."""
+    """Yield every way to draft with every rule, in changing sizes, temperatures and lengths; the user's first."""
     number = 0
     ways: Mapping[Source, list[str]] = {
         pair.own: pair.own.rules(),
@@ -150,7 +150,7 @@ def _settings(pair: Pair) -> Iterator[Setting]:
 
 
 def _least_certain(pair: Pair, setting: Setting) -> tuple[list[int], list[int]]:
-    """Return the prompt whose next token is least certain among the ids that stay, and these: its likeliest ones."""
+    """Return the prompt with the least certain next token among its likeliest ids, and these ids, which stay."""
     best = (-1.0, list[int](), list[int]())
     for prompt, row in pair.last_rows:
         allowed = sorted(row.argsort(kind="stable")[::-1][: setting.size[0]].tolist())

@@ -1,4 +1,4 @@
-"""The certificate: all checks in turn, one judgement of all their statistical tests, and what is left unproven."""
+"""The certificate: all checks in turn, one judgement of all statistical tests, and the list of unproven claims."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.registry import unknown
 from forerun.testing.wrong import find
 from forerun.theory.significance import holm
 
-# By what share of the time each is over; the last batch of the last one has the rest.
+# The share of the time at which each part ends; the last batch of the last part has the rest.
 PARTS = {"toys": 0.2, "texts": 0.4, "cells": 0.68, "streams": 0.96}
 NOT_PROVEN = (
     "that the target computes what its makers meant: it is compared with this package's own plain decoding",
@@ -33,9 +33,9 @@ NOT_PROVEN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be certified. mutant: a wrong version that is switched in first, to see the certificate fail.
+    """The options of a certificate. mutant: a wrong version that is switched in first, to see the certificate fail.
 
-    parts: which of PARTS are run; a whole certificate has all of them.
+    parts: the PARTS that are run; a whole certificate has all of them.
     """
 
     minutes: float = 10.0
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass
 class Certificate:
-    """What was found. facts: of what was tested, for people and for JSON."""
+    """The results. facts: about the pair and the machine, for people and for JSON."""
 
     plan: Plan
     facts: dict[str, Any]
@@ -71,7 +71,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether every check that had something to look at found nothing."""
+        """Whether no check that ran found a problem, and at least one check is there."""
         return bool(self.checks) and all(check.passed is not False for check in self.checks)
 
     def detects(self, check: Check) -> float | None:
@@ -97,15 +97,15 @@ class Certificate:
         }
 
     def _record_of(self, check: Check) -> dict[str, Any]:
-        found = {f.name: getattr(check, f.name) for f in dataclasses.fields(check) if f.name != "tests"}
+        fields = {f.name: getattr(check, f.name) for f in dataclasses.fields(check) if f.name != "tests"}
         tests = [
             {**dataclasses.asdict(test), "tv_upper": test.tv_upper, "detects_tv": test.detects(len(self.tests))}
             for test in check.tests
         ]
-        return {**found, "passed": check.passed, "detects_tv": self.detects(check), "tests": tests}
+        return {**fields, "passed": check.passed, "detects_tv": self.detects(check), "tests": tests}
 
     def verdict(self) -> str:
-        """Say it in one sentence."""
+        """Return the verdict in words."""
         ran = [check for check in self.checks if check.passed is not None]
         bad = [check.name for check in ran if not check.passed]
         what = f"{self.facts['target']} with {self.facts['draft_spec']}"
@@ -122,12 +122,12 @@ class Certificate:
 def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certificate:
     """Run all checks on the pair that a configuration names. Raises UserError and CapacityError as LLM does.
 
-    tell: called with what is done now, and the share of the time that is over.
+    tell: called with the current work, and the share of the time that is over.
     """
     clock = Clock(plan.minutes, tell)
     clock.part("loading", 0.0)
     pair = Pair(config)
-    found = Certificate(plan, _facts(pair, plan))
+    certificate = Certificate(plan, _facts(pair, plan))
     mutant = None if plan.mutant is None else find(plan.mutant)
     parts: dict[str, Callable[[], list[Check]]] = {
         "toys": lambda: toys.checks(clock, mutant),
@@ -139,19 +139,19 @@ def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certi
         for name, run in parts.items():
             if name in plan.parts:
                 clock.part(name, PARTS[name])
-                found.checks += _guarded(name, run)
+                certificate.checks += _guarded(name, run)
     if failed := pair.failed_drafters():
         names = ", ".join(failed)
-        found.checks.append(
+        certificate.checks.append(
             Check("drafters", "pair", "whether one raised", "", problems=[f"{names} failed: see the log"])
         )
-    _judge(found)
-    found.taken_s = clock.taken_s
-    return found
+    _judge(certificate)
+    certificate.taken_s = clock.taken_s
+    return certificate
 
 
 def _guarded(name: str, run: Callable[[], list[Check]]) -> list[Check]:
-    """Run a part; what raises inside of it is a failed check."""
+    """Run a part; an exception inside of it becomes a failed check. CapacityError passes."""
     try:
         return run()
     except CapacityError:
@@ -170,7 +170,7 @@ def _judge(found: Certificate) -> None:
 
 
 def _facts(pair: Pair, plan: Plan) -> dict[str, Any]:
-    """Return what is tested."""
+    """Return the facts about the pair, the engine and the machine."""
     model, llm = pair.llm.checkpoint.model, pair.llm
     return {
         "target": llm.checkpoint.name,

@@ -1,4 +1,4 @@
-"""What a certificate is made of: statistical tests, the checks that they belong to, and the time that they may take."""
+"""The parts of a certificate: statistical tests, the checks that they belong to, and the time that they may take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LEVEL = 1e-3  # the probability at most that a right engine fails one of all sta
 POWER = 0.99
 ETA = 1e-3  # the probability at most that a stated bound is too small
 
-Tell = Callable[[str, float], None]  # what is done now, and the share of all time that is over
+Tell = Callable[[str, float], None]  # called with the current work, and the share of all time that is over
 
 
 @dataclass
 class Test:
     """One statistical test of a family that is judged together (Holm 1979).
 
-    about: what was drawn how. num_free: degrees of freedom, 0 = the power is not known. tv, tv_bound: the total
-    variation between the shares of the sample and the stated probabilities, and what Weissman's bound adds.
+    about: the setting in words. num_free: degrees of freedom, 0 = the power is not known. tv, tv_bound: the total
+    variation between the shares of the sample and the stated probabilities, and the margin of Weissman's bound.
     """
 
     about: str
@@ -43,7 +43,7 @@ class Test:
 
     @property
     def tv_upper(self) -> float | None:
-        """What the total variation is at most, with probability 1 - ETA."""
+        """An upper bound of the total variation, which holds with probability 1 - ETA."""
         return None if self.tv is None or self.tv_bound is None else min(1.0, self.tv + self.tv_bound)
 
 
@@ -53,7 +53,7 @@ class Check:
 
     subject: "toy" (models whose probabilities are known), "few ids" (the pair, held to at most 8 ids), or "pair".
     num_samples: of `unit`. problems: a sentence for each failure; none = passed. ran: whether there was anything to
-    look at. result: what was found, in short. proves: what it shows, and what not.
+    look at. result: the outcome, in short. proves: the claim that it supports, and its limits.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Check:
 
     @property
     def passed(self) -> bool | None:
-        """Whether nothing was found; None where there was nothing to look at."""
+        """Whether there is no problem; None where there was nothing to look at."""
         return not self.problems if self.ran else None
 
 
 class Clock:
-    """The time of a certificate. Parts take shares of it one after the other; what one leaves goes to the next."""
+    """The time of a certificate. Parts take shares of it in turn; time that a part leaves goes to the next."""
 
     def __init__(self, minutes: float, tell: Tell | None = None) -> None:
         self._begun_s, self._all_s = time.monotonic(), 60 * minutes
@@ -88,7 +88,7 @@ class Clock:
         self.look()
 
     def look(self, detail: str = "") -> bool:
-        """Tell how far it is, and return whether there is time left in this part."""
+        """Report the progress, and return whether there is time left in this part."""
         now = time.monotonic()
         if self._tell is not None:
             what = f"{self._what}: {detail}" if detail else self._what

@@ -27,8 +27,8 @@ from forerun.sampling.largest import Rows
 from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
-NUM_TRIED = 8  # prompts, of which cells take the one with the least certain outputs
-CELL_TOKENS = 17  # of such a prompt: all but the last are one block of the cache, which the outputs share
+NUM_TRIED = 8  # prompts: cells take the one with the least certain outputs
+CELL_TOKENS = 17  # of such a prompt: all but the last fill one block of the cache, which the outputs share
 MAX_SEQ_LEN = 512  # prompts and outputs are short
 WARMER, RANDOM = "model:draft_temperature=0.6", "random"
 BAD = "random ids"  # a drafter that is nearly always wrong
@@ -36,7 +36,7 @@ BAD = "random ids"  # a drafter that is nearly always wrong
 
 @dataclass(frozen=True)
 class Source:
-    """One way to draft: what people read, the engine that has it, and what it is called there."""
+    """One way to draft. name: for people; llm: the engine that has it; draft: its name there."""
 
     name: str
     llm: LLM
@@ -44,21 +44,21 @@ class Source:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter that serves it."""
+        """The drafter object that serves it."""
         return self.llm.engine.drafter.members[self.llm.engine.drafter.chosen(self.draft)]
 
     def rules(self) -> list[str]:
         """Return the lossless rules that can judge its drafts, ratio and match first."""
-        found = [
+        names = [
             name
             for name in verify.rules()
             if verify.find(name).is_lossless and verify.find(name).judges(self.drafter.shape, self.drafter.draws)
         ]
-        return sorted(found, key=lambda name: (name not in ("ratio", "match"), name != "ratio", name))
+        return sorted(names, key=lambda name: (name not in ("ratio", "match"), name != "ratio", name))
 
 
 class Pair:
-    """A target and its drafter; the same target with itself as a perfect draft; and a drafter that is always wrong.
+    """A target and its drafter; the target with itself as a perfect draft; and a drafter that is nearly always wrong.
 
     Raises UserError as LLM does.
     """
@@ -69,10 +69,10 @@ class Pair:
         longest = min(MAX_SEQ_LEN, config.max_seq_len or MAX_SEQ_LEN)
         self.llm = _opened(dataclasses.replace(config, extra_drafts=RANDOM, max_seq_len=longest, **limits), longest)
         checkpoint = dataclasses.replace(self.llm.checkpoint, tokenizer=self.llm.tokenizer)
-        own = dataclasses.replace(
+        twin_config = dataclasses.replace(
             self.llm.config, target=None, draft="none", extra_drafts=WARMER, dtype="auto", quantization=None
         )
-        twin = LLM(checkpoint, **{**own.options(), "draft": checkpoint})
+        twin = LLM(checkpoint, **{**twin_config.options(), "draft": checkpoint})
         self.own = Source(self.llm.engine.drafter.main, self.llm, self.llm.engine.drafter.main)
         self.warmer = Source("itself at T=0.6", twin, WARMER)
         self.copy = Source("a perfect copy", twin, "model")
@@ -91,12 +91,12 @@ class Pair:
         return bool(self.llm.checkpoint.model.ops.row_invariant)
 
     def failed_drafters(self) -> list[str]:
-        """Name the drafters that raised: their engine goes on by plain decoding, which would prove nothing."""
+        """Return the names of drafters that raised: their engine went on by plain decoding, which proves nothing."""
         return [source.name for source in self.sources if source.drafter is not self._built[source.name]]
 
     @cached_property
     def last_rows(self) -> list[tuple[list[int], Row]]:
-        """Some short prompts, and the logits of what follows each."""
+        """Some short prompts, and the logits of the token behind each."""
         prompts = [prompt[:CELL_TOKENS] for prompt in self.prompts()[:NUM_TRIED]]
         return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in prompts]
 
@@ -108,8 +108,8 @@ class Pair:
         texts += [json.loads(line)["messages"][-1]["content"] for line in tasks]
         most = min(PROMPT_TOKENS, self.llm.engine.max_seq_len // 2)
         known = range(self.llm.engine.runner.num_ids)
-        found = [self.llm.tokenizer.encode(text)[:most] for text in texts]
-        return [ids for ids in found[::2] + found[1::2] if len(ids) > 1 and all(i in known for i in ids)]
+        encoded = [self.llm.tokenizer.encode(text)[:most] for text in texts]
+        return [ids for ids in encoded[::2] + encoded[1::2] if len(ids) > 1 and all(i in known for i in ids)]
 
 
 def _refuse_no_draft(config: EngineConfig) -> None:
@@ -140,9 +140,9 @@ def run(engine: Engine, jobs: Seq[tuple[Seq[int], SamplingParams]]) -> list[Requ
 
 
 class Plain:
-    """The target alone, as plain decoding runs it: with a cache of its own, one row to a pass.
+    """The target alone, as plain decoding runs it: with a separate cache, one row to a pass.
 
-    Where rows are invariant, several rows to a pass have the same bits (docs/exactness.md), and are taken.
+    Where rows are invariant, many rows to a pass give the same bits (docs/exactness.md), and are run at once.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -160,33 +160,33 @@ class Plain:
         self._ids: list[int] = []
 
     def logits(self, ids: Seq[int], start: int) -> Rows:
-        """Return what follows ids[:start], ids[:start + 1], ..., ids: [len(ids) - start + 1, ids of the model]."""
+        """Return the logits behind ids[:start], ids[:start + 1], ..., ids: [len(ids) - start + 1, V]."""
         shared = 0
         while shared < min(len(self._ids), start - 1) and self._ids[shared] == ids[shared]:
             shared += 1
         shared = self._runner.cache.truncate_to(0, shared)
-        found = list[Row]()
+        rows = list[Row]()
         for first in range(shared, len(ids), self._rows):
             tokens = list(ids[first : first + self._rows])
             logits = self._runner.forward([Run(0, tokens)]).logits[0]
             self._runner.cache.keep({0: range(len(tokens))})
-            found += [row.copy() for row in logits[max(0, start - 1 - first) :]]
+            rows += [row.copy() for row in logits[max(0, start - 1 - first) :]]
         self._ids = list(ids)
-        return np.stack(found)
+        return np.stack(rows)
 
     def distributions(self, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> list[Probs]:
-        """Return what plain decoding draws each output token of `ids` from, and the one behind them."""
+        """Return plain decoding's distribution of each output token of `ids`, and of the next one behind them."""
         return [
             probs(row, params, History(ids[: num_prompt_tokens + i], num_prompt_tokens))
             for i, row in enumerate(self.logits(ids, num_prompt_tokens))
         ]
 
     def next(self, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> Probs:
-        """Return what plain decoding draws the token behind `ids` from."""
+        """Return plain decoding's distribution of the token behind `ids`."""
         return probs(self.logits(ids, len(ids))[-1], params, History(ids, num_prompt_tokens))
 
     def outputs(self, prompt: Seq[int], length: int, params: SamplingParams) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Yield every output of so many tokens that is possible, and its probability."""
+        """Yield every possible output of `length` tokens, and its probability."""
 
         def behind(output: tuple[int, ...], weight: float) -> Iterator[tuple[tuple[int, ...], float]]:
             if len(output) == length:
@@ -199,7 +199,7 @@ class Plain:
 
 
 def listed(target_probs: Probs) -> Mapping[int, float]:
-    """Return the ids of a distribution that have a probability, with it."""
+    """Map each id with a probability above 0 to it."""
     if target_probs.point is not None:
         return {target_probs.point: 1.0}
     weights = target_probs.weights.astype(np.float64)

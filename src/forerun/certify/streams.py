@@ -1,8 +1,8 @@
 """The third part: the pair as it is, over its whole vocabulary, by the conditional probability integral transform.
 
 For each emitted token x, with the reference probabilities p of plain decoding and the ids ordered by p, the number
-u = F(x-) + W p(x), W uniform, is uniform and independent of those before it if, and only if, x was drawn from p given
-what came before: whatever the model says. So one test serves any vocabulary.
+u = F(x-) + W p(x), W uniform, is uniform and independent of the earlier ones if, and only if, x was drawn from p given
+the tokens before it, whatever the model. So one test serves any vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How a stream of tokens is drawn."""
+    """The settings that a stream of tokens is drawn with."""
 
     source: Source
     rule: str
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass
 class Stream:
-    """What was seen of a setting: u of each token, by output; how rare tokens were, and how rare they should be."""
+    """The statistics of a setting: u of each token, by output; how rare tokens were, and how rare they should be."""
 
     setting: Setting
     series: list[list[float]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Stream:
         return [min(BINS - 1, int(u * BINS)) for series in self.series for u in series]
 
     def add(self, tokens: Seq[int], each_probs: Seq[Probs], rng: np.random.Generator) -> None:
-        """Add an output and the distributions of plain decoding."""
+        """Add an output, with plain decoding's distribution at each of its tokens."""
         series = list[float]()
         for token, target_probs in zip(tokens, each_probs, strict=False):
             u, is_rare, rare_prob = transformed(target_probs, token, float(rng.random()))
@@ -104,7 +104,7 @@ class Stream:
         return Test.of(self.setting.about, independence_test(table))
 
     def any_time(self) -> Test:
-        """Test by an e-process, as if somebody had looked after every token."""
+        """Test by an e-process, which allows a look after every token."""
         largest = largest_log_e(self.bins, np.full(BINS, 1 / BINS))
         return Test(self.setting.about, math.exp(-largest) if largest < math.inf else 0.0, len(self.bins))
 
@@ -132,8 +132,8 @@ def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool,
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Let the pair write as long as there is time, each setting in turn, and test what it wrote."""
-    made = [
+    """Let the pair write as long as there is time, each setting in turn, and test its texts."""
+    all_checks = [
         Check(
             "u is uniform",
             "pair",
@@ -171,15 +171,15 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
         if not clock.look(stream.setting.about) and number >= LEAST_BATCHES:
             break
         _write(pair, stream, prompts, seed, number, rng)
-    found = [stream for stream in streams if stream.series]
-    for check, test in zip(made, (Stream.pit, Stream.lag, Stream.any_time, Stream.rare), strict=True):
-        check.tests = [test(stream) for stream in found]
+    seen = [stream for stream in streams if stream.series]
+    for check, test in zip(all_checks, (Stream.pit, Stream.lag, Stream.any_time, Stream.rare), strict=True):
+        check.tests = [test(stream) for stream in seen]
         check.num_samples = sum(one.num_samples for one in check.tests)
         check.result = f"{len(check.tests)} tests"
-    num_rare, wanted = sum(s.num_rare for s in found), sum(sum(s.rare_probs) for s in found)
-    made[3].facts = {"rare": num_rare, "rare_expected": wanted}
-    made[0].facts = {s.setting.about: f"accepted {s.num_accepted} of {s.num_tested}" for s in found}
-    return made
+    num_rare, wanted = sum(s.num_rare for s in seen), sum(sum(s.rare_probs) for s in seen)
+    all_checks[3].facts = {"rare": num_rare, "rare_expected": wanted}
+    all_checks[0].facts = {s.setting.about: f"accepted {s.num_accepted} of {s.num_tested}" for s in seen}
+    return all_checks
 
 
 def _write(
@@ -201,7 +201,7 @@ def _write(
 
 
 def _settings(pair: Pair) -> Iterator[Setting]:
-    """The user's drafter with each rule, and the target as a draft of itself; options and lengths in turn."""
+    """Yield the user's drafter with up to three rules, and the target as its own draft; options and lengths in turn."""
     ways = [(pair.own, rule) for rule in pair.own.rules()[:3]] + [(pair.warmer, "ratio"), (pair.warmer, "block")]
     for number, (source, rule) in enumerate(ways):
         yield Setting(source, rule, list(OPTIONS)[number % len(OPTIONS)], (4, 2, 7)[number % 3])

@@ -1,4 +1,4 @@
-"""The fourth part: greedy and `match` texts of the pair are plain decoding's, token for token."""
+"""The fourth part: greedy and `match` texts of the pair equal plain decoding's, token for token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.types import SamplingParams
 
 NUM_TOKENS = 40  # of a text
 LENGTHS = (1, 4, 7)  # K
-SPOILED = 5  # one of so many tokens of the plain text is replaced, for a draft that is right until it is not
+SPOILED = 5  # every n-th token of the plain text is replaced, for a draft that is right until it is not
 MODES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
     "match": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, ignore_eos=True),
@@ -32,7 +32,7 @@ ADVERSARY = "the text with errors"
 
 @dataclass(frozen=True)
 class Job:
-    """One text that must be plain decoding's."""
+    """One text that must equal plain decoding's."""
 
     about: str
     source: Source
@@ -40,7 +40,7 @@ class Job:
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Compare texts prompt by prompt, as long as there is time."""
+    """Compare texts prompt by prompt, as long as there is time; then judge the perfect copies."""
     equal = Check(
         "equal texts",
         "pair",
@@ -86,7 +86,7 @@ def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> Non
 
 
 class _Compared:
-    """What was compared so far."""
+    """The comparisons so far."""
 
     def __init__(self, pair: Pair, check: Check) -> None:
         self.pair, self.check = pair, check
@@ -98,21 +98,21 @@ class _Compared:
         plain = alone.seq.output_ids
         jobs = self._jobs(mode, params, plain)
         for llm in (self.pair.llm, self.pair.copy.llm):
-            own = [job for job in jobs if job.source.llm is llm]
-            for job, request in zip(own, run(llm.engine, [(prompt, job.params) for job in own]), strict=True):
+            group = [job for job in jobs if job.source.llm is llm]
+            for job, request in zip(group, run(llm.engine, [(prompt, job.params) for job in group]), strict=True):
                 self._compare(job, prompt, plain, request)
                 if job.source is self.pair.copy:
                     self.num_copied += request.report.num_tested
                     self.num_right_copies += request.report.num_accepted
 
     def _jobs(self, mode: str, params: SamplingParams, plain: Seq[int]) -> list[Job]:
-        pair, found = self.pair, list[Job]()
+        pair, jobs = self.pair, list[Job]()
         adversary = Source(ADVERSARY, pair.llm, "prediction")
         for source, length in itertools.product((pair.own, pair.copy, adversary, pair.bad), LENGTHS):
             prediction = spoiled(plain, pair.llm.engine.runner.num_ids, length) if source is adversary else None
             one = dataclasses.replace(params, draft=source.draft, spec_length=length, prediction=prediction)
-            found.append(Job(f"{source.name}, {mode}, K={length}", source, one))
-        return found
+            jobs.append(Job(f"{source.name}, {mode}, K={length}", source, one))
+        return jobs
 
     def _compare(self, job: Job, prompt: list[int], plain: list[int], request: Request) -> None:
         ours = request.seq.output_ids
@@ -135,7 +135,7 @@ class _Compared:
 
     @cached_property
     def _oracle(self) -> Runner:
-        """The target with rows that do not depend on each other; all backends whose rows do are torch's."""
+        """The target with rows that do not depend on each other; only torch's backends have rows that do."""
         from forerun.ops.reference import ReferenceOps
         from forerun.ops.torch import TorchModel
 
@@ -150,7 +150,7 @@ class _Compared:
         return measured_tau(runner, self.pair.prompts()[:20])
 
     def conclude(self) -> None:
-        """Write down what was found."""
+        """Write the results into the check."""
         check, num = self.check, self.check.num_samples
         if not num:
             check.ran = False
@@ -164,17 +164,17 @@ class _Compared:
 
 
 def _runner(model: object, pair: Pair) -> Runner:
-    """Return a model at work with a small cache of its own."""
-    own, llm = pair.llm.engine.runner, pair.llm
+    """Return a runner of a model with a small cache of its own."""
+    served, llm = pair.llm.engine.runner, pair.llm
     cache = BlockCache.of(
         model,  # type: ignore[arg-type]
         "contiguous",
         max_batch_size=1,
         max_seq_len=llm.engine.max_seq_len,
     )
-    return Runner(model, cache, own.num_ids, own.holes)  # type: ignore[arg-type]
+    return Runner(model, cache, served.num_ids, served.holes)  # type: ignore[arg-type]
 
 
 def spoiled(ids: Seq[int], num_ids: int, first: int) -> tuple[int, ...]:
-    """Return ids with one of SPOILED replaced by its neighbour."""
+    """Return ids with every SPOILEDth replaced by its neighbour, from `first` on (mod SPOILED)."""
     return tuple((i + 1) % num_ids if n % SPOILED == first % SPOILED else i for n, i in enumerate(ids))

@@ -17,8 +17,8 @@ from forerun.sampling.arithmetic import Row
 from forerun.sampling.random import gumbel
 from forerun.types import SamplingParams
 
-SLOT = -1  # of the cache, which nothing else uses
-PASSES = (1, 6, 512)  # rows of a pass, whose logits are compared
+SLOT = -1  # of the cache; nothing else uses it
+PASSES = (1, 6, 512)  # rows of the passes that are compared
 
 
 def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
@@ -48,7 +48,7 @@ def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
 def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> tuple[set[int], float]:
     """Return the two best ids of the next position, and how far apart their scores are.
 
-    The score is the logit, which greedy requests without penalties choose by; of sampled requests it is log p + Gumbel
+    The score is the logit, which greedy requests without penalties choose by; for sampled requests it is log p + Gumbel
     noise of the seed.
     """
     logits = last_logits(oracle, ids, PASSES[-1])
@@ -66,7 +66,7 @@ def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: Samp
 def why_no_tie(
     oracle: Runner, prompt: Seq[int], plain: Seq[int], ours: Seq[int], params: SamplingParams, tau: float
 ) -> str | None:
-    """Say why the place where two outputs part is no tie; None where it is one."""
+    """Return why the place where two outputs part is no tie; None where it is one."""
     at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b)
     pair, gap = best_two(oracle, [*prompt, *plain[:at]], len(prompt), params)
     limit = tau if params.greedy else tau / params.temperature

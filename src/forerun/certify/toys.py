@@ -25,7 +25,7 @@ from forerun.testing.engines import (
 from forerun.testing.wrong import CAUGHT, EXACT, NUM_ROUNDS, PERFECT, WRONG, Wrong, cache_errors, coin_error
 from forerun.types import SamplingParams
 
-FLOAT32 = 1e-5  # the total variation that rounding to float32 may make of a few tokens
+FLOAT32 = 1e-5  # the total variation that rounding to float32 may cause over a few tokens
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0.0},
@@ -46,11 +46,11 @@ NARROW: Mapping[str, Any] = MappingProxyType({})
 
 
 def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
-    """Make the checks on toys. mutant: the wrong version that is switched in, if one is."""
-    made = [enumeration(clock, mutant), in_float32(clock, mutant), caches(), production_coins()]
+    """Run the checks on toys. mutant: the wrong version that is switched in, None = none."""
+    all_checks = [enumeration(clock, mutant), in_float32(clock, mutant), caches(), production_coins()]
     if mutant is None:
-        made.insert(1, wrong_versions(clock))
-    return made
+        all_checks.insert(1, wrong_versions(clock))
+    return all_checks
 
 
 def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
@@ -66,7 +66,7 @@ def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
     worst, names, rules = 0.0, set[str](), set[str]()
     cases, missing = _cases()
     core = _core()
-    if mutant is not None:  # which shows in one of them
+    if mutant is not None:  # the case in which it shows comes first
         core = [(about, case) for about, case in core if case is mutant.case]
         cases = [*core, *cases]
     for number, (about, case) in enumerate(cases):
@@ -86,7 +86,7 @@ def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> float:
-    """Return how far a case is off, 0 where it raised, which is noted as a problem."""
+    """Return the total variation of a case; where it raises, note a problem and return 0."""
     wrap = as_they_are if mutant is None else mutant.wrap
     try:
         return error(case, wrap)
@@ -96,17 +96,17 @@ def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> flo
 
 
 def _core() -> list[tuple[str, Case]]:
-    """The cases in which the wrong versions show: they are run whatever the time."""
-    found = dict[int, tuple[str, Case]]()
+    """Return the cases in which the wrong versions show, which are run whatever the time."""
+    cases = dict[int, tuple[str, Case]]()
     for wrong in WRONG.values():
         if wrong.shows_in == "outputs":
-            found.setdefault(id(wrong.case), (_label(wrong.case, "as for " + wrong.name), wrong.case))
-    return list(found.values())
+            cases.setdefault(id(wrong.case), (_label(wrong.case, "as for " + wrong.name), wrong.case))
+    return list(cases.values())
 
 
 @functools.cache
 def _cases() -> tuple[list[tuple[str, Case]], list[str]]:
-    """Every case, those of the wrong versions first; and the drafters that cannot be built without a file."""
+    """Return every case, the ones for wrong versions first; and the drafters that cannot be built without a file."""
     missing, matrix = list[str](), list[tuple[str, Case]]()
     for name in registry.names(drafters.__name__):
         options = OPTIONS.get(name, NARROW)
@@ -141,7 +141,7 @@ def _label(case: Case, said: str) -> str:
 
 
 def wrong_versions(clock: Clock) -> Check:
-    """Switch each wrong version in and out: what finds nothing in it would find nothing in the right code, either."""
+    """Switch each wrong version in and out: a check that cannot find it would prove nothing of the right code."""
     check = Check(
         "wrong versions",
         "toy",
@@ -154,17 +154,17 @@ def wrong_versions(clock: Clock) -> Check:
         check.num_samples += 1
         try:
             with wrong.switched_in():
-                found = wrong.error()
-        except Exception:  # a wrong version that cannot go on is found, too
+                distance = wrong.error()
+        except Exception:  # a wrong version that raises is found, too
             continue
-        if found <= CAUGHT:
+        if distance <= CAUGHT:
             check.problems.append(f"{wrong.name} ({wrong.about}) was not found")
     check.result = f"{check.num_samples - len(check.problems)} of {check.num_samples} found"
     return check
 
 
 def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
-    """Enumerate a few engines with float32 logits, for which the sampling of real models computes."""
+    """Enumerate a few engines with float32 logits, which the sampling of real models gets."""
     check = Check(
         "float32 sampling",
         "toy",
@@ -177,7 +177,7 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
     for rule in ("ratio", "match"):
         for said, sampling in SAMPLING.items():
             if not clock.look(f"{rule}, {said}") and mutant is not None and check.num_samples:
-                break  # it has been seen already
+                break  # the mutant had its chance to show
             case = dataclasses.replace(_case("model", rule, **sampling), target=target, near=resembling(target))
             distance = _distance(check, _label(case, said), case, mutant)
             check.num_samples, worst = check.num_samples + 1, max(worst, distance)
@@ -189,7 +189,7 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def caches() -> Check:
-    """Compare both caches with the committed tokens; and a draft model equal to its target must always be right."""
+    """Compare both caches with the committed tokens; a draft model equal to its target must always be right."""
     check = Check(
         "caches",
         "toy",
@@ -210,7 +210,7 @@ def caches() -> Check:
 
 
 def production_coins() -> Check:
-    """Draw rounds with the coins of real requests, which the enumeration replaces by its own."""
+    """Draw rounds with the coins of real requests, which the enumeration replaces."""
     check = Check(
         "production coins",
         "toy",
@@ -226,7 +226,7 @@ def production_coins() -> Check:
 
 
 def perfect_alpha() -> float:
-    """Return accepted over tested tokens of a perfect copy: the mean over all outcomes of a few rounds."""
+    """Return accepted over tested tokens of a perfect copy, over all outcomes of a few rounds."""
     tested = accepted = 0.0
     long = dataclasses.replace(PERFECT, params=dataclasses.replace(PERFECT.params, max_tokens=4))
     for weight, (_, reports) in every_way(long):
