@@ -8,8 +8,8 @@ This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, n
 
 `emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md),
 and continues each output with the target up to the horizon. A rule is exact if one round that the target continues has
-the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule, or of what it
-is given, that a proof must refuse.
+the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule, or of its
+input, that a proof must refuse.
 
 `forerun.testing.engines` does the same with a whole engine on a toy model, and `forerun.testing.wrong` switches the
 mutants m1 ... m19 in wherever the package computes: the tests and `forerun certify` share both.

@@ -16,7 +16,7 @@ from forerun.sampling.random import weights_of
 from forerun.types import Probs
 
 T = TypeVar("T")
-Polygon = list[tuple[float, float, float]]  # its corners in order; of three numbers, lists take less time than arrays
+Polygon = list[tuple[float, float, float]]  # its corners in order; for three numbers, lists take less time than arrays
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Branching:
         return self._draw(probs, "next", depth, 0)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Do as `draw`, with a random number of the drafter's own."""
+        """Do as `draw`, with a separate random number for the drafter."""
         return self._draw(probs, "draft", depth, lane)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
@@ -111,7 +111,7 @@ class Branching:
 class Reused(Branching):
     """Coins without the round number: the uniform of a purpose, a position and a lane is one number in all rounds.
 
-    What earlier rounds saw of a uniform leaves an interval for it, and each use cuts that interval. A rule that looks
+    Each use of a uniform leaves an interval for it, which later rounds cut further. A rule that looks
     at coins of positions that it discards is biased by them (mutant m13).
     """
 
@@ -127,7 +127,7 @@ class Reused(Branching):
         return probs.point if probs.point is not None else self._cut(purpose, depth, lane, spelled_out(probs))
 
     def _cut(self, purpose: str, depth: int, lane: int, weights: npt.NDArray[Any]) -> int:
-        """Return which of these shares the uniform falls into; all that it can be are taken in turn."""
+        """Return the share that the uniform falls into; all possible ones are taken in turn."""
         key = (purpose, self._position + depth, lane)
         low, high = self._left.get(key, (0.0, 1.0))
         ends = np.append(0.0, weights.cumsum() / weights.sum())

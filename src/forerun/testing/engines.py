@@ -50,7 +50,7 @@ def nothing(drafter: str, target: Target) -> Mapping[str, Any]:
 
 
 class Letters:
-    """A tokenizer of ids that are letters: 0 is a, 1 is b. Those that end a text are no letters."""
+    """A tokenizer of ids that are letters: 0 is a, 1 is b. Ids that end a text are no letters."""
 
     def __init__(self, num_ids: int, special_ids: frozenset[int]) -> None:
         self.special_ids = special_ids
@@ -71,8 +71,8 @@ class Case:
 
     options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
     ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
-    ids that drafts are kept free of. A target with a source is asked with that; `prompt` begins its text. params may
-    have a choice, of texts in the letters of `Letters`. forced: whether what that leaves no choice about is drafted,
+    ids that drafts must not contain. A target with a source is asked with that; `prompt` begins its text. params may
+    have a choice of texts in the letters of `Letters`. forced: whether the tokens that a choice forces are drafted,
     before and behind the drafter's guesses.
     """
 
@@ -106,7 +106,7 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 
 def runner_for(model: ToyModel) -> Runner:
-    """Return a toy at work, with a cache whose memory is full of wrong rows."""
+    """Return a runner of a toy, with a cache whose memory is full of wrong rows."""
     cache = BlockCache.of(
         model,
         "paged",
@@ -118,7 +118,7 @@ def runner_for(model: ToyModel) -> Runner:
 
 
 def spoil(cache: Any) -> None:
-    """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
+    """Fill a new cache with -1: rows of an earlier engine in its memory would hide rows that were never written."""
     for part in cache.pools.tensors():
         numbers = part.values if isinstance(part, HostTensor) else part
         numbers[...] = -1
@@ -138,7 +138,7 @@ def target_for(
     loaded_draft: Checkpoint | None = None,
     **options: Any,
 ) -> Target:
-    """Return what drafters may know of a model in memory, as if it had been opened.
+    """Return the Target that drafters get for a model in memory, as if it had been opened.
 
     num_ids: None = as Target.of counts them. options: of the engine; draft models get the model's operators.
     """
@@ -214,14 +214,14 @@ def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
 
 
 def _letters_of(case: Case) -> Any:
-    """The tokenizer of a case with a choice; others have ids alone."""
+    """Return the tokenizer of a case with a choice; None for other cases, which have ids alone."""
     return letters(case.target.config.vocab_size, case.end_ids) if case.params.choice else None
 
 
 def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
-    """Run one request from prompt to end on a new engine; its output, and the reports of steps that decoded.
+    """Run one request to its end on a new engine; return its output, and the reports of steps that decoded.
 
-    Raises what the request failed with, and InternalError where the drafter failed and the engine went on without it.
+    Raises the error of a failed request, and InternalError where the drafter failed and the engine went on without it.
     """
     engine = engine_for(case, coins)
     drafter = engine.drafter.first
@@ -240,7 +240,7 @@ def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int,
 
 
 def as_they_are(coins: Coins) -> Coins:
-    """Return the coins."""
+    """Return the coins unchanged."""
     return coins
 
 
@@ -267,7 +267,7 @@ def summed(ways: Ways) -> Outputs:
 
 
 def error(case: Case, wrap: Wrap = as_they_are) -> float:
-    """Return the total variation between the outputs of the engine and those of plain decoding."""
+    """Return the total variation between the outputs of the engine and of plain decoding."""
     return total_variation(spoken(case, wrap), plain_outputs(case))
 
 
@@ -296,7 +296,7 @@ def plain_outputs(case: Case) -> Outputs:
 
 
 def is_whole(params: SamplingParams, output: Seq[int]) -> bool:
-    """Whether an output is one of the texts of a choice and none is longer."""
+    """Return whether an output is a text of the choice that begins no other one."""
     text = _spelled(output)
     return text in params.choice and not any(one != text and one.startswith(text) for one in params.choice)
 
@@ -334,7 +334,7 @@ def second_pipeline(
     for x in end_ids:
         z[x] = -math.inf if len(output) < params.min_tokens else z[x]
     largest = max(z)
-    z = [value - largest for value in z]  # first, as the pipeline does: it may make ties of logits that differ by a bit
+    z = [value - largest for value in z]  # first, as in the pipeline: rounding may tie logits that differ by a bit
     order = sorted(range(len(z)), key=lambda x: (-z[x], x))
     if params.temperature == 0:
         return [float(x == order[0]) for x in range(len(z))]

@@ -1,4 +1,4 @@
-"""Wrong rules, each a small change of a right one, or of what it is given. The numbers m1 ... m19 are fixed names."""
+"""Wrong rules, each a small change of a right one, or of its input. The numbers m1 ... m19 are fixed names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Mutant:
 
 
 class _Spy:
-    """Stands between a rule and its coins and rows; subclasses change what passes through, which makes a mutant.
+    """Stands between a rule and its coins and rows; subclasses change some of them, which makes a mutant.
 
-    row: the distribution of the target that the rule read last, which is the one behind the path so far.
+    row: the target's distribution that the rule read last, which is the one behind the path so far.
     """
 
     def __init__(self, draft: Draft, b: int, rows: Seq[Probs], coins: Coins) -> None:
@@ -71,11 +71,11 @@ def _given(change: Callable[[Draft], Draft]) -> Callable[[RuleFunction], RuleFun
         def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
             changed = change(draft.only(b))
             paths = {tuple(draft.tokens[i] for i in draft.path(n)): n - draft.node_starts[b] for n in draft.nodes(b)}
-            own = [paths[tuple(changed.tokens[i] for i in changed.path(n))] for n in changed.nodes(0)]
-            if not own:
+            nodes = [paths[tuple(changed.tokens[i] for i in changed.path(n))] for n in changed.nodes(0)]
+            if not nodes:
                 return [], coins.draw(rows[0], 0), []
-            path, token, tests = rule(changed, 0, [rows[0], *(rows[n + 1] for n in own)], coins, *rest)
-            return [draft.node_starts[b] + own[n] for n in path], token, tests
+            path, token, tests = rule(changed, 0, [rows[0], *(rows[n + 1] for n in nodes)], coins, *rest)
+            return [draft.node_starts[b] + nodes[n] for n in path], token, tests
 
         return wrong
 
@@ -136,13 +136,13 @@ def _without_forbidden(rule: RuleFunction) -> RuleFunction:
     """Cut the draft before the first token that the target excludes, and draw a bonus there."""
 
     def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
-        own = draft.only(b)
-        allowed = [rows[i].at(token) > 0 for i, token in enumerate(own.tokens)]
+        single = draft.only(b)
+        allowed = [rows[i].at(token) > 0 for i, token in enumerate(single.tokens)]
         n = allowed.index(False) if False in allowed else len(allowed)
         if n == 0:
             return [], coins.draw(rows[0], 0), []
         path, token, tests = rule(
-            Draft(own.tokens[:n], own.parents[:n], [0, n], own.probs[:n]),
+            Draft(single.tokens[:n], single.parents[:n], [0, n], single.probs[:n]),
             0,
             [rows[i] for i in range(n + 1)],
             coins,
@@ -164,16 +164,16 @@ def _root(q: Probs) -> Probs:
 
 def _merged(draft: Draft) -> Draft:
     places: dict[int, int] = {-1: -1}
-    made = Draft([], [], [0, 0], [])
+    merged = Draft([], [], [0, 0], [])
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         at = places[parent]
-        equal = next((n for n, p in enumerate(made.parents) if p == at and made.tokens[n] == token), None)
+        equal = next((n for n, p in enumerate(merged.parents) if p == at and merged.tokens[n] == token), None)
         if equal is None:
-            made.tokens.append(token)
-            made.parents.append(at)
-            made.probs.append(draft.probs[node])
-        places[node] = len(made.tokens) - 1 if equal is None else equal
-    return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
+            merged.tokens.append(token)
+            merged.parents.append(at)
+            merged.probs.append(draft.probs[node])
+        places[node] = len(merged.tokens) - 1 if equal is None else equal
+    return dataclasses.replace(merged, node_starts=[0, len(merged.tokens)])
 
 
 def _first_probs(draft: Draft) -> Draft:

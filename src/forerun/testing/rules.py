@@ -1,4 +1,4 @@
-"""Rules by themselves: random tables, drafted trees, and what a rule emits of them."""
+"""Rules by themselves: random tables, drafted trees, and the outputs of a rule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dense(weights: Floats) -> Probs:
 
 
 def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:
-    """Return a drafter of trees of one shape: parents[i] of node i, -1 = the root. Tokens are drawn from `table`.
+    """Return a drafter of trees of one shape: node i has parents[i], -1 = the root. Tokens are drawn from `table`.
 
     draws: "independent" siblings (with replacement), "distinct" ones (without; each states the distribution that its
     earlier siblings left), or the most likely ones as "point" masses. A node for which no token is left is not drafted,
@@ -52,25 +52,25 @@ def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins],
     """
 
     def draft(coins: Coins) -> Draft:
-        made = Draft([], [], [0, 0], [])
+        tree = Draft([], [], [0, 0], [])
         places: dict[int, int] = {-1: -1}  # node of the shape -> node of the draft
         for node, parent in enumerate(parents):
             if parent not in places:
                 continue
             at = places[parent]
-            context = tuple(made.tokens[n] for n in made.path(at)) if at >= 0 else ()
+            context = tuple(tree.tokens[n] for n in tree.path(at)) if at >= 0 else ()
             left = table(context).copy()
-            siblings = [n for n, p in enumerate(made.parents) if p == at]
+            siblings = [n for n, p in enumerate(tree.parents) if p == at]
             if draws != "independent":
-                left[[made.tokens[n] for n in siblings]] = 0.0
+                left[[tree.tokens[n] for n in siblings]] = 0.0
             if left.sum() == 0:
                 continue
             probs = Probs(point=int(left.argmax())) if draws == "point" else dense(left / left.sum())
-            places[node] = len(made.tokens)
-            made.tokens.append(coins.draft(probs, len(context), lane=node))
-            made.parents.append(at)
-            made.probs.append(probs)
-        return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
+            places[node] = len(tree.tokens)
+            tree.tokens.append(coins.draft(probs, len(context), lane=node))
+            tree.parents.append(at)
+            tree.probs.append(probs)
+        return dataclasses.replace(tree, node_starts=[0, len(tree.tokens)])
 
     return draft
 
@@ -95,7 +95,7 @@ def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft]
 
 
 def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
-    """Return the probability, by the target alone, of each output of `horizon` tokens, given that it begins so."""
+    """Return the probability, by the target alone, of each output of `horizon` tokens that begins with `start`."""
     outputs = {start: 1.0}
     for _ in range(horizon - len(start)):
         outputs = {

@@ -1,8 +1,8 @@
 """Wrong versions of the package, m1 ... m19, each with the toy case in which it must show.
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
-until the block ends; `WRONG[name].error()` is how far the case is then from what it should be, and must be above CAUGHT
-with the mutant and below EXACT without. The numbers are fixed names (docs/exactness.md).
+until the block ends; `WRONG[name].error()` is the error of the case, and must be above CAUGHT with the mutant and below
+EXACT without. The numbers are fixed names (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from forerun.types import AcceptanceTest, Coins, Draft, Probs, SamplingParams, S
 from forerun.verify import Ruling, kseq, match, ratio
 
 CAUGHT, EXACT = 1e-6, 1e-12
-NUM_CACHE_TOKENS = 12  # of the request whose caches are looked at
+NUM_CACHE_TOKENS = 12  # of the request in `cache_errors`
 NUM_ROUNDS = 2000  # of production coins, which find a total variation of 0.06
-CHANCE = 1e-6  # the p-value below which counts are no chance; the seeds are fixed
+CHANCE = 1e-6  # a lower p-value is no chance; the seeds are fixed
 
 Switch = Callable[[], AbstractContextManager[None]]
 
@@ -45,7 +45,7 @@ Switch = Callable[[], AbstractContextManager[None]]
 class Wrong:
     """One wrong version.
 
-    case: where it shows. wrap: what enumeration puts around its coins while the mutant is in. shows_in: "outputs" of
+    case: where it shows. wrap: put around the coins of the enumeration while the mutant is in. shows_in: "outputs" of
     the enumeration; "caches", where outputs stay exact; or the production "coins", which enumeration replaces.
     """
 
@@ -57,9 +57,9 @@ class Wrong:
     shows_in: Literal["outputs", "caches", "coins"] = "outputs"
 
     def error(self, is_in: bool = True) -> float:
-        """Return the total variation between the outputs of the case and plain decoding's, or wrong rows of caches.
+        """Return the total variation of the case from plain decoding, the wrong rows of caches, or `coin_error`.
 
-        Of production coins: `coin_error`. is_in: whether the mutant is switched in while this runs.
+        shows_in decides which. is_in: whether the mutant is switched in while this runs.
         """
         if self.shows_in == "caches":
             return float(cache_errors(self.case))
@@ -94,7 +94,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _rule(module: Any, number: str) -> Switch:
-    """Return the switch of a mutant of a rule; one that is made for chains leaves trees to the right rule."""
+    """Return the switch of a rule's mutant; a mutant for chains leaves trees to the right rule."""
     mutant = next(m for m in (*MUTANTS, SECOND_DRAW) if m.name.split()[0] == number)
 
     def switch() -> AbstractContextManager[None]:
@@ -109,8 +109,8 @@ def _rule(module: Any, number: str) -> Switch:
 
 def _on_chains(wrong: RuleFunction, right: RuleFunction) -> RuleFunction:
     def rule(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
-        own = draft.only(b)
-        is_chain = own.parents == list(range(-1, len(own.parents) - 1))
+        chain = draft.only(b)
+        is_chain = chain.parents == list(range(-1, len(chain.parents) - 1))
         return (wrong if is_chain else right)(draft, b, rows, coins, *rest)
 
     return rule
@@ -172,7 +172,7 @@ def _frozen_penalties() -> AbstractContextManager[None]:
 
 
 def _stale_draft_cache() -> AbstractContextManager[None]:
-    """Count the last drafted token as fed, which it was not; an old row of the cache is read in its place."""
+    """Count the last drafted token as fed, though it was not; an old row of the cache is read in its place."""
     right = feeding.FedModel._forget_rejected
 
     def extend_upward(self: feeding.FedModel, seq: Sequence) -> None:
@@ -187,9 +187,10 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
 
 
 def cache_errors(case: Case) -> int:
-    """Count rows of both caches that differ from those of the committed tokens, over one generation (docs/journey.md).
+    """Count rows of both caches that differ from the committed tokens, over one generation.
 
-    The toy keeps ids and positions in its cache, so a rebuilt cache is the token list itself.
+    See docs/development/journey.md. The toy keeps ids and positions in its cache, so a rebuilt cache is the token list
+    itself.
     """
     engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
     params = dataclasses.replace(case.params, seed=3, acceptance="ratio", max_tokens=NUM_CACHE_TOKENS)
@@ -203,7 +204,7 @@ def cache_errors(case: Case) -> int:
 
 
 def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
-    """Count the wrong ones among the kept rows before the last committed token."""
+    """Count the wrong rows among the kept ones before the last committed token."""
     assert isinstance(cache, BlockCache)
     held = min(cache.length(slot), len(tokens) - 1)
     ids, positions = (np.asarray(kept)[:, 0, 0] for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
@@ -216,10 +217,10 @@ def _purpose(name: str, other: str) -> Switch:
 
 
 def coin_error() -> float:
-    """Return how far rounds of `ratio` with production coins are from the target's distribution; 0 = by chance.
+    """Return the total variation of `ratio` with production coins from the target's distribution; 0 = by chance.
 
-    Each round drafts two tokens with its own seed. Counted are the first tokens, and those behind an accepted one; the
-    result is the larger total variation of the two whose G-test has a p-value below CHANCE.
+    Each round drafts two tokens with its own seed. First tokens are counted, and tokens behind an accepted one; the
+    result is the larger total variation of these two, where a G-test with a p-value of CHANCE or more counts as 0.
     """
     target, drafted = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
     p, q = (Probs(dense=probs.astype(np.float32)) for probs in (target, drafted))
@@ -248,10 +249,10 @@ def _case(rule: str = "ratio", drafter: str = "model", **options: Any) -> Case:
     return Case(drafter, SamplingParams(max_tokens=HORIZON, acceptance=rule, **options))
 
 
-# The draft model draws from all ids, of which the target's top-k forbids one.
+# The draft model draws from all ids, and the target's top-k forbids one of them.
 WIDER = dataclasses.replace(_case(top_k=2), options={"draft_top_k": 0})
 PERFECT = dataclasses.replace(_case(), near=resembling(TARGET, distance=0.0))  # so that full acceptance happens
-UNLIKE = resembling(TARGET, distance=4.0)  # two ids are left where one was drawn too often, which siblings need
+UNLIKE = resembling(TARGET, distance=4.0)  # two ids are left where one was drawn too often, as siblings need it
 TREE = {"shape": "2"}
 SIBLINGS = dataclasses.replace(_case(drafter="tree"), options={**TREE, "draws": "independent"}, near=UNLIKE)
 DISTINCT = dataclasses.replace(SIBLINGS, options=TREE)
