@@ -1,1 +1,1 @@
-"""What speculative decoding can gain, in closed form and by simulation. The room needs numpy alone."""
+"""The gains of speculative decoding, in closed form and by simulation. The room needs numpy alone."""

@@ -1,11 +1,11 @@
-"""Closed forms of speculative decoding: what one position accepts, what a round emits, and what it gains.
+"""Closed forms of speculative decoding: acceptance of a position, emitted tokens of a round, and the speed-up.
 
 Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
 Speculative Decoding", arXiv 2211.17192. Notation: alpha = probability that a tested token is accepted, gamma = drafted
 tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances are taken as independent
 with one alpha; where they are not, see `expected_tokens_varying`. Lossy rules are in lenience.py, grids of speed-ups in
-landscape.py, trees in trees.py, and what c and a wider pass cost on a machine in roofline.py. simulate.py has a
-simulation of each. What follows for mixtures of experts is counting, and is not in that paper.
+landscape.py, trees in trees.py, and the costs of drafts and wider passes on a machine in roofline.py. simulate.py has a
+simulation of each. The formula for mixtures of experts is counting, and is not in that paper.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def lk_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
 
 def mean_acceptance(pairs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]]) -> float:
     """Return alpha = E[sum_x min(p, q)] over the (p, q) of contexts (Corollary 3.6). Raises ValueError for none."""
-    found = [acceptance(p, q) for p, q in pairs]
-    if not found:
+    betas = [acceptance(p, q) for p, q in pairs]
+    if not betas:
         raise ValueError("alpha of no contexts is undefined: give at least one pair of distributions")
-    return float(np.mean(found))
+    return float(np.mean(betas))
 
 
 def rejection_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
@@ -218,7 +218,7 @@ def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overh
 
 
 def least_speedup(alpha: float, c: float) -> float:
-    """Return what the best gamma gains at least: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
+    """Return the least speed-up of the best gamma: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
 
     The bound is Theorem 3.8 at gamma = 1. Where alpha <= c no gamma gains anything.
     """
@@ -240,7 +240,7 @@ def speedup_of_length(
     The theorem is its limit for long texts. The last rounds draft no more than the tokens that are missing, less the
     one that the target adds. By recursion over the n tokens left: cost(n) = c g + v + o + the mean of cost(n - k - 1)
     over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1. knows_end: whether it is a
-    limit that ends the text; where the model does, every round drafts gamma, and what is behind the end is for nothing.
+    limit that ends the text; where the model ends it, every round drafts gamma, and tokens behind the end are wasted.
     """
     _check(alpha, gamma)
     if num_tokens < 1 or c < 0:
@@ -249,8 +249,8 @@ def speedup_of_length(
     for left in range(1, num_tokens + 1):
         drafted = min(gamma, left - 1) if knows_end else gamma
         after = cost[np.maximum(0, left - 1 - np.arange(drafted + 1))]
-        own = c * drafted + (verify_ratio if drafted else 1.0) + overhead
-        cost[left] = own + accepted_length_probs(alpha, drafted) @ after
+        round_cost = c * drafted + (verify_ratio if drafted else 1.0) + overhead
+        cost[left] = round_cost + accepted_length_probs(alpha, drafted) @ after
     return num_tokens / float(cost[num_tokens])
 
 
@@ -309,10 +309,10 @@ def oracle_tokens(alpha: float) -> float:
 def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified: bool = True) -> float:
     """Return the speed-up of drafting exactly the tokens that are accepted: 1 / (1 - alpha + (c + s) alpha).
 
-    row_cost s: what a further row adds to a target pass / a pass of one row. The paper has 0 (section 3.5). Without
+    row_cost s: the cost of a further row in a target pass / a pass of one row. The paper has 0 (section 3.5). Without
     verification (footnote 4) the target runs only where the draft is wrong, and s drops out: so the gain beyond the
-    bound is in rows, which are free in the paper's own cost model, and not in passes, of which there is one for each
-    wrong guess either way. Infinite at alpha = 1, c = s = 0.
+    bound is in rows, which are free in the paper's own cost model, and not in passes: each wrong guess takes one
+    either way. Infinite at alpha = 1, c = s = 0.
     """
     _check(alpha, 0)
     cost = 1 - alpha + (c + (row_cost if is_verified else 0.0)) * alpha
@@ -320,7 +320,7 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
 
 
 def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
-    """Return operations per token of that drafter / of plain decoding: 1, or unverified 1 - alpha, + c_hat alpha."""
+    """Return operations per token of that oracle / of plain decoding: 1, or unverified 1 - alpha, + c_hat alpha."""
     _check(alpha, 0)
     return (1.0 if is_verified else 1 - alpha) + c_hat * alpha
 
@@ -349,9 +349,9 @@ def distinct_experts(
 ) -> npt.NDArray[np.float64]:
     """Return how many of E experts `num_rows` rows choose on average, k each: k + (1 - overlap) (D - k), elementwise.
 
-    D = E (1 - (1 - k / E)^n) is that of rows which choose independently, every expert with the same probability: an
-    expert is left out by one row with probability 1 - k / E. overlap: from 0 (independent) to 1 (all choose the same).
-    Raises ValueError for what is no mixture, no row, or no overlap.
+    D = E (1 - (1 - k / E)^n) holds for rows that choose independently, every expert with the same probability: a row
+    leaves an expert out with probability 1 - k / E. overlap: from 0 (independent) to 1 (all choose the same). Raises
+    ValueError for an impossible mixture, number of rows, or overlap.
     """
     rows = np.asarray(num_rows, dtype=np.float64)
     if not (1 <= num_chosen <= num_experts and (rows >= 1).all() and 0 <= overlap <= 1):

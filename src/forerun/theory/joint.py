@@ -1,4 +1,4 @@
-"""Block verification in closed form: what judging the tokens of a chain together keeps."""
+"""Block verification in closed form: the tokens that joint judgement of a chain keeps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def block_tokens(p: npt.ArrayLike, q: npt.ArrayLike, gamma: int) -> float:
     """Return the mean emitted tokens of a round of `block` with the same p and q at each of gamma positions.
 
     1 + sum_i E[P_i], where P_i = min(1, P_(i-1) p(x_i) / q(x_i)) and x_i is drawn from q (Sun et al. 2024, arXiv
-    2403.10444). P_i takes at most [V]^i values, of which equal ones are put together. `formulas.chain_tokens` is the
-    same of one drafted chain. Raises ValueError for a negative gamma, and where the values are too many.
+    2403.10444). P_i takes at most [V]^i values; equal ones are merged. `formulas.chain_tokens` is the same for one
+    drafted chain. Raises ValueError for a negative gamma, and where the values are too many.
     """
     if gamma < 0:
         raise ValueError(f"gamma={gamma} must be at least 0")

@@ -21,12 +21,12 @@ class Landscape:
 
     @property
     def best_gammas(self) -> npt.NDArray[np.int64]:
-        """[A] the gamma of the largest speed-up, the least where several are equal; 0 where none pays."""
+        """The gamma of the largest speed-up [A], the least where several are equal; 0 where none pays."""
         return np.asarray(self.speedups.argmax(axis=1), dtype=np.int64)
 
     @property
     def best_speedups(self) -> Floats:
-        """[A] the largest speed-up."""
+        """The largest speed-up [A]."""
         return np.asarray(self.speedups.max(axis=1))
 
 
@@ -37,7 +37,7 @@ def landscape(
 
     verify_ratios: v of each gamma, [max_gamma + 1] or one for all: seconds of a target pass over gamma + 1 rows / over
     one. overhead: seconds outside of the models per round / of a target pass over one row. Raises ValueError for an
-    alpha outside [0, 1] and for costs that are none.
+    alpha outside [0, 1] and for impossible costs.
     """
     a = np.atleast_1d(np.asarray(alphas, dtype=np.float64))
     gammas = np.arange(max_gamma + 1, dtype=np.float64)

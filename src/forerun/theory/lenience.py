@@ -36,7 +36,7 @@ def lenience_price(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float
 
 
 def lenient_greedy(p: npt.ArrayLike, lenience: float) -> npt.NDArray[np.bool_]:
-    """Return [V] which drafted ids are kept at temperature 0: those with p >= l max p, p at temperature 1.
+    """Return [V] whether each drafted id is kept at temperature 0: p >= l max p, with p at temperature 1.
 
     The paper prints p <= l max p, which would keep every id at l = 1 and fewer the more lenient it is.
     """

@@ -1,4 +1,4 @@
-"""What a perfect sampler shows: how far the shares of its draws are from the probabilities that it draws with."""
+"""The noise of a perfect sampler: the distance of its draws' shares from the probabilities that it draws with."""
 
 from __future__ import annotations
 

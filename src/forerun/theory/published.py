@@ -1,4 +1,4 @@
-"""What Leviathan, Kalman, Matias 2023 (arXiv 2211.17192) printed: Tables 1 to 5 and the lists of appendix A.5."""
+"""The numbers printed in Leviathan, Kalman, Matias 2023 (arXiv 2211.17192): Tables 1 to 5, lists of appendix A.5."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TABLE_4 = (
     Speed("CNNDM", "T5-base", 1, 3, 0.55, 0.04, 1.8, 2.2),
     Speed("CNNDM", "T5-large", 1, 3, 0.56, 0.11, 1.6, 1.7),
 )
-ALPHA_STEP, C_STEP = 0.01, 0.01  # to which Table 4 rounds alpha and c
+ALPHA_STEP, C_STEP = 0.01, 0.01  # Table 4 rounds alpha and c to these
 
 
 class Lenience(NamedTuple):

@@ -3,11 +3,10 @@
 The roofline of Williams, Waterman, Patterson 2009: a kernel takes the longer of bytes / bandwidth and operations /
 peak. Matrix products and attention are taken apart, because a large batch makes the former bound by arithmetic while
 each sequence's cache is still read for itself. Not counted: norms, activations, sampling, launches, and the rows of the
-embedding table; a measured pass is never faster. What an engine will allocate is another question, which
-`forerun.memory` answers to the byte.
+embedding table; a measured pass is never faster. The bytes that an engine allocates are in `forerun.memory`.
 
-A mixture of experts reads those experts that some row has chosen, so that a further row is free only as far as it
-chooses those of others (`formulas.distinct_experts`).
+A mixture of experts reads every expert that some row has chosen, so a further row is free only as far as it chooses
+experts that other rows have chosen (`formulas.distinct_experts`).
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from forerun.theory.formulas import distinct_experts
 
 
 def _llama(*sizes: int) -> Spec:
-    """A decoder as Llama's: vocabulary, hidden size, layers, query and key-value heads, their size, feed-forward."""
+    """Return a Llama decoder. sizes: ids, hidden size, layers, query and key-value heads, head size, MLP size."""
     vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, ffn_size = sizes
     heads = (num_heads, num_kv_heads, head_dim)
     return Plain("llama", vocab_size, hidden_size, num_layers, *heads, ffn_size, 1e-5, 131072).spec
 
 
 def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
-    """The same decoder with so many experts as large as its feed-forward parts, in place of them."""
+    """Return the decoder with `num` experts, each as large as its feed-forward part, in place of that part."""
     blocks = [(b, b.mlp or Mlp(0)) for b in spec.blocks]
     return replace(spec, blocks=tuple(replace(b, mlp=None, experts=Experts(num, chosen, mlp)) for b, mlp in blocks))
 
 
 def _seeing(spec: Spec, windows: tuple[int | None, ...]) -> Spec:
-    """The same decoder with attention that reaches so far, layer by layer, again and again."""
+    """Return the decoder with these attention windows, which repeat over the layers; None = no window."""
     reach = [windows[i % len(windows)] for i in range(spec.num_layers)]
     seen = [(b, b.attention and replace(b.attention, window=w)) for b, w in zip(spec.blocks, reach, strict=True)]
     return replace(spec, blocks=tuple(replace(b, attention=a) for b, a in seen))
@@ -87,7 +86,7 @@ BF16 = Precision()
 class Step:
     """One forward pass: `batch` sequences with `rows` new tokens each, behind `context` cached ones.
 
-    overlap: of the experts that rows choose, from 0 (each row by itself) to 1 (all rows the same ones).
+    overlap: of the experts that rows choose, from 0 (independent rows) to 1 (all rows choose the same).
     """
 
     rows: int = 1
@@ -115,7 +114,7 @@ class PassWork(NamedTuple):
 
     @property
     def total(self) -> Work:
-        """Their sum."""
+        """The sum of both."""
         return Work(self.products.bytes + self.attention.bytes, self.products.operations + self.attention.operations)
 
     def seconds(self, machine: Machine) -> float:
@@ -125,7 +124,7 @@ class PassWork(NamedTuple):
 
 @functools.cache
 def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
-    """Count weights of all layers' matrices: those that every row goes through, and of experts by (num, chosen)."""
+    """Count the weights of all layers' matrices: the ones that every row uses, and of experts by (num, chosen)."""
     dense, experts = 0, Counter[tuple[int, int]]()
     for block, times in Counter(spec.blocks).items():
         for weight in block_weights(block, spec.hidden_size, ""):
@@ -138,9 +137,9 @@ def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
 
 
 def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
-    """Return the weights that a pass over so many rows reads: matrices of layers, experts that were chosen, LM head.
+    """Return how many weights a pass over `num_rows` rows reads: layers' matrices, chosen experts, LM head.
 
-    overlap: see Step. Of one row it is what a row is multiplied by.
+    overlap: see Step. For one row these are the weights that it is multiplied by.
     """
     dense, experts = _layer_weights(spec)
     chosen = sum(
@@ -150,15 +149,15 @@ def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
 
 
 def expert_part(spec: Spec) -> float:
-    """Return the part of the weights that a pass over one row reads which experts have, 0 to 1."""
+    """Return the experts' share of the weights that a pass over one row reads, 0 to 1."""
     dense, _ = _layer_weights(spec)
     return 1 - (dense + spec.vocab_size * spec.hidden_size) / weights_read(spec)
 
 
 def cache_elements(spec: Spec) -> int:
-    """Return the numbers that one token has in the cache: keys and values of all layers."""
-    found = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
-    return sum(2 * a.kv_heads * a.head_dim for a in found)
+    """Return how many numbers one token has in the cache: keys and values of all layers."""
+    with_keys = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
+    return sum(2 * a.kv_heads * a.head_dim for a in with_keys)
 
 
 def _operations_per_key(spec: Spec) -> int:
@@ -169,7 +168,7 @@ def _operations_per_key(spec: Spec) -> int:
 def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
     """Return the work of a pass. Every row's logits are wanted, as verification wants them.
 
-    A row attends to the context, the rows before it, and itself, or to so many of them as its layer's window has.
+    A row attends to the context, the rows before it, and itself, as far as its layer's window reaches.
     Raises ValueError for a step without rows.
     """
     if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
@@ -218,7 +217,7 @@ def cost_ratio(
 def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
     """Return the rows of a pass at which products take as long in arithmetic as in reading weights: F / B x bytes / 2.
 
-    Up to so many rows (batch x (gamma + 1)), a further one is free, but for the experts that it alone chooses.
+    Up to this number of rows (batch x (gamma + 1)) a further one is free, but for the experts that it alone chooses.
     """
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 
@@ -227,6 +226,6 @@ def encoder_operations(spec: Spec, num_tokens: int) -> float:
     """Return the operations of an encoder of this size over `num_tokens` tokens: each attends to all of them.
 
     One round over gamma + 1 rows behind a context does at most as many as the encoder's one run over context and rows
-    (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and none attends to what follows it.
+    (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and none attends to later rows.
     """
     return 2.0 * weights_read(spec) * num_tokens + float(num_tokens) ** 2 * _operations_per_key(spec)

@@ -1,8 +1,8 @@
-"""Tests of whether samples have stated probabilities, what they would have seen, and bounds on what they have not.
+"""Tests of samples against stated probabilities, their power, and bounds on deviations that they miss.
 
 G-tests and chi-square tests compare counts with probabilities, `holm` judges a family of them together, an e-process
-may be looked at after every sample. `detectable_tv` says which deviation a test of so many samples finds, `weissman`
-which one it cannot have missed. No test proves that there is no deviation.
+may be looked at after every sample. `detectable_tv` is the deviation that a test of so many samples finds, `weissman`
+the one that it cannot have missed. No test proves that there is no deviation.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _pooled(counts: Floats, probs: Floats, least: float) -> tuple[Floats, Floats
 def independence_test(table: npt.ArrayLike) -> Fit:
     """Test whether the rows and columns of counts [R, C] are independent, by the likelihood ratio.
 
-    Of pairs of neighbours in a series, which overlap, the statistic has the same (R - 1)(C - 1) degrees of freedom
+    For pairs of neighbours in a series, which overlap, the statistic has the same (R - 1)(C - 1) degrees of freedom
     (Bartlett 1951).
     """
     counts = np.asarray(table, dtype=np.float64)
@@ -84,7 +84,7 @@ def independence_test(table: npt.ArrayLike) -> Fit:
 
 
 def holm(p_values: Seq[float], level: float) -> list[bool]:
-    """Say of each test of a family whether it is rejected, so that a true one is with probability `level` at most.
+    """Return which tests of a family are rejected, so that any true one is with probability `level` at most.
 
     Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1), until one is not below.
     """
@@ -117,7 +117,7 @@ def noncentrality(num_free: int, level: float, power: float) -> float:
 
 
 def _root(rising: Callable[[float], float], most_steps: int = 60) -> float:
-    """Return where a function of a number >= 0 that rises from below 0 passes it."""
+    """Return the root of a rising function over [0, inf), by bisection."""
     low, high = 0.0, 1.0
     while rising(high) < 0:
         low, high = high, 2 * high
@@ -128,7 +128,7 @@ def _root(rising: Callable[[float], float], most_steps: int = 60) -> float:
 
 
 def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
-    """Return P(at least `value`): a Poisson mixture of central ones with two more degrees of freedom each."""
+    """Return the non-central P(at least `value`): a Poisson mixture of central tails, two degrees of freedom apart."""
     half, mean = value / 2, noncentral / 2
     tail, log_term = chi_square_tail(value, num_free), num_free / 2 * math.log(half) - half
     log_term -= math.lgamma(num_free / 2 + 1)
@@ -142,7 +142,7 @@ def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
 
 
 def weissman(num_samples: int, num_cells: int, eta: float) -> float:
-    """Return d: with probability 1 - eta, a sample's shares are within a total variation of d of what it is drawn from.
+    """Return d: with probability 1 - eta, a sample's shares are within a total variation of d of its distribution.
 
     Weissman et al. 2003, in the simpler form sqrt((cells ln 2 + ln(1 / eta)) / (2 N)).
     """
@@ -176,7 +176,7 @@ def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> f
 def poisson_binomial_p(count: int, probs: npt.ArrayLike) -> float:
     """Return the two-sided p-value of `count` successes in independent trials of these probabilities.
 
-    Exact, by adding one trial after the other; what is 12 deviations beyond the mean is left out.
+    Exact, by adding one trial after the other; counts of 12 deviations beyond the mean are left out.
     """
     rates = np.asarray(probs, dtype=np.float64)
     rates = rates[rates > 0]

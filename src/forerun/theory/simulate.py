@@ -45,7 +45,7 @@ class Simulated:
 
     @property
     def tokens(self) -> Estimate:
-        """Emitted tokens of a round."""
+        """The emitted tokens of a round."""
         return Estimate(self.tokens_per_round, self.tokens_per_round_error)
 
     def speedup(self, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> Estimate:
@@ -83,7 +83,7 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
     """Simulate an oracle that drafts up to the first token that will be rejected; return its speed-up, for alpha < 1.
 
-    row_cost: what each drafted row adds to the target's pass; 0 also where nothing is verified.
+    row_cost: seconds that each drafted row adds to the target's pass, in plain passes; 0 where nothing is verified.
     """
     lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
@@ -102,7 +102,7 @@ def texts(
 ) -> Estimate:
     """Simulate texts of `num_tokens` tokens and return the speed-up.
 
-    knows_end: whether the last rounds draft no more than is missing; others draft gamma.
+    knows_end: whether the last rounds draft no more tokens than are missing; else all rounds draft gamma.
     """
     generator = np.random.default_rng(seed)
     left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
@@ -122,7 +122,7 @@ def texts(
 
 @dataclass(frozen=True)
 class Emitted:
-    """What `num_rounds` tested positions emitted, with p and q the same at each."""
+    """The tokens that `num_rounds` tested positions emitted, with p and q the same at each."""
 
     num_rounds: int
     num_accepted: int
@@ -130,7 +130,7 @@ class Emitted:
 
     @property
     def acceptance(self) -> Estimate:
-        """Share of accepted tokens."""
+        """The share of accepted tokens."""
         share = self.num_accepted / self.num_rounds
         return Estimate(share, math.sqrt(share * (1 - share) / self.num_rounds))
 
@@ -157,7 +157,7 @@ def l1_noise(probs: npt.ArrayLike, num_rounds: int) -> float:
 def position(
     p: npt.ArrayLike, q: npt.ArrayLike, num_rounds: int, seed: int, rule: str = "ratio", lenience: float = 1.0
 ) -> Emitted:
-    """Simulate one drafted token and what is emitted at its place, by one of POSITION_RULES. p, q: [V].
+    """Simulate one drafted token and the token emitted at its place, by one of POSITION_RULES. p, q: [V].
 
     ratio: speculative sampling, lenient below lenience = 1. rejection: one try of rejection sampling, else a draw from
     p (appendix A.2). match: Gumbel-max draws from q and p under shared noise. Raises ValueError for another rule.
@@ -206,8 +206,8 @@ def several(
 ) -> Estimate:
     """Simulate one position with independent draws from q; return the share of rounds that accept one of them.
 
-    rho > 0: K-SEQ tests every draw against p / rho. rho = 0: recursive rejection sampling tests each against what the
-    ones before it left of p.
+    rho > 0: K-SEQ tests every draw against p / rho. rho = 0: recursive rejection sampling tests each draw against the
+    residual that the draws before it left of p.
     """
     left, probs = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator, accepted = np.random.default_rng(seed), np.zeros(num_rounds, dtype=np.bool_)
@@ -259,9 +259,9 @@ def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estima
     at, accepted = np.full(num_rounds, -1, dtype=np.int64), np.zeros(num_rounds, dtype=np.int64)
     going = np.ones(num_rounds, dtype=np.bool_)
     while going.any():
-        found = children[at + 1, np.searchsorted(bounds, generator.random(num_rounds), side="right")]
-        going &= found >= 0
-        at = np.where(going, found, at)
+        child = children[at + 1, np.searchsorted(bounds, generator.random(num_rounds), side="right")]
+        going &= child >= 0
+        at = np.where(going, child, at)
         accepted += going
     tokens = _estimate(accepted)
     return Estimate(tokens.mean + 1, tokens.error)

@@ -1,4 +1,4 @@
-"""Which trees of a given number of nodes gain the most: Sequoia's programme (Chen et al. 2024, arXiv 2402.12374).
+"""The trees of a given number of nodes that gain the most: Sequoia's programme (Chen et al. 2024, arXiv 2402.12374).
 
 a[k] is the probability that the child drawn as number k is the accepted one, given that its parent is accepted. A tree
 then emits F = 1 + the sum over its nodes of the product of a along the path, in tokens; the 1 is the final token.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """parent: index of the parent among the nodes, -1 = the root. rank: number among its siblings. depth: 0 = first."""
+    """A node of a tree. parent: index among the nodes, -1 = the root. rank: among its siblings. depth: 0 = first."""
 
     parent: int
     rank: int
@@ -49,7 +49,7 @@ def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
 
 
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
-    """Return the nodes of the best tree, best first, where a falls with the rank: those of the largest products.
+    """Return the nodes of the best tree, where a falls with the rank: the nodes of the largest products, best first.
 
     widths: most children of a node by its children's depth, which also limits the depth; None = no limit but len(a).
     """
@@ -59,12 +59,12 @@ def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) ->
             return a
         return a[: widths[depth]] if depth < len(widths) else ()
 
-    found: list[Node] = []
+    nodes: list[Node] = []
     rates = {-1: at(0)}
     for node in itertools.islice(best_nodes(rates), num_nodes):
-        rates[len(found)] = at(node.depth + 1)
-        found.append(node)
-    return found
+        rates[len(nodes)] = at(node.depth + 1)
+        nodes.append(node)
+    return nodes
 
 
 def expected_tokens(nodes: Seq[Node]) -> float:
@@ -73,7 +73,7 @@ def expected_tokens(nodes: Seq[Node]) -> float:
 
 
 def most_tokens(a: Seq[float], num_nodes: int, depth: int) -> float:
-    """Return the largest F of a tree of `num_nodes` nodes, the root counted, and of so many levels below the root.
+    """Return the largest F of a tree of `num_nodes` nodes, the root counted, with `depth` levels below the root.
 
     Sequoia's recursion, for any a: F(n, d, b) = max_m F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b'), with b children
     of the root; F(1, d, 0) = 1.
