@@ -41,10 +41,10 @@ AUTO = "auto"  # in place of a draft model's quantization: what pays for it
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights of so many bits, of which `group` in a row share a scale. `str` gives what `parse` takes.
+    """Weights of `bits` bits, where `group` in a row share a scale. `str` gives what `parse` takes.
 
-    again: every matrix that has more bits is rounded, also those that a file has quantised already, the embedding and
-    the LM head. Only of a draft model, whose guesses need no exactness.
+    again: every matrix that has more bits is rounded, even one that a file has quantised already, the embedding and the
+    LM head. For a draft model only, whose guesses need no exactness.
     """
 
     bits: int
@@ -57,12 +57,12 @@ class Quantization:
     @classmethod
     def parse(cls, text: str) -> Quantization:
         """Read int8, int4, or one with :group=N, and :again behind it. Raises BadOption."""
-        found = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
-        if found is None or (found[2] is not None and int(found[2]) not in GROUPS[int(found[1])]):
+        match = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
+        if match is None or (match[2] is not None and int(match[2]) not in GROUPS[int(match[1])]):
             raise BadOption(
                 by_value("quantization", text) or f"quantization={shown(text)} is not possible: {HOW_QUANTISED}"
             )
-        return cls(int(found[1]), int(found[2] or cls.group), found[3] is not None)
+        return cls(int(match[1]), int(match[2] or cls.group), match[3] is not None)
 
 
 @with_fields
@@ -305,11 +305,11 @@ class EngineConfig:
     def several(
         cls, targets: Seq[str], flags: Mapping[str, Any], config_file: str | None = None
     ) -> list[EngineConfig | tuple[str, EngineConfig]]:
-        """Make the configuration of each of several engines; see `from_sources`.
+        """Make one configuration per engine; see `from_sources`.
 
-        They are those of `targets`, or those that the file has as tables [models.NAME], which come with their names.
-        Such a table counts over the rest of the file, which holds for all. Without either there is one engine, of the
-        target that other sources name. Raises BadOption and NotFound.
+        There is an engine for each of `targets`, or for each table [models.NAME] of the file, with its name. Such a
+        table overrides the rest of the file, which holds for all. Without either there is one engine, whose target
+        other sources name. Raises BadOption and NotFound.
         """
         given, file, variables = _read_sources(flags, config_file)
         models = _models_of(file)
@@ -324,17 +324,17 @@ class EngineConfig:
         rest = {name: value for name, value in file.items() if name != _MODELS}
         if "target" in rest or "target" in variables:
             raise BadOption("target and [models] contradict each other: drop one of them")
-        made = list[EngineConfig | tuple[str, EngineConfig]]()
+        configs = list[EngineConfig | tuple[str, EngineConfig]]()
         for name, options in models.items():
             try:
-                made.append((name, cls._merged((rest, options, variables, given))))
+                configs.append((name, cls._merged((rest, options, variables, given))))
             except BadOption as error:
                 raise BadOption(f"[models.{name}]: {error}") from error
-        return made
+        return configs
 
     @classmethod
     def _merged(cls, sources: Seq[Mapping[str, Any]]) -> EngineConfig:
-        """Merge sources; the later one counts."""
+        """Merge sources; later ones override earlier ones."""
         merged, needs_draft = dict[str, Any](), False
         for source in sources:
             values = _resolve_aliases(source)
@@ -356,7 +356,7 @@ _ADDRESS = re.compile(
 
 
 def _no_option(name: str, value: object) -> str:
-    """The sentence for a name that is no option of the engine."""
+    """Return the sentence for a name that is no option of the engine."""
     if name in SamplingParams.__dataclass_fields__:
         return (
             f"{name}={shown(value)} is no option of the engine: give it with each request, in "
@@ -367,16 +367,16 @@ def _no_option(name: str, value: object) -> str:
 
 
 def hub_id_of(text: str) -> str:
-    """The hub id that an address of a model on the hub stands for; any other text stays as it is.
+    """Return the hub id for the address of a model on the hub; any other text stays as it is.
 
     https://huggingface.co/org/name/tree/main is org/name@main, .../blob/main/FILE.gguf is org/name@main:FILE.gguf.
     """
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None:
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None:
         return text
-    revision, file, kind = found["revision"], found["file"], found["kind"]
+    revision, file, kind = match["revision"], match["file"], match["kind"]
     at = f"@{revision}" if revision and revision != "main" else ""
-    return f"{found['id']}{at}" + (f":{file}" if file else "") + (kind or "")
+    return f"{match['id']}{at}" + (f":{file}" if file else "") + (kind or "")
 
 
 def _as_text(value: Any) -> Any:
@@ -411,8 +411,8 @@ _METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return one source's options with draft_model, num_speculative_tokens and speculative_config replaced by ours.
 
-    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft. What
-    says how things are here anyway is taken out.
+    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft.
+    Options of other engines with one possible value here are checked and taken out.
     """
     may_be_none = {"draft", "speculative_config", *_ALIASES, *_AS_IT_IS}
     given = {k: v for k, v in options.items() if v is not None or k not in may_be_none}
@@ -483,7 +483,7 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 def _read_sources(
     flags: Mapping[str, Any], config_file: str | None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """Return the flags that were given, the options of the file and those of the variables."""
+    """Return three sources: the given flags, the file and the variables."""
     variables = _read_environment()
     file = variables.pop("config", None) if config_file is None else config_file
     given = {k: v for k, v in flags.items() if v is not None}
@@ -491,7 +491,7 @@ def _read_sources(
 
 
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the tables [models.NAME] of a file; None where it has none. Raises BadOption for what is none."""
+    """Return the tables [models.NAME] of a file; None where it has none. Raises BadOption for anything else."""
     if _MODELS not in file:
         return None
     models: Any = file[_MODELS]
@@ -500,11 +500,11 @@ def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | Non
         raise BadOption(
             f"models={shown(models)} is not possible: write [models.NAME] and that model's options below it"
         )
-    found = dict[str, Mapping[str, Any]](models)
-    for name, options in found.items():
+    tables = dict[str, Mapping[str, Any]](models)
+    for name, options in tables.items():
         if "target" not in options:
             raise BadOption(f'[models.{name}] has no target: write target = "..." below it')
-    return found
+    return tables
 
 
 def _read_environment() -> dict[str, Any]:
@@ -541,5 +541,5 @@ def _read_file(path: str) -> dict[str, Any]:
     return options
 
 
-# Of the fields, for help() and completion: that of __new__ would say nothing.
+# The signature of the fields, for help() and completion: the one of __new__ would say nothing.
 EngineConfig.__signature__ = Signature(list(signature(EngineConfig.__init__).parameters.values())[1:])  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ _SHOWN_CHARS = 120
 
 
 class _Short(reprlib.Repr):
-    """What a message echoes of a value, without writing the whole of it first."""
+    """The repr of a value as messages echo it, shortened while it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value of the caller's as a message echoes it."""
+    """Return a caller's value as a message echoes it."""
     text = " ".join(_SHORT.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
@@ -67,7 +67,7 @@ class UserError(ForerunError):
 class BadOption(UserError, ValueError):
     """An option, parameter or value that cannot be honoured; a ValueError, as other libraries raise for one.
 
-    option: its name, where the sentence begins with that and its value.
+    option: its name, where the sentence begins with the name and the value.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -102,14 +102,14 @@ class InternalError(ForerunError):
 
 
 def pip(arguments: str) -> str:
-    """The command that installs into the environment which runs: the pip that a shell finds may be another one's."""
+    """Return the command that installs into this environment: the pip that a shell finds may belong to another."""
     is_found = shutil.which("python") == sys.executable or not sys.executable
     python = "python" if is_found else shlex.quote(sys.executable)
     return f"{python} -m pip {arguments}"
 
 
 def not_installed(what: str, extra: str, package: str | None) -> BadOption:
-    """The error for packages that are not here. what: what needs them. extra: the name in pyproject.toml that has them.
+    """Return the error for missing packages. what: what needs them. extra: its extra in pyproject.toml.
 
     The package itself is on no index yet, and anyone could take its name there: so the checkout is named.
     """

@@ -142,7 +142,7 @@ class HostTensor:
         return self.to("float32").values
 
     def is_finite(self) -> bool:
-        """Tell whether every number is finite."""
+        """Return whether every number is finite."""
         if self.dtype not in FLOATS:
             return True
         if self.dtype == "bfloat16":
@@ -200,7 +200,7 @@ def _converted_by_numpy(tensor: HostTensor, dtype: str) -> Array:
             wide = float8_numbers()[tensor.values]
         else:
             wide = tensor.values.astype(np.float32)
-        wide = np.asarray(wide)  # which of one number alone has become a scalar
+        wide = np.asarray(wide)  # a single number has become a scalar
         if dtype != "bfloat16":
             return wide.astype(HELD_AS[dtype])
         bits = wide.view(np.uint32)

@@ -32,13 +32,13 @@ _SOURCES = {".cpp", ".h", ".inc"}
 
 
 def needs_torch(what: str, extra: str = "torch") -> str:
-    """Return the sentence for something that torch computes, where there is none."""
+    """Return the error sentence for something that needs torch, where torch is missing."""
     command = pip(f"install '.[{extra}]'")
     return f"{what} needs torch: {command} in the folder of forerun's sources"
 
 
 def torch_version() -> str | None:
-    """Return the version of torch that is installed beside; None where there is none. It is not imported."""
+    """Return the version of the installed torch, without importing it; None where there is none."""
     from importlib import metadata  # whose own imports take time, and most commands say nothing of torch
 
     try:
@@ -100,7 +100,7 @@ def known_isas() -> dict[str, str]:
 
 
 def processor_isas() -> list[str]:
-    """Return those of them that this processor runs, best first."""
+    """Return the compiled instruction sets that this processor runs, best first."""
     module = extension()
     return [] if module is None else list(module.supported_isas())
 
@@ -134,8 +134,8 @@ def why_not() -> str | None:
 
 def source_hash(folder: Path) -> str:
     """Return the SHA-256 over all files of the extension, which csrc/CMakeLists.txt writes into it."""
-    found = [path for path in folder.rglob("*") if path.suffix in _SOURCES or path.name == "CMakeLists.txt"]
-    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    paths = [path for path in folder.rglob("*") if path.suffix in _SOURCES or path.name == "CMakeLists.txt"]
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
     listing = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()} {name}\n" for name in names)
     return hashlib.sha256(listing.encode()).hexdigest()
 
@@ -186,8 +186,8 @@ class Cores:
     """The part of the machine's processor that this process may use."""
 
     num_logical: int  # logical processors of the machine
-    num_allowed: int  # those that this process may run on
-    num_physical: int  # cores behind those: hyperthread siblings count once
+    num_allowed: int  # logical processors that this process may run on
+    num_physical: int  # cores behind the allowed ones: hyperthread siblings count once
     quota: float | None  # logical processors' worth of time that the control groups grant; None = no limit
 
     @property

@@ -33,7 +33,7 @@ def _integer(value: Any) -> int:
 
 
 def _wide(value: Any) -> int:
-    """An integer that native code can take. Raises OverflowError for a wider one."""
+    """Return an integer that native code can take. Raises OverflowError for a wider one."""
     number = _integer(value)
     if not -(2**63) <= number < 2**63:
         raise OverflowError
@@ -51,7 +51,7 @@ def _text_or_ids(value: Any) -> str | tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
-    """A text. One that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    """Return a text. Raises ValueError for one that UTF-8 cannot hold (half a surrogate pair)."""
     text: str = _instance(value, str)
     text.encode()
     return text
@@ -62,7 +62,7 @@ def _number(value: Any) -> float:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """None, one text, or several."""
+    """Return the texts of None, one text, or several."""
     if isinstance(value, Mapping):
         raise TypeError
     texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
@@ -74,13 +74,13 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 class _Json(str):
-    """The text of a JSON value that was read, and is not read again."""
+    """The text of a JSON value that was parsed already, and is not parsed again."""
 
     __slots__ = ()
 
 
 def _schema(value: Any) -> str:
-    """A JSON schema as text: of a mapping or a truth value, or the text of one."""
+    """Return a JSON schema as text, from a mapping, a truth value, or the text of one."""
     if isinstance(value, _Json):
         return value
     read = value
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field takes: how a value becomes a plain Python one, and the words for a value that does not."""
+    """What a field takes: how a value becomes plain Python, and the words for what it must be."""
 
     convert: Callable[[Any], Any]
     what: str
@@ -113,9 +113,9 @@ class Kind:
 class Thinking:
     """What a chat gives as grammar where its reasoning has a limit, which is counted, and needs no rules.
 
-    opening: ids that begin the reasoning; none where the prompt has begun it. closing: the id that ends it. most: of
-    the tokens between them. rules: a grammar of an output without reasoning, or of one from the id that ends it; "" =
-    any text.
+    opening: ids that begin the reasoning; none where the prompt has begun it. closing: the id that ends it. most: how
+    many tokens may stand between them. rules: a grammar of an output without reasoning, or of one from the id that ends
+    it; "" = any text.
     """
 
     opening: tuple[int, ...]
@@ -128,7 +128,7 @@ def _rules(value: Any) -> str | Thinking:
     return value if isinstance(value, Thinking) else _text(value)
 
 
-CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # of which a request has one at most
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # a request has one of them at most
 # Formats of texts that JSON Schema defines; any other is a note to people, such as pydantic's "path" and "password".
 FORMATS = frozenset(
     (
@@ -154,7 +154,7 @@ SCHEMA = Kind(_schema, "a JSON schema: a mapping, a truth value, or the text of 
 TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
 IDS = Kind(_integers, "several integers")
 TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
-A_TEXT: Mapping[str, Any] = {  # of the options that take one
+A_TEXT: Mapping[str, Any] = {  # metadata of the options that take one
     "kind": TEXT_OR_IDS,
     "min": 0,
     "max": NUM_IDS - 1,
@@ -470,7 +470,7 @@ class SamplingParams:
         self._check_beams()
 
     def _check_constraint(self) -> None:
-        """Raise BadOption for two grammars at once, an empty one, and white space that there is not."""
+        """Raise BadOption for two grammars at once, an empty one, and an unknown kind of white space."""
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, ())]
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are two grammars for one output: drop one of them")
@@ -558,21 +558,21 @@ class SamplingParams:
 
     @property
     def searches(self) -> bool:
-        """True where the output is found by a beam search; one beam is one where draft_beams is given."""
+        """True where the output comes from a beam search: several beams, or one with draft_beams given."""
         return self.num_beams > 1 or self.draft_beams is not None
 
 
 _FIELDS = SamplingParams.__dataclass_fields__
 
-# Of the fields, for help() and completion: that of __new__ would say nothing.
+# The signature of the fields, for help() and completion: the one of __new__ would say nothing.
 SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a JSON schema that say something of a text.
+    """Return the entries of a JSON schema that restrict a text.
 
-    Formats that JSON Schema does not define do not, nor do maxima that no text reaches; a minimum that none reaches is
-    one that can be counted.
+    Formats that JSON Schema does not define are left out, as are maxima that no text reaches. A minimum that no text
+    reaches becomes NO_LIMIT, which can be counted.
     """
     kept = dict[str, Any]()
     for key, value in schema.items():

@@ -51,7 +51,7 @@ def inherited(cls: type[Any], name: str, default: Any, **about: Any) -> Any:
 
 
 def with_fields(cls: type[T]) -> type[T]:
-    """Add to a dataclass's docstring what the fields' metadata say of them, so that help() has words for each."""
+    """Add the help of each field to a dataclass's docstring, so that help() shows it."""
     lines = []
     for one in dataclasses.fields(cls):  # type: ignore[arg-type]
         if "help" not in one.metadata:
@@ -85,26 +85,26 @@ def names(package: str) -> tuple[str, ...]:
 
 @functools.cache
 def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The names in folders as they are since those times: a new file makes a folder younger."""
+    """Return the names in folders, cached by their times of change: a new file makes a folder younger."""
     files = [file for folder, _ in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
     return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 
 def stated(package: str, constant: str) -> dict[str, str]:
-    """Return what the files and folders of a room state as a constant text or number, by their names; none is imported.
+    """Map each file or folder of a room to the text or number that it states as a constant; none is imported.
 
-    It is how backends are found: those files of ops/ that have a NAME.
+    It is how backends are found: the files of ops/ with a NAME.
     """
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     pattern = re.compile(rf'^{constant} = "?([^"#\n]*?)"?(?:  #.*)?$', re.MULTILINE)
-    found = {}
+    constants = {}
     for file in sorted(
         file for folder in folders for end in ("*.py", "*/__init__.py") for file in Path(folder).glob(end)
     ):
         if (match := pattern.search(file.read_text(encoding="utf-8"))) is not None:
-            found[file.parent.name if file.name == "__init__.py" else file.stem] = match[1]
-    return found
+            constants[file.parent.name if file.name == "__init__.py" else file.stem] = match[1]
+    return constants
 
 
 def load(package: str, name: str, what: str) -> types.ModuleType:
@@ -141,38 +141,38 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 def parse_list(text: str) -> list[str]:
     """Parse '(lookup:max_n=8)+suffix' to ['lookup:max_n=8', 'suffix']. Raises BadOption where an entry is empty."""
-    found = [unwrapped(part) for part in _split(text, "+", text)]
-    if not all(found):
+    entries = [unwrapped(part) for part in _split(text, "+", text)]
+    if not all(entries):
         raise BadOption(f"{shown(text)} is no list: write entries with + between them, as in a+(b:option=value)")
-    return found
+    return entries
 
 
 def parse_specs(texts: Iterable[str]) -> list[str]:
-    """Return the specs of a repeated flag, each of which may name several: 'auto,svip:h=0.3,x=2' are auto and the rest.
+    """Return the specs of a repeated flag; each may name several: 'auto,svip:h=0.3,x=2' are auto and the rest.
 
     Behind a comma, what has an = before any colon is a further option. Each spec is returned once.
     """
-    found = list[str]()
+    specs = list[str]()
     for text in texts:
         for i, part in enumerate(_split(text, ",", text)):
             if i > 0 and "=" in part.partition(":")[0]:
-                found[-1] += f",{part}"
+                specs[-1] += f",{part}"
             elif part.strip():
-                found.append(part.strip())
-    return list(dict.fromkeys(found))
+                specs.append(part.strip())
+    return list(dict.fromkeys(specs))
 
 
 def _split(text: str, separator: str, whole: str) -> list[str]:
     """Split at the separators that stand in no parentheses. whole: what an error shows."""
     parts, start, depth = [], 0, 0
-    for found in re.finditer(f"[(){re.escape(separator)}]", text):
-        character = found[0]
+    for match in re.finditer(f"[(){re.escape(separator)}]", text):
+        character = match[0]
         depth += (character == "(") - (character == ")")
         if depth < 0 or depth > MAX_NESTED:
             break
         if character == separator and depth == 0:
-            parts.append(text[start : found.start()])
-            start = found.end()
+            parts.append(text[start : match.start()])
+            start = match.end()
     if depth > MAX_NESTED:
         raise BadOption(f"{shown(whole)} has more than {MAX_NESTED} parentheses in one another: write it with fewer")
     if depth:
@@ -191,7 +191,7 @@ def unwrapped(value: str) -> str:
 
 
 def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") -> Any:
-    """Make an Options instance from texts or values, as `checked` has them."""
+    """Make an Options instance from texts or values, checked by `checked`."""
     return cls(**checked(cls, values, method))
 
 
@@ -202,7 +202,7 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
     """
     hints = _hints(cls)  # type: ignore[arg-type]  # for mypy a type is not hashable
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    made = {}
+    converted = {}
     for key, value in values.items():
         if key not in fields:
             raise BadOption(
@@ -211,9 +211,9 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
                 else f"{shown(method)} takes no options"
             )
         label = f"{method}:{key}" if method else key
-        made[key] = _convert(value, hints[key], label)
-        check_range(made[key], fields[key].metadata, f"{label}={shown(made[key])}")
-    return made
+        converted[key] = _convert(value, hints[key], label)
+        check_range(converted[key], fields[key].metadata, f"{label}={shown(converted[key])}")
+    return converted
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | N
 
 
 def _range(value: Any, low: Any, above: Any, high: Any) -> str:
-    """Say a range: of numbers as an interval, where their bounds are integers or one is excluded."""
+    """Return the words for a range: an interval for floats with an integer bound or where a bound is excluded."""
     if high is None:
         return f"at least {low}" if above is None else f"above {above}"
     if above is not None or (isinstance(value, float) and isinstance(low, int)):
@@ -310,8 +310,8 @@ class PeerOption:
 @functools.cache
 def _peers() -> Mapping[str, Any]:
     text = importlib.resources.files("forerun").joinpath("data/peers.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)
-    return found
+    table: Mapping[str, Any] = json.loads(text)
+    return table
 
 
 @functools.cache
@@ -328,7 +328,7 @@ def peer_values() -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our options belongs.
+    """The place of one of our options.
 
     text: how it is written there. home: the class or command that has it, "" = the one in which it was looked for.
     """
